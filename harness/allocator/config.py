@@ -1,0 +1,478 @@
+"""PYTORCH_CUDA_ALLOC_CONF as data: one table of options, and parsing, rendering and judging built on it.
+
+The grammar and the ranges are those of upstream's `ConfigTokenizer`, `AcceleratorAllocatorConfig::parseArgs` and
+`CUDAAllocatorConfig::parseArgs` (torch 2.13), with two deliberate differences: a number must be a whole number
+where upstream would read only its first digits ("128.7"), and an unknown option is always an error.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from harness.errors import UserError
+
+MIB = 1 << 20
+INTERVALS = 16  # roundup_power2_divisions: one entry per power of two from 1 MiB to 32 GiB (and above)
+NO_ROUNDUP = (0,) * INTERVALS
+OLDEST_TORCH = "2.6"
+
+Kind = Literal["bool", "whole number", "number", "name", "divisions"]
+Scope = Literal["backend", "device", "host"]
+
+
+class AllocatorConfigError(UserError):
+    """A PYTORCH_CUDA_ALLOC_CONF that torch would refuse or misread."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of PYTORCH_CUDA_ALLOC_CONF.
+
+    `since` is the first torch release with it; "2.6" also stands for anything earlier, because 2.6 is the oldest
+    release this project supports. `scope` says what it acts on: the choice of backend, the native caching
+    allocator ("device") or pinned host memory ("host").
+    """
+
+    name: str
+    kind: Kind
+    allowed: str
+    since: str
+    scope: Scope
+    meaning: str
+    accepts: Callable[[Any], bool] = field(default=lambda _value: True, repr=False)
+    alias: str | None = None
+
+
+def _power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "backend",
+        "name",
+        "native or cudaMallocAsync",
+        "2.6",
+        "backend",
+        "PyTorch's own caching allocator, or the CUDA driver's stream-ordered one",
+        lambda v: v in ("native", "cudaMallocAsync"),
+    ),
+    Option(
+        "expandable_segments",
+        "bool",
+        "True or False",
+        "2.6",
+        "device",
+        "one growing virtual range per pool and stream instead of many fixed segments (not on Windows)",
+    ),
+    Option(
+        "large_segment_size_mb",
+        "whole number",
+        "more than 10",
+        "2.11",
+        "device",
+        "size of a segment shared by requests between 1 and 10 MiB; page size of expandable segments (default 20)",
+        lambda v: v > 10,
+    ),
+    Option(
+        "max_split_size_mb",
+        "whole number",
+        "at least large_segment_size_mb (20)",
+        "2.6",
+        "device",
+        "blocks of this size or more are never split (default: no limit)",
+    ),
+    Option(
+        "max_non_split_rounding_mb",
+        "whole number",
+        "at least large_segment_size_mb (20)",
+        "2.6",
+        "device",
+        "how much larger than the request an unsplittable cached block may be (default: large_segment_size_mb)",
+    ),
+    Option(
+        "roundup_power2_divisions",
+        "divisions",
+        "a power of two, or [MiB:divisions,...,>:divisions] with powers of two (divisions may be 0: off)",
+        "2.6",
+        "device",
+        "rounds requests up to a fraction of the power of two below them, so that more of them share a size",
+        lambda v: len(v) == INTERVALS and all(d == 0 or _power_of_two(d) for d in v),
+    ),
+    Option(
+        "garbage_collection_threshold",
+        "number",
+        "more than 0 and less than 1",
+        "2.6",
+        "device",
+        "share of the memory limit above which old cached blocks are freed before a new segment is made",
+        lambda v: 0 < v < 1,
+    ),
+    Option(
+        "per_process_memory_fraction",
+        "number",
+        "0 to 1",
+        "2.10",
+        "device",
+        "memory limit as a share of the device's memory (default 1: no limit)",
+        lambda v: 0 <= v <= 1,
+    ),
+    Option(
+        "throw_on_cudamalloc_oom",
+        "bool",
+        "True or False",
+        "2.12",
+        "device",
+        "refuse a request that would pass the memory limit before calling cudaMalloc",
+    ),
+    Option(
+        "release_lock_on_cudamalloc",
+        "bool",
+        "True or False",
+        "2.6",
+        "device",
+        "let other threads use the allocator while cudaMalloc runs",
+        alias="release_lock_on_hipmalloc",
+    ),
+    Option(
+        "graph_capture_record_stream_reuse",
+        "bool",
+        "True or False",
+        "2.9",
+        "device",
+        "reuse blocks other streams used while a CUDA graph is being captured",
+    ),
+    Option(
+        "pinned_use_cuda_host_register",
+        "bool",
+        "True or False",
+        "2.6",
+        "host",
+        "pin host memory with cudaHostRegister instead of cudaHostAlloc",
+        alias="pinned_use_hip_host_register",
+    ),
+    Option(
+        "pinned_num_register_threads",
+        "whole number",
+        "a power of two up to 128",
+        "2.6",
+        "host",
+        "threads that touch pages before cudaHostRegister (default 1)",
+        lambda v: _power_of_two(v) and v <= 128,
+    ),
+    Option(
+        "pinned_use_background_threads",
+        "bool",
+        "True or False",
+        "2.6",
+        "host",
+        "watch for the end of copies from pinned memory in a background thread",
+    ),
+    Option(
+        "pinned_reserve_segment_size_mb",
+        "whole number",
+        "more than 0",
+        "2.10",
+        "host",
+        "pin one segment of this size up front and serve small requests from it (default: none)",
+        lambda v: v > 0,
+    ),
+    Option(
+        "pinned_max_round_threshold_mb",
+        "whole number",
+        "0 or more",
+        "2.12",
+        "host",
+        "pinned requests above this are not rounded up to a power of two (default: no limit)",
+    ),
+    Option(
+        "pinned_max_cached_size_mb",
+        "whole number",
+        "0 or more",
+        "2.12",
+        "host",
+        "pinned blocks above this are given back instead of cached (default: no limit)",
+    ),
+    Option(
+        "pinned_free_catch_all",
+        "bool",
+        "True or False",
+        "2.12",
+        "host",
+        "warn instead of raising when freeing pinned memory fails",
+    ),
+)
+_BY_NAME = {o.name: o for o in OPTIONS} | {o.alias: o for o in OPTIONS if o.alias}
+_GONE = {"roundup_bypass_threshold_mb": "no supported torch has it; roundup_power2_divisions takes a size per interval"}
+
+
+@dataclass(frozen=True)
+class AllocatorConfig:
+    """Settings of PyTorch's CUDA allocator; the field of each option has the option's name, the default is torch's.
+
+    Sizes are in MiB as in the variable; None means "no limit" or "not set". `roundup_power2_divisions` holds the
+    divisions for requests from 1, 2, 4 ... 32768 MiB; 0 is off (1 divides nothing, so it is stored as 0).
+    Raises AllocatorConfigError when a value is out of range.
+    """
+
+    backend: str = "native"
+    expandable_segments: bool = False
+    large_segment_size_mb: int = 20
+    max_split_size_mb: int | None = None
+    max_non_split_rounding_mb: int | None = None
+    roundup_power2_divisions: tuple[int, ...] = NO_ROUNDUP
+    garbage_collection_threshold: float | None = None
+    per_process_memory_fraction: float = 1.0
+    throw_on_cudamalloc_oom: bool = False
+    release_lock_on_cudamalloc: bool = False
+    graph_capture_record_stream_reuse: bool = False
+    pinned_use_cuda_host_register: bool = False
+    pinned_num_register_threads: int = 1
+    pinned_use_background_threads: bool = False
+    pinned_reserve_segment_size_mb: int | None = None
+    pinned_max_round_threshold_mb: int | None = None
+    pinned_max_cached_size_mb: int | None = None
+    pinned_free_catch_all: bool = False
+
+    def __post_init__(self) -> None:
+        divisions = tuple(0 if d == 1 else d for d in self.roundup_power2_divisions)
+        object.__setattr__(self, "roundup_power2_divisions", divisions)
+        for option in OPTIONS:
+            value = getattr(self, option.name)
+            if value is not None and not option.accepts(value):
+                raise _wrong(option, _text(option, value))
+        for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
+            value = getattr(self, name)
+            if value is not None and value < self.large_segment_size_mb:
+                limit = f"at least large_segment_size_mb ({self.large_segment_size_mb})"
+                raise AllocatorConfigError(f"{name}:{value} is too small: allowed is {limit}")
+
+    def set_options(self) -> list[Option]:
+        """The options whose value is not torch's default, in the order of the table."""
+        return [o for o in OPTIONS if getattr(self, o.name) != getattr(_DEFAULT, o.name)]
+
+    def render(self) -> str:
+        """The canonical text: only what differs from the defaults, in the table's order; "" for all defaults.
+
+        `>` is never written: releases disagree about which interval it starts from.
+        """
+        return ",".join(f"{o.name}:{_text(o, getattr(self, o.name))}" for o in self.set_options())
+
+
+_DEFAULT = AllocatorConfig()
+
+
+def parse(text: str) -> AllocatorConfig:
+    """Read PYTORCH_CUDA_ALLOC_CONF; "" gives the defaults.
+
+    As in torch, white space is ignored, empty entries are skipped and the last of two equal options wins.
+    Raises AllocatorConfigError naming the option, the value and what is allowed.
+    """
+    values: dict[str, Any] = {}
+    for entry in _entries("".join(text.split())):
+        name, colon, value = entry.partition(":")
+        option = _BY_NAME.get(name)
+        if option is None:
+            raise AllocatorConfigError(_unknown(name))
+        if not colon or not value:
+            raise AllocatorConfigError(f"{name} has no value: write {name}:VALUE, allowed is {option.allowed}")
+        values[option.name] = _read(option, value)
+    return AllocatorConfig(**values)
+
+
+def from_settings(settings: Mapping[str, Any]) -> AllocatorConfig:
+    """The settings in force, from `torch.cuda.memory._snapshot()["allocator_settings"]`.
+
+    What the snapshot reports as a value (`torch::cuda::_memory_snapshot_pickled`) is taken from there; the other
+    options from the text it keeps of the variable. Raises AllocatorConfigError on a malformed or unknown entry.
+    """
+    text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if not isinstance(text, str):
+        raise AllocatorConfigError("allocator_settings: PYTORCH_CUDA_ALLOC_CONF is not text")
+    asked = parse(text)
+    values: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(asked)}
+    for name in (
+        "expandable_segments",
+        "release_lock_on_cudamalloc",
+        "pinned_use_cuda_host_register",
+        "graph_capture_record_stream_reuse",
+    ):
+        if name in settings:
+            values[name] = _typed(settings, name, bool)
+    if "pinned_num_register_threads" in settings:
+        values["pinned_num_register_threads"] = _typed(settings, "pinned_num_register_threads", int)
+    if "max_split_size" in settings:  # bytes; -1 (all bits set, read as signed) is "no limit"
+        size = _typed(settings, "max_split_size", int)
+        values["max_split_size_mb"] = None if size < 0 else size // MIB
+    if "garbage_collection_threshold" in settings:
+        values["garbage_collection_threshold"] = _typed(settings, "garbage_collection_threshold", float) or None
+    if "roundup_power2_divisions" in settings:
+        table = _typed(settings, "roundup_power2_divisions", dict)
+        try:
+            values["roundup_power2_divisions"] = tuple(int(table[str(1 << i)]) for i in range(INTERVALS))
+        except (KeyError, TypeError, ValueError):
+            raise AllocatorConfigError("allocator_settings: roundup_power2_divisions is not complete") from None
+    return AllocatorConfig(**values)
+
+
+def problems(config: AllocatorConfig, torch_version: str | None, *, memory_limited: bool = False) -> list[str]:
+    """What contradicts what, and which options `torch_version` ("2.9.1+cu128"; None: any) does not know.
+
+    `memory_limited` says that the process sets a memory limit by other means
+    (`torch.cuda.set_per_process_memory_fraction`). Sources: `CUDAAllocatorConfig::parseArgs` for the backend,
+    `DeviceCachingAllocator::malloc`, `alloc_block` and `get_free_block` for the rest.
+    """
+    found: list[str] = []
+    chosen = {o.name for o in config.set_options()}
+    if config.backend == "cudaMallocAsync":
+        idle = [o.name for o in config.set_options() if o.scope == "device"]
+        found += [f"backend:cudaMallocAsync and {name}: {name} has no effect with this backend" for name in idle]
+    limited = memory_limited or config.per_process_memory_fraction < 1
+    for name in ("garbage_collection_threshold", "throw_on_cudamalloc_oom"):
+        if name in chosen and config.backend == "native" and not limited:
+            found.append(f"{name} has no effect without a memory limit: set per_process_memory_fraction below 1")
+    if config.max_non_split_rounding_mb is not None and config.max_split_size_mb is None:
+        found.append("max_non_split_rounding_mb has no effect without max_split_size_mb")
+    if "pinned_num_register_threads" in chosen and not config.pinned_use_cuda_host_register:
+        found.append("pinned_num_register_threads has no effect without pinned_use_cuda_host_register:True")
+    rounding, cached = config.pinned_max_round_threshold_mb, config.pinned_max_cached_size_mb
+    if rounding is not None and cached is not None and rounding > cached:
+        found.append("pinned_max_round_threshold_mb above pinned_max_cached_size_mb: the cache size decides")
+    if torch_version is not None:
+        have = _release(torch_version)
+        new = [o for o in config.set_options() if _release(o.since) > have]
+        found += [f"torch {torch_version} does not know {o.name}: it is new in {o.since}" for o in new]
+    return found
+
+
+def differences(asked: AllocatorConfig, effective: AllocatorConfig) -> list[str]:
+    """One line per option whose value in force is not the one asked for; empty when all took."""
+    return [
+        f"{o.name}: asked for {_text(o, getattr(asked, o.name))}, in force is {_text(o, getattr(effective, o.name))}"
+        for o in OPTIONS
+        if getattr(asked, o.name) != getattr(effective, o.name)
+    ]
+
+
+def option_table() -> str:
+    """The options as a Markdown table for the documentation."""
+    head = "| option | allowed | default | since torch | acts on | meaning |\n|---|---|---|---|---|---|"
+    rows = [
+        f"| `{o.name}` | {o.allowed} | {_text(o, getattr(_DEFAULT, o.name))} | "
+        f"{o.since}{' or earlier' if o.since == OLDEST_TORCH else ''} | {o.scope} | {o.meaning} |"
+        for o in OPTIONS
+    ]
+    return "\n".join([head, *rows])
+
+
+def _entries(text: str) -> list[str]:
+    """Split at the commas outside brackets."""
+    entries, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            break
+        if char == "," and depth == 0:
+            entries.append(text[start:i])
+            start = i + 1
+    if depth != 0:
+        raise AllocatorConfigError("the brackets [ ] do not match: a list is written name:[key:value,key:value]")
+    return [entry for entry in [*entries, text[start:]] if entry]
+
+
+def _read(option: Option, text: str) -> Any:
+    match option.kind:
+        case "name":
+            return text
+        case "bool" if text in ("True", "False"):
+            return text == "True"
+        case "whole number" if (number := _whole(text)) is not None:
+            return number
+        case "number":
+            try:
+                return float(text)
+            except ValueError:
+                pass
+        case "divisions":
+            return _read_divisions(option, text)
+    raise _wrong(option, text)
+
+
+def _read_divisions(option: Option, text: str) -> tuple[int, ...]:
+    """`AcceleratorAllocatorConfig::parseRoundUpPower2Divisions`.
+
+    The first interval's value also fills every smaller one; intervals not named stay off; `>` fills those above
+    the last one named.
+    """
+    if not text.startswith("["):
+        everywhere = _whole(text)
+        if everywhere is None or not _power_of_two(everywhere):
+            raise _wrong(option, text)
+        return (everywhere,) * INTERVALS
+    divisions = [0] * INTERVALS
+    last = -1
+    for entry in filter(None, text.removeprefix("[").removesuffix("]").split(",")):
+        key, _, value = entry.partition(":")
+        count, interval = _whole(value), _whole(key)
+        if count is None:
+            raise _wrong(option, text)
+        if key == ">":
+            divisions[last + 1 :] = [count] * (INTERVALS - last - 1)
+            continue
+        if interval is None or not _power_of_two(interval):
+            raise _wrong(option, text)
+        index = min(interval.bit_length() - 1, INTERVALS - 1)
+        if last < 0:
+            divisions[:index] = [count] * index
+        divisions[index] = count
+        last = index
+    return tuple(divisions)
+
+
+def _whole(text: str) -> int | None:
+    """A plain decimal number; None for anything else, and for more digits than any size in MiB can have."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 13 else None
+
+
+def _text(option: Option, value: Any) -> str:
+    """A value as it is written in the variable."""
+    if value is None:
+        return "none"
+    if option.kind == "number":
+        return f"{value:g}" if float(f"{value:g}") == value else repr(float(value))
+    if option.kind != "divisions":
+        return str(value)
+    if len(set(value)) == 1:
+        return str(value[0])
+    first = next(i for i in range(len(value)) if value[i + 1] != value[0])  # its value fills all smaller ones
+    end = max(i for i, d in enumerate(value) if d != 0)
+    return "[" + ",".join(f"{1 << i}:{value[i]}" for i in range(first, max(end, first) + 1)) + "]"
+
+
+def _wrong(option: Option, text: str) -> AllocatorConfigError:
+    return AllocatorConfigError(f"{option.name}:{text[:60]} is not valid: allowed is {option.allowed}")
+
+
+def _unknown(name: str) -> str:
+    if name in _GONE:
+        return f"{name} is not an option any more: {_GONE[name]}"
+    near = difflib.get_close_matches(name, list(_BY_NAME), n=1)
+    hint = f"did you mean {near[0]}?" if near else f"options are {', '.join(o.name for o in OPTIONS)}"
+    return f"unknown allocator option {name[:60]!r}: {hint}"
+
+
+def _typed(settings: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = settings[name]
+    if not isinstance(value, kind):
+        raise AllocatorConfigError(f"allocator_settings: {name} is {value!r:.60}, expected {kind.__name__}")
+    return value
+
+
+def _release(version: str) -> tuple[int, int]:
+    """(major, minor) of a torch version. Raises AllocatorConfigError when there is none to read."""
+    parts = version.split("+")[0].split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (ValueError, IndexError):
+        raise AllocatorConfigError(f"torch version {version!r} is not of the form 2.13.0") from None
