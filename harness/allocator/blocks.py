@@ -1,0 +1,89 @@
+"""Blocks and the pools that keep the free ones: the allocator's data, without its policy.
+
+Sources: upstream's `Block`, `BlockPool` (ordered by stream, size, address) and `try_merge_blocks`. A pool here is
+one upstream pool seen from one stream, since a request only ever looks at its own stream's blocks.
+"""
+
+from bisect import bisect_left, insort
+
+
+class Block:
+    """A piece of a segment: `prev` and `next` are its neighbours there; a block with either is a split one.
+
+    `free` is true for cached blocks and for unmapped address space, false while the block is live or waits for
+    another stream. Addresses and sizes are in bytes.
+    """
+
+    __slots__ = ("addr", "born", "expandable", "free", "mapped", "next", "pool", "prev", "requested", "size")
+
+    def __init__(self, pool: "Pool", addr: int, size: int, expandable: bool = False, mapped: bool = True) -> None:
+        self.pool = pool
+        self.addr = addr
+        self.size = size
+        self.requested = 0
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.free = False
+        self.expandable = expandable
+        self.mapped = mapped
+        self.born = 0  # searches of the pool before this block was put there; its age counts from here
+
+    @property
+    def split(self) -> bool:
+        return self.prev is not None or self.next is not None
+
+
+class Pool:
+    """The free blocks of one pool and stream, ordered by size then address; unmapped ranges by address."""
+
+    __slots__ = ("free", "private", "small", "stream", "unmapped")
+
+    def __init__(self, private: int, stream: int, small: bool) -> None:
+        self.private = private
+        self.stream = stream
+        self.small = small
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def add(self, block: Block) -> None:
+        block.free = True
+        if block.mapped:
+            insort(self.free, (block.size, block.addr, block))
+        else:
+            insort(self.unmapped, (block.addr, block))
+
+    def remove(self, block: Block) -> None:
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.addr))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.addr,))]
+
+
+def insert_after(block: Block, new: Block) -> None:
+    """Link `new` in as the right-hand neighbour of `block`."""
+    new.prev, new.next = block, block.next
+    if block.next is not None:
+        block.next.prev = new
+    block.next = new
+
+
+def merge_neighbours(block: Block) -> int:
+    """Let `block` swallow its free neighbours of the same mapped state; returns the bytes it gained."""
+    gained = 0
+    before = block.prev
+    if before is not None and before.free and before.mapped == block.mapped:
+        before.pool.remove(before)
+        gained += before.size
+        block.addr = before.addr
+        block.prev = before.prev
+        if before.prev is not None:
+            before.prev.next = block
+    after = block.next
+    if after is not None and after.free and after.mapped == block.mapped:
+        after.pool.remove(after)
+        gained += after.size
+        block.next = after.next
+        if after.next is not None:
+            after.next.prev = block
+    block.size += gained
+    return gained

@@ -1,0 +1,109 @@
+"""Expandable segments: address space reserved once per pool and stream, memory mapped into it page by page.
+
+Sources: `find_expandable_block`, `map_block`, `try_allocate_expandable_block`, `unmap_block` and
+`ExpandableSegment::map`/`unmap`. Everything here works on one pool's blocks; counting is left to the caller, who
+is told of each range mapped or unmapped as (address, size) in bytes.
+"""
+
+from collections.abc import Callable
+
+from harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
+from harness.allocator.sizes import round_up
+
+Told = Callable[[int, int], None]
+
+
+def grow(pool: Pool, size: int, page: int, new_range: Callable[[], tuple[int, int]], mapped: Told) -> Block:
+    """A mapped free block of at least `size` bytes, taken out of the pool: maps what is missing.
+
+    `new_range` reserves address space, as (address, size), when no range has room left.
+    """
+    block = _find(pool, size)
+    if block is None:
+        addr, span = new_range()
+        block = Block(pool, addr, span, expandable=True, mapped=False)
+        pool.add(block)
+    if not block.mapped:
+        _map(block, min(block.size, size), page, mapped)
+    while block.size < size:  # a free block with address space behind it
+        beyond = block.next
+        assert beyond is not None
+        _map(beyond, min(size - block.size, beyond.size), page, mapped)
+        block = beyond
+    pool.remove(block)
+    return block
+
+
+def whole_pages(block: Block, page: int) -> tuple[int, int]:
+    """The part of a free block that can be unmapped, as (address, size); the size is 0 when no page is all free."""
+    base = _range_start(block)
+    start = base + round_up(block.addr - base, page)
+    end = base + (block.addr + block.size - base) // page * page
+    return start, max(end - start, 0)
+
+
+def unmap(block: Block, page: int) -> tuple[int, int]:
+    """Give back the wholly free pages of a free block; returns them as (address, size)."""
+    start, size = whole_pages(block, page)
+    if size == 0:
+        return start, 0
+    pool = block.pool
+    pool.remove(block)
+    ahead, behind = start - block.addr, block.addr + block.size - (start + size)
+    if behind:
+        rest = Block(pool, start + size, behind, expandable=True)
+        insert_after(block, rest)
+        pool.add(rest)
+    if ahead:
+        rest = Block(pool, start, size, expandable=True, mapped=False)
+        block.size = ahead
+        insert_after(block, rest)
+        pool.add(block)
+        block = rest
+    block.addr, block.size, block.mapped = start, size, False
+    merge_neighbours(block)
+    if block.split:
+        pool.add(block)  # else the whole range is unmapped, and the address space goes too
+    return start, size
+
+
+def reach(block: Block) -> int:
+    """How large a free block can become without moving: itself plus the unmapped space behind it."""
+    beyond = block.next
+    return block.size + (beyond.size if beyond is not None and not beyond.mapped else 0)
+
+
+def _find(pool: Pool, size: int) -> Block | None:
+    """The lowest free or unmapped place with `size` bytes of room, looking only where something is unmapped."""
+    for _addr, unmapped in pool.unmapped:
+        before = unmapped.prev
+        start = before if before is not None and before.free else unmapped
+        room, block = 0, start
+        while block is not None and block.free and room < size:
+            room += block.size
+            block = block.next  # type: ignore[assignment]
+        if room >= size:
+            return start
+    return None
+
+
+def _map(block: Block, size: int, page: int, mapped: Told) -> None:
+    """Map pages from the start of an unmapped block until `size` bytes are there."""
+    pool = block.pool
+    pool.remove(block)
+    size = min(round_up(size, page), block.size)
+    rest = block.size - size
+    block.size, block.mapped = size, True
+    if rest:
+        beyond = Block(pool, block.addr + size, rest, expandable=True, mapped=False)
+        insert_after(block, beyond)
+        pool.add(beyond)
+    mapped(block.addr, size)
+    merge_neighbours(block)
+    pool.add(block)
+
+
+def _range_start(block: Block) -> int:
+    while block.prev is not None:
+        block = block.prev
+    return block.addr

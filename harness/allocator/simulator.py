@@ -1,0 +1,427 @@
+"""The native caching allocator as a pure simulation: requests and frees in, statistics and segment events out.
+
+It follows `DeviceCachingAllocator` of torch 2.13 (`malloc`, `get_free_block`, `alloc_block`, `alloc_found_block`,
+`should_split`, `free`, `free_block`, `garbage_collect_cached_blocks`, `release_available_cached_blocks`,
+`release_cached_blocks`). All sizes are in bytes. Free-memory callbacks and pools marked use-on-OOM are left out.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.allocator import expandable
+from harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
+from harness.allocator.config import MIB, AllocatorConfig
+from harness.allocator.sizes import MIN_BLOCK, SMALL_REQUEST, SMALL_SEGMENT, round_request, round_up, segment_size
+from harness.errors import UserError
+
+SegmentEvent = tuple[str, int, int, int]  # kind, address, size, stream; kinds as in a recording
+FIRST_ADDRESS = 1 << 47  # cudaMalloc's addresses mostly descend; this model makes them always descend
+FIRST_RANGE = 1 << 56  # address space of expandable segments, away from cudaMalloc's
+UNLIMITED_RANGE = 1 << 50
+
+
+class OutOfMemory(Exception):
+    """The simulated allocator could not serve a request within the memory limit, even after releasing its cache."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What `torch.cuda.memory_stats` counts, in bytes unless named a number, with PyTorch's definitions.
+
+    `allocated_at_peak` is the most that was allocated while reserved stood at its peak, so `peak_reserved -
+    allocated_at_peak` is reserved but unallocated at one and the same moment, the busiest one.
+    """
+
+    allocated: int
+    active: int
+    requested: int
+    reserved: int
+    inactive_split: int
+    peak_allocated: int
+    peak_active: int
+    peak_requested: int
+    peak_reserved: int
+    peak_inactive_split: int
+    allocated_at_peak: int
+    segments: int
+    num_device_alloc: int
+    num_device_free: int
+    num_alloc_retries: int
+    num_ooms: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One block of a segment that exists before the simulation starts; `handle` and `requested` if it is in use."""
+
+    addr: int
+    size: int
+    state: Literal["live", "pending", "free", "unmapped"]
+    handle: Hashable = None
+    requested: int = 0
+
+
+def _ignore(_event: SegmentEvent) -> None:
+    pass
+
+
+class Simulator:
+    """One device's allocator under one setting.
+
+    Blocks are named by a handle of the caller's choice. `memory_limit` (bytes) acts as
+    `torch.cuda.set_per_process_memory_fraction` would; without it nothing ever runs out. `on_segment` is told of
+    every segment event in order; `next_address` may supply the address cudaMalloc gives for a size, as otherwise
+    addresses descend. Raises UserError for settings that cannot be simulated.
+    """
+
+    def __init__(
+        self,
+        config: AllocatorConfig,
+        memory_limit: int | None = None,
+        on_segment: Callable[[SegmentEvent], None] = _ignore,
+        next_address: Callable[[int], int | None] | None = None,
+    ) -> None:
+        self.config = config
+        self.limit = _limit(config, memory_limit)
+        self.live: dict[Hashable, Block] = {}
+        self.pending: dict[Hashable, Block] = {}  # free requested, another stream still uses it
+        self.allocated = self.active = self.requested = self.reserved = self.inactive_split = 0
+        self.peak_allocated = self.peak_active = self.peak_requested = 0
+        self.peak_reserved = self.peak_inactive_split = self.allocated_at_peak = 0
+        self.segments = self.num_device_alloc = self.num_device_free = self.num_alloc_retries = self.num_ooms = 0
+        self._on_segment = on_segment
+        self._next_address = next_address
+        self._lowest = FIRST_ADDRESS
+        self._next_range = FIRST_RANGE
+        self._pools: dict[tuple[int, int, bool], Pool] = {}
+        self._large_segment = config.large_segment_size_mb * MIB
+        self._max_split = None if config.max_split_size_mb is None else config.max_split_size_mb * MIB
+        self._split_rounding = (config.max_non_split_rounding_mb or config.large_segment_size_mb) * MIB
+        self._expandable = config.expandable_segments
+        self._divisions = config.roundup_power2_divisions if any(config.roundup_power2_divisions) else None
+        threshold = config.garbage_collection_threshold
+        self._gc_above = None if threshold is None or self.limit is None else int(threshold * self.limit)
+        self._searches = 0  # of the large pool; the clock by which garbage collection tells age
+        self._simple_search = not (self._expandable or self._max_split is not None or self._gc_above is not None)
+
+    def malloc(self, handle: Hashable, size: int, stream: int = 0, private: int = 0) -> None:
+        """Allocate `size` bytes for `handle` on `stream`, from private pool `private` (0: the common one).
+
+        Raises OutOfMemory; ValueError when the handle is in use.
+        """
+        if handle in self.live or handle in self.pending:
+            raise ValueError(f"block {handle!r} is already allocated")
+        if self._divisions is not None:
+            rounded = round_request(size, self._divisions)
+        else:
+            rounded = (size + 511) & -512 if size >= MIN_BLOCK else MIN_BLOCK
+        pool = self._pools.get((private, stream, rounded <= SMALL_REQUEST)) or self.pool(
+            private, stream, rounded <= SMALL_REQUEST
+        )
+        free = pool.free
+        at = bisect_left(free, (rounded,))
+        if not self._simple_search:
+            at = self._search(pool, at, rounded)
+        block = free.pop(at)[2] if at < len(free) else self._new_block(pool, rounded)
+
+        block.requested = size
+        block.free = False
+        rest = block.size - rounded
+        split = block.prev is not None or block.next is not None
+        if (
+            rest >= MIN_BLOCK
+            if pool.small or self._expandable
+            else rest > SMALL_REQUEST and (self._max_split is None or rounded < self._max_split)
+        ):
+            remainder = Block(pool, block.addr + rounded, rest, block.expandable)
+            remainder.free = True
+            remainder.born = self._searches
+            remainder.prev, remainder.next = block, block.next
+            if block.next is not None:
+                block.next.prev = remainder
+            block.next = remainder
+            block.size = rounded
+            insort(free, (rest, remainder.addr, remainder))
+            if not block.expandable:
+                self._add_inactive_split(-rounded if split else rest)
+        elif split and not block.expandable:
+            self.inactive_split -= block.size
+
+        self.live[handle] = block
+        size_now = block.size
+        self.active += size_now
+        if self.active > self.peak_active:
+            self.peak_active = self.active
+        self.requested += size
+        if self.requested > self.peak_requested:
+            self.peak_requested = self.requested
+        self.allocated += size_now
+        allocated = self.allocated
+        if allocated > self.peak_allocated:
+            self.peak_allocated = allocated
+        if self.reserved >= self.peak_reserved:
+            if self.reserved > self.peak_reserved:
+                self.peak_reserved = self.reserved
+                self.allocated_at_peak = allocated
+            elif allocated > self.allocated_at_peak:
+                self.allocated_at_peak = allocated
+
+    def free_requested(self, handle: Hashable) -> None:
+        """The program lets go of a block; it stays active until `free_completed`. Raises ValueError if not live."""
+        block = self.live.pop(handle, None)
+        if block is None:
+            raise ValueError(f"block {handle!r} is not allocated")
+        self.pending[handle] = block
+        self.allocated -= block.size
+
+    def free_completed(self, handle: Hashable) -> None:
+        """No stream uses the block any more: it goes back to its pool. Nothing happens if it already did."""
+        block = self.pending.pop(handle, None)
+        if block is None:
+            return
+        size = block.size
+        gained = merge_neighbours(block)
+        if not block.expandable:
+            is_split = block.prev is not None or block.next is not None
+            self._add_inactive_split((block.size if is_split else 0) - gained)
+        block.born = self._searches
+        block.free = True
+        insort(block.pool.free, (block.size, block.addr, block))
+        self.active -= size
+        self.requested -= block.requested
+
+    def free(self, handle: Hashable) -> None:
+        """Free a block that no other stream uses. Raises ValueError when the handle is not live."""
+        self.free_requested(handle)
+        self.free_completed(handle)
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache`: what waits is waited for, then every unused segment or page is given back."""
+        for handle in list(self.pending):
+            self.free_completed(handle)
+        for pool in self._common_pools(small=False, then_small=True):
+            for block in [b for _, _, b in pool.free if not b.expandable and not b.split]:
+                self._release(block)
+            for block in [b for _, _, b in pool.free if b.expandable]:
+                start, size = expandable.unmap(block, self._page(pool))
+                if size:
+                    self._count_segment("segment_unmap", start, size, pool.stream)
+
+    def releasable(self) -> list[SegmentEvent]:
+        """The segment events `empty_cache` would cause now (if nothing is pending), without doing it."""
+        events: list[SegmentEvent] = []
+        for pool in self._common_pools(small=False, then_small=True):
+            whole = [b for _, _, b in pool.free if not b.expandable and not b.split]
+            events += [("segment_free", b.addr, b.size, pool.stream) for b in whole]
+            pages = [expandable.whole_pages(b, self._page(pool)) for _, _, b in pool.free if b.expandable]
+            events += [("segment_unmap", start, size, pool.stream) for start, size in pages if size]
+        return events
+
+    def release_segment(self, addr: int) -> bool:
+        """Give back one unused segment; False when there is none at `addr`."""
+        for pool in self._pools.values():
+            for _, start, block in pool.free:
+                if start == addr and not block.expandable and not block.split:
+                    self._release(block)
+                    return True
+        return False
+
+    def stats(self) -> Stats:
+        return Stats(**{name: getattr(self, name) for name in Stats.__dataclass_fields__})
+
+    def pool(self, private: int, stream: int, small: bool) -> Pool:
+        """The pool for this private pool, stream and size class; made when it is new."""
+        return self._pools.setdefault((private, stream, small), Pool(private, stream, small))
+
+    def pools(self) -> Iterator[Pool]:
+        """Every pool there is, for looking at the free blocks."""
+        return iter(self._pools.values())
+
+    def adopt(self, private: int, stream: int, small: bool, is_expandable: bool, pieces: Sequence["Piece"]) -> None:
+        """Take over a segment (or range of expandable address space) that exists already, before any request."""
+        pool = self.pool(private, stream, small)
+        before: Block | None = None
+        for piece in pieces:
+            block = Block(pool, piece.addr, piece.size, is_expandable, mapped=piece.state != "unmapped")
+            if before is not None:
+                insert_after(before, block)
+            before = block
+            if block.mapped:
+                self.reserved += piece.size
+            if not is_expandable:
+                self._lowest = min(self._lowest, piece.addr)
+            if piece.state in ("free", "unmapped"):
+                pool.add(block)
+                if not is_expandable and len(pieces) > 1:
+                    self.inactive_split += piece.size
+                continue
+            block.requested = piece.requested
+            (self.live if piece.state == "live" else self.pending)[piece.handle] = block
+            self.allocated += piece.size if piece.state == "live" else 0
+            self.active += piece.size
+            self.requested += piece.requested
+        self.segments += not is_expandable
+        self.peak_allocated = self.allocated_at_peak = self.allocated
+        self.peak_active, self.peak_requested = self.active, self.requested
+        self.peak_reserved, self.peak_inactive_split = self.reserved, self.inactive_split
+
+    def _search(self, pool: Pool, at: int, rounded: int) -> int:
+        """`get_free_block` from the best fit at `at`: where in the free list to take the block; its end for nowhere."""
+        free = pool.free
+        nowhere = len(free)
+        if self._gc_above is not None and not pool.small and pool.private == 0:
+            self._searches += 1
+        if at == nowhere:
+            return nowhere
+        if self._expandable:
+            while (
+                free[at][2].expandable
+                and at + 1 < nowhere
+                and expandable.reach(free[at + 1][2]) < expandable.reach(free[at][2])
+            ):
+                at += 1
+        else:
+            at = next((i for i in range(at, nowhere) if not free[i][2].expandable), nowhere)
+        if self._max_split is not None and at < nowhere:
+            found = free[at][0]
+            if rounded < self._max_split <= found:
+                return nowhere
+            if rounded >= self._max_split and found >= rounded + self._split_rounding:
+                return nowhere
+        return at
+
+    def _new_block(self, pool: Pool, rounded: int) -> Block:
+        """Memory from the device for a request no cached block fits; not yet in the pool's free list.
+
+        The order of the attempts is that of `malloc`. Raises OutOfMemory.
+        """
+        size = segment_size(rounded, self._large_segment)
+        if self._gc_above is not None:
+            self._collect_garbage(self._gc_above)
+        if self._fits(size):
+            return self._device_malloc(pool, rounded, size)
+        if self._release_oversize(pool, rounded) and self._fits(size):
+            return self._device_malloc(pool, rounded, size)
+        self.empty_cache()
+        self.num_alloc_retries += 1
+        if self._fits(size):
+            return self._device_malloc(pool, rounded, size)
+        self.num_ooms += 1
+        raise OutOfMemory(f"{size} bytes more than the {self.reserved} reserved do not fit into {self.limit}")
+
+    def _fits(self, size: int) -> bool:
+        return self.limit is None or self.reserved + size <= self.limit
+
+    def _device_malloc(self, pool: Pool, rounded: int, size: int) -> Block:
+        if self._expandable:
+            return expandable.grow(
+                pool,
+                rounded,
+                self._page(pool),
+                self._reserve_range(pool),
+                lambda start, length: self._count_segment("segment_map", start, length, pool.stream),
+            )
+        addr = self._next_address(size) if self._next_address is not None else None
+        if addr is None:
+            addr = self._lowest - round_up(size, SMALL_SEGMENT)
+        self._lowest = min(self._lowest, addr)
+        self._count_segment("segment_alloc", addr, size, pool.stream)
+        return Block(pool, addr, size)
+
+    def _reserve_range(self, pool: Pool) -> Callable[[], tuple[int, int]]:
+        """`find_expandable_block`: 9/8 of the device's memory, in whole pages."""
+
+        def reserve() -> tuple[int, int]:
+            wanted = UNLIMITED_RANGE if self.limit is None else self.limit + self.limit // 8
+            start, span = self._next_range, round_up(wanted, self._page(pool))
+            self._next_range += round_up(span, SMALL_SEGMENT)
+            return start, span
+
+        return reserve
+
+    def _page(self, pool: Pool) -> int:
+        return SMALL_SEGMENT if pool.small else self._large_segment
+
+    def _collect_garbage(self, above: int) -> None:
+        """`garbage_collect_cached_blocks`: free old unsplit large blocks until reserved is back at `above`."""
+        if self.reserved <= above:
+            return
+        target = self.reserved - above
+        whole = [b for p in self._common_pools(small=False) for _, _, b in p.free if not b.split and not b.expandable]
+        total_age = sum(self._searches - b.born for b in whole)
+        reclaimed = 0
+        while whole and reclaimed < target:
+            average = total_age / len(whole)
+            old = [b for b in whole if self._searches - b.born >= average]
+            if not old:
+                return
+            whole = [b for b in whole if self._searches - b.born < average]
+            for block in old:
+                reclaimed += block.size
+                total_age -= self._searches - block.born
+                self._release(block)
+
+    def _release_oversize(self, pool: Pool, rounded: int) -> bool:
+        """`release_available_cached_blocks`: with max_split_size, free just enough blocks of that size or more."""
+        if self._max_split is None:
+            return False
+        wanted = max(rounded, self._max_split)
+        free = pool.free
+        at = bisect_left(free, (wanted,))
+        if at < len(free) and not free[at][2].expandable:
+            self._release(free[at][2])
+            return True
+        released = 0
+        oversize = [b for size, _, b in free[:at] if size >= self._max_split]
+        for block in reversed(oversize):
+            if released >= wanted:
+                break
+            if not block.expandable:
+                released += block.size
+                self._release(block)
+        return released >= wanted
+
+    def _release(self, block: Block) -> None:
+        """`release_block`: cudaFree an unused, unsplit segment."""
+        block.pool.remove(block)
+        self._count_segment("segment_free", block.addr, block.size, block.pool.stream)
+
+    def _common_pools(self, small: bool, then_small: bool = False) -> list[Pool]:
+        """The pools that are nobody's private ones, in upstream's order: large before small, then by stream."""
+        wanted = [p for p in self._pools.values() if p.private == 0 and (p.small == small or then_small)]
+        return sorted(wanted, key=lambda p: (p.small, p.stream))
+
+    def _count_segment(self, kind: str, addr: int, size: int, stream: int) -> None:
+        if kind in ("segment_alloc", "segment_map"):
+            self.reserved += size
+            self.num_device_alloc += 1
+            self.segments += kind == "segment_alloc"
+        else:
+            self.reserved -= size
+            self.num_device_free += 1
+            self.segments -= kind == "segment_free"
+        self._on_segment((kind, addr, size, stream))
+
+    def _add_inactive_split(self, change: int) -> None:
+        self.inactive_split += change
+        if self.inactive_split > self.peak_inactive_split:
+            self.peak_inactive_split = self.inactive_split
+
+
+def _limit(config: AllocatorConfig, memory_limit: int | None) -> int | None:
+    """The memory limit in bytes. Raises UserError for what cannot be simulated."""
+    if config.backend != "native":
+        raise UserError(
+            "backend:cudaMallocAsync cannot be simulated: the CUDA driver's pool policy is closed. Measure it instead."
+        )
+    if config.throw_on_cudamalloc_oom:
+        raise UserError("throw_on_cudamalloc_oom is not simulated: leave it out, it only changes how a failure is met")
+    if config.per_process_memory_fraction < 1:
+        if memory_limit is None:
+            raise UserError(
+                "per_process_memory_fraction needs a memory limit to be a fraction of: --memory-limit 24GiB"
+            )
+        return int(memory_limit * config.per_process_memory_fraction)
+    return memory_limit
