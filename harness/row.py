@@ -1,0 +1,216 @@
+"""Row and Outcome: the one schema of a result.
+
+A row is the record of one attempt, a flat JSON object. `COLUMNS` gives each of its keys a type, a unit and a
+meaning; the README's column table, the CSV export and the checks below all come from it. A value that is not
+known is null, never 0. A column ends in its unit (`_bytes`, `_s`, `_w`, ...) wherever it has one.
+
+Not covered here: how rows are stored (journal.py), how an outcome is decided (outcome.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+Row = dict[str, Any]
+
+
+class Outcome(StrEnum):
+    """How an attempt ended."""
+
+    OK = "ok"
+    OOM = "oom"
+    HOST_OOM = "host_oom"
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+    CUDA_ERROR = "cuda_error"
+    CONTENDED = "contended"
+    INVALID = "invalid"
+    BAD_RESULT = "bad_result"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One key of a row: its JSON type (null is always allowed), its unit and what it means."""
+
+    name: str
+    type: type
+    unit: str
+    meaning: str
+    group: str
+
+
+class RowError(ValueError):
+    """A row does not fit the schema: names the column, what it holds and what it should hold."""
+
+
+def _columns(group: str, *columns: tuple[str, type, str, str]) -> tuple[Column, ...]:
+    return tuple(Column(name, kind, unit, meaning, group) for name, kind, unit, meaning in columns)
+
+
+COLUMNS: tuple[Column, ...] = (
+    *_columns(
+        "identity",
+        ("schema_version", int, "", "version of this table"),
+        ("sweep", str, "", "name of the sweep, which is its results folder"),
+        ("trial_id", str, "", "hash of the resolved trial's canonical JSON and of the runner's version"),
+        ("attempt", int, "", "which attempt at the trial, from 1; 0 where no process was started"),
+        ("terminal", bool, "", "true on the one row that counts for its trial"),
+        ("started_at", str, "ISO 8601 UTC", "when the attempt began"),
+        ("outcome", str, "", "how the attempt ended: " + ", ".join(Outcome)),
+        ("reason", str, "", "why, in one line; null when ok"),
+        ("phase", str, "", "the phase the attempt was in when it ended, if it did not finish"),
+        ("exit_code", int, "", "the worker's exit status, negative for the signal that killed it"),
+        ("isolation", str, "", "cold: a fresh process; warm: forked from a template that has never touched the GPU"),
+        ("duration_s", float, "s", "wall time of the attempt, from before the start to after the reaping"),
+        ("overhead_s", float, "s", "duration_s minus the time spent in training steps of any kind"),
+    ),
+    *_columns(
+        "axes",
+        ("model", str, "", "name of the model configuration"),
+        ("parameters", int, "", "number of parameters, counted on the built model, shared ones once"),
+        ("seq_len", int, "tokens", "sequence length"),
+        ("micro_batch", int, "samples", "sequences per forward pass and rank"),
+        ("grad_accum", int, "", "forward/backward passes per optimizer step"),
+        ("precision", str, "", "fp32, tf32, bf16 (autocast), fp16 (autocast and GradScaler), bf16_pure"),
+        ("allocator", str, "", "name of the allocator configuration"),
+        ("allocator_conf", str, "", "PYTORCH_CUDA_ALLOC_CONF as asked for, in canonical form"),
+        ("allocator_conf_effective", str, "", "the settings that took effect, read back in the worker; null on CPU"),
+        ("runner", str, "", "torch, trainer, deepspeed or custom"),
+        ("device", str, "", "cuda or cpu (measured), simulated (predicted)"),
+        ("zero_stage", int, "", "DeepSpeed ZeRO stage; null for other runners"),
+        ("offload_optimizer", bool, "", "optimizer state in host memory; null for other runners"),
+        ("offload_param", bool, "", "parameters in host memory; null for other runners"),
+        ("world_size", int, "", "number of ranks"),
+        ("optimizer", str, "", "optimizer class that ran"),
+        ("gradient_checkpointing", bool, "", "activations recomputed in the backward pass"),
+        ("attention", str, "", "attention implementation as asked for"),
+        ("attention_effective", str, "", "attention implementation that the model reports; null if it reports none"),
+        ("weights", str, "", "random or pretrained"),
+        ("data", str, "", "synthetic, or the text data set's name"),
+        ("protocol", str, "", "name of the protocol"),
+        ("seed", int, "", "seed of weights and data"),
+        ("repeat", int, "", "repeat index, from 0"),
+        ("trial", dict, "", "the whole resolved trial"),
+        ("foreign", str, "", "where the row was imported from; null for our own rows"),
+    ),
+    *_columns(
+        "memory",
+        ("memory_source", str, "", "what the counters are: cuda_allocator, cpu_tensors_and_rss or simulator"),
+        ("peak_allocated_bytes", int, "B", "largest allocated, load and all steps up to the last measured one"),
+        ("peak_active_bytes", int, "B", "the same of active (allocated, or freed but still in use by a stream)"),
+        ("peak_requested_bytes", int, "B", "the same of requested (before the allocator rounds up)"),
+        ("peak_reserved_bytes", int, "B", "the same of reserved; on CPU the process's peak resident set"),
+        ("reserved_unallocated_bytes", int, "B", "reserved minus allocated, both at the end of the last measured step"),
+        ("inactive_split_peak_bytes", int, "B", "largest sum of free pieces of split blocks"),
+        ("load_peak_allocated_bytes", int, "B", "peak allocated while model and optimizer were built"),
+        ("load_peak_reserved_bytes", int, "B", "peak reserved while model and optimizer were built"),
+        ("forward_peak_allocated_bytes", int, "B", "peak allocated in the forward phase of the probe step"),
+        ("forward_peak_reserved_bytes", int, "B", "peak reserved in the forward phase of the probe step"),
+        ("backward_peak_allocated_bytes", int, "B", "peak allocated in the backward phase of the probe step"),
+        ("backward_peak_reserved_bytes", int, "B", "peak reserved in the backward phase of the probe step"),
+        ("optimizer_peak_allocated_bytes", int, "B", "peak allocated after the last backward of the probe step"),
+        ("optimizer_peak_reserved_bytes", int, "B", "peak reserved after the last backward of the probe step"),
+        ("step_peak_allocated_bytes", list, "B", "peak allocated of each measured step"),
+        ("step_peak_reserved_bytes", list, "B", "peak reserved of each measured step"),
+        ("plateau", bool, "", "true if no step in the second half of the measured ones raised the peak reserved"),
+        ("alloc_retries", int, "", "allocations that only succeeded after cached blocks were released"),
+        ("alloc_ooms", int, "", "allocations that failed"),
+        ("device_used_bytes", int, "B", "what NVML saw in use on the device after the measured steps"),
+        ("device_baseline_bytes", int, "B", "what NVML saw in use before the worker touched the device"),
+        ("device_total_bytes", int, "B", "memory of the device"),
+        ("rss_baseline_bytes", int, "B", "the process's resident set after the imports, before the model is built"),
+        ("rank_peak_allocated_bytes", list, "B", "peak allocated of each rank"),
+        ("rank_peak_reserved_bytes", list, "B", "peak reserved of each rank"),
+    ),
+    *_columns(
+        "speed",
+        ("warmup_steps", int, "", "steps before the probe step, kept in warmup_step_times_s"),
+        ("measured_steps", int, "", "steps that were timed"),
+        ("elapsed_s", float, "s", "time of the measured steps, first boundary to last"),
+        ("step_times_s", list, "s", "time of each measured step, boundary to boundary"),
+        ("warmup_step_times_s", list, "s", "time of each warm-up step on the host's clock"),
+        ("step_median_s", float, "s", "median of step_times_s"),
+        ("step_iqr_s", float, "s", "interquartile range of step_times_s"),
+        ("tokens_per_s", float, "tokens/s", "micro_batch x seq_len x grad_accum x world_size x measured_steps / elapsed_s"),
+        ("samples_per_s", float, "samples/s", "micro_batch x grad_accum x world_size x measured_steps / elapsed_s"),
+        ("padding_fraction", float, "", "share of the counted tokens that is padding"),
+        ("model_flops_per_token", float, "FLOP", "3 x the counted forward FLOPs of a step / its tokens (backward is twice the forward)"),
+        ("hardware_flops_per_token", float, "FLOP", "all counted FLOPs of a step, recomputation included / its tokens"),
+        ("peak_flops", float, "FLOP/s", "published dense peak of this GPU at this precision; null if unknown"),
+        ("mfu", float, "", "tokens_per_s x model_flops_per_token / (peak_flops x world_size)"),
+        ("hfu", float, "", "tokens_per_s x hardware_flops_per_token / (peak_flops x world_size)"),
+        ("loss_first", float, "", "loss of the first step"),
+        ("loss_last", float, "", "loss of the last measured step"),
+    ),
+    *_columns(
+        "health",
+        ("gpu_temperature_c", int, "°C", "temperature after the measured steps"),
+        ("gpu_power_w", float, "W", "mean power over the measured steps: energy / elapsed"),
+        ("gpu_energy_j", float, "J", "energy of the device over the measured steps"),
+        ("gpu_sm_clock_mhz", int, "MHz", "SM clock right after the measured steps"),
+        ("throttle_reasons", list, "", "clock event reasons seen around the measured steps, idle left out"),
+        ("foreign_processes", list, "", "process ids of others seen on the device"),
+    ),
+    *_columns(
+        "provenance",
+        ("gpu_name", str, "", "device name"),
+        ("gpu_uuid", str, "", "device uuid"),
+        ("driver_version", str, "", "NVIDIA driver"),
+        ("cuda_version", str, "", "CUDA version torch was built with"),
+        ("torch_version", str, "", ""),
+        ("transformers_version", str, "", ""),
+        ("deepspeed_version", str, "", "null where deepspeed was not used"),
+        ("python_version", str, "", ""),
+        ("cpu_name", str, "", ""),
+        ("cpu_threads", int, "", "intra-op threads of torch in the worker"),
+        ("host", str, "", ""),
+        ("git_commit", str, "", "commit of the harness, with +dirty if its files were changed"),
+        ("runner_config", dict, "", "configuration that the runner generated and used (DeepSpeed, Trainer)"),
+        ("notes", list, "", "what a reader of the row should know"),
+    ),
+)  # fmt: skip
+
+BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}
+
+
+def complete(values: Mapping[str, Any]) -> Row:
+    """A whole row from what is known: every column present, in the registry's order, null where not given.
+
+    Raises RowError for an unknown column or a value of the wrong type.
+    """
+    unknown = sorted(set(values) - set(BY_NAME))
+    if unknown:
+        raise RowError(f"unknown column {', '.join(unknown)}")
+    row = {name: values.get(name) for name in BY_NAME}
+    row["schema_version"] = SCHEMA_VERSION
+    for name, value in row.items():
+        _check(BY_NAME[name], value)
+    return row
+
+
+def _check(column: Column, value: Any) -> None:
+    if value is None:
+        return
+    fits = isinstance(value, column.type) and not (column.type is int and isinstance(value, bool))
+    if column.type is float and isinstance(value, int) and not isinstance(value, bool):
+        fits = True
+    if not fits:
+        raise RowError(f"column {column.name} holds {value!r}, expected {column.type.__name__} or null")
+    if column.name == "outcome" and value not in set(Outcome):
+        raise RowError(f"outcome {value!r} is none of {', '.join(Outcome)}")
+
+
+def markdown_table() -> str:
+    """The column table of the README, one section a group."""
+    lines: list[str] = []
+    for group in dict.fromkeys(column.group for column in COLUMNS):
+        lines += [f"**{group}**", "", "| column | type | unit | meaning |", "|---|---|---|---|"]
+        lines += [f"| `{c.name}` | {c.type.__name__} | {c.unit} | {c.meaning} |" for c in COLUMNS if c.group == group]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
