@@ -69,27 +69,25 @@ class VramsweepLauncher(Launcher):
         """The resolved configuration of each job, without the `hydra` node. Raises Hydra's errors for unknown keys."""
         loader = self.context.config_loader
         parser = OverridesParser.create(config_loader=loader)
-        parsed: dict[str, Override] = {}
+        parsed = {text: parser.parse_override(text) for text in {t for overrides in job_overrides for t in overrides}}
+        plain = {text for text, override in parsed.items() if _plain(override, loader)}
         composed: dict[tuple[str, ...], DictConfig] = {}
         configs = []
         for overrides in job_overrides:
-            for text in overrides:
-                if text not in parsed:
-                    parsed[text] = parser.parse_override(text)
-            # A plain value is KEY=VALUE of a key that is no group; "+", "~" and groups change how things compose.
-            groups = tuple(t for t in overrides if not _plain(parsed[t], loader))
+            groups = tuple(text for text in overrides if text not in plain)
             if groups not in composed:
                 config = loader.load_sweep_config(self.config, list(groups))
                 with open_dict(config):
                     del config["hydra"]
                 composed[groups] = config
             config = copy.deepcopy(composed[groups])
-            ConfigLoaderImpl._apply_overrides_to_config([parsed[t] for t in overrides if t not in groups], config)
+            ConfigLoaderImpl._apply_overrides_to_config([parsed[t] for t in overrides if t in plain], config)
             configs.append(config)
         return configs
 
 
 def _plain(override: Override, loader: Any) -> bool:
+    """Whether it sets a plain value: "+", "~" and config groups change how a configuration composes."""
     if override.is_add() or override.is_delete() or override.is_hydra_override():
         return False
     return not loader.list_groups(override.key_or_group) and not loader.get_group_options(override.key_or_group)
