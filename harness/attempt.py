@@ -278,4 +278,3 @@ def _readable(descriptor: int, seconds: float | None) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))
-

@@ -1,4 +1,4 @@
-"""The command line: `vramsweep VERB`, the same as `python -m harness VERB`. Each verb is a function of its arguments."""
+"""The command line: `vramsweep VERB`, which is also `python -m harness VERB`; a verb is a function of its arguments."""
 
 from __future__ import annotations
 

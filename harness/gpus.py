@@ -1,8 +1,7 @@
 """Published figures of common GPUs: memory and dense peak FLOP/s per precision. No measurement is made here.
 
-Sources are NVIDIA's data sheets and architecture white papers (A100, H100, H200, B200, L4, L40S, A10, A30, V100, T4, RTX 3090, 4090):
-dense rates, that is, without structured sparsity, tensor cores with fp32 accumulation. A GPU that is not listed has
-no known peak, and MFU is then null.
+Sources are NVIDIA's data sheets and architecture white papers of each product: dense rates, that is, without structured
+sparsity, tensor cores with fp32 accumulation. A GPU that is not listed has no known peak, and MFU is then null.
 """
 
 from __future__ import annotations

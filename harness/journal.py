@@ -38,7 +38,9 @@ class Journal:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._fd)
-            raise UserError(f"another sweep is writing {self.path}; wait for it, or give this one another name=") from None
+            raise UserError(
+                f"another sweep is writing {self.path}; wait for it, or give this one another name="
+            ) from None
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             self._write(b"\n")

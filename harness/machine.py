@@ -167,7 +167,9 @@ def doctor(results: Path) -> list[Check]:
     free = shutil.disk_usage(folder).free / GIB
     checks.append(Check("disk", "ok" if free > 5 else "problem", f"{free:.1f} GiB free for {results}"))
     available = psutil.virtual_memory().available / GIB
-    checks.append(Check("memory", "ok" if available > 4 else "problem", f"{available:.1f} GiB of host memory available"))
+    checks.append(
+        Check("memory", "ok" if available > 4 else "problem", f"{available:.1f} GiB of host memory available")
+    )
     load = psutil.getloadavg()[0]
     cores = psutil.cpu_count() or 1
     text = f"load {load:.1f} on {cores} cores"

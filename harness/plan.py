@@ -116,11 +116,7 @@ def halving(count: int) -> list[int]:
 
 def pending(planned: Iterable[Planned], finished: Mapping[str, Row], retry_failed: bool) -> list[Planned]:
     """The trials without a terminal row; with `retry_failed` also those whose terminal row is a failure."""
-    return [
-        p
-        for p in planned
-        if p.trial_id not in finished or (retry_failed and not succeeded(finished[p.trial_id]))
-    ]
+    return [p for p in planned if p.trial_id not in finished or (retry_failed and not succeeded(finished[p.trial_id]))]
 
 
 def axes(planned: Planned) -> Row:

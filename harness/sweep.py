@@ -110,7 +110,7 @@ def _name(planned: Sequence[Planned]) -> str:
 
 
 def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
-    """Run every trial that has no terminal row yet; returns all terminal rows of the plan by id, and the exit status."""
+    """Run every trial without a terminal row; returns the plan's terminal rows by id, and the exit status."""
     with Journal(folder) as journal:
         rows, unreadable = read(folder)
         if unreadable:
@@ -132,7 +132,9 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
     mine = {p.trial_id: finished[p.trial_id] for p in planned}
     failed = sum(not succeeded(row) for row in mine.values())
     if failed:
-        print(f"{failed} trial(s) failed; their logs are under {folder / 'attempts'}; retry_failed=true runs them again")
+        print(
+            f"{failed} trial(s) failed; their logs are under {folder / 'attempts'}; retry_failed=true runs them again"
+        )
     if settings.report:
         sys.stdout.flush()
         subprocess.run([sys.executable, "-m", "analysis", "report", str(folder)], check=False)
@@ -147,7 +149,7 @@ def run_trial(
     launcher: Launcher,
     sleep: Callable[[float], None],
 ) -> Row:
-    """Attempt a trial until it has an answer or the retries are used up; every attempt is a row, the last is terminal."""
+    """Attempt a trial until it has an answer or the retries are used up; each attempt is a row, the last is terminal."""
     base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts()
     if item.trial is None:
         row = base | plan.invalid_row(item) | {"started_at": _now(), "isolation": None}
@@ -213,7 +215,12 @@ def _now() -> str:
 
 
 def _write_plan(folder: Path, planned: Sequence[Planned]) -> None:
-    record = {"command": sys.argv[1:], "started_at": _now(), "trials": [p.trial_id for p in planned], "pid": os.getpid()}
+    record = {
+        "command": sys.argv[1:],
+        "started_at": _now(),
+        "trials": [p.trial_id for p in planned],
+        "pid": os.getpid(),
+    }
     (folder / PLAN).write_text(json.dumps(record))
 
 

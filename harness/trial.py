@@ -174,7 +174,9 @@ def _model(trial: Trial) -> str | None:
     if trial.weights == "pretrained" and trial.model.path is None:
         return "weights=pretrained needs model.path (a local directory or hub id): model=hub model.path=..."
     if trial.data != "synthetic" and trial.model.path is None:
-        return "a text data set needs a tokenizer, so model.path (a local directory or hub id): model=hub model.path=..."
+        return (
+            "a text data set needs a tokenizer, so model.path (a local directory or hub id): model=hub model.path=..."
+        )
     return None
 
 
@@ -189,7 +191,9 @@ def _device(trial: Trial) -> str | None:
     if trial.device.name == "cuda":
         return None
     if trial.allocator.conf:
-        return f"allocator {trial.allocator.name}: the CUDA allocator is not in use on device=cpu; use allocator=default"
+        return (
+            f"allocator {trial.allocator.name}: the CUDA allocator is not in use on device=cpu; use allocator=default"
+        )
     if trial.precision == "tf32":
         return "precision tf32 is a mode of CUDA tensor cores; on device=cpu use fp32"
     if trial.precision == "fp16" and trial.runner.name != "deepspeed":

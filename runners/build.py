@@ -53,9 +53,14 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     if limit is not None and trial.seq_len > limit:
         raise InvalidTrial(f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions")
     if trial.weights == "pretrained":
-        net = AutoModelForCausalLM.from_pretrained(
-            trial.model.path, config=config, dtype=dtype, attn_implementation=trial.attention, trust_remote_code=False
-        ).to(device)
+        net: Any = AutoModelForCausalLM.from_pretrained(
+            str(trial.model.path),
+            config=config,
+            dtype=dtype,
+            attn_implementation=trial.attention,
+            trust_remote_code=False,
+        )
+        net.to(device)
     else:
         with device:
             net = AutoModelForCausalLM.from_config(
@@ -120,9 +125,8 @@ def _text(trial: Trial) -> Data:
     texts = _lines(trial.data)
     if not texts:
         raise InvalidTrial(f"data {trial.data} holds no text")
-    encoded = tokenizer(
-        texts, padding="max_length", truncation=True, max_length=trial.seq_len, return_tensors="pt", padding_side="right"
-    )
+    tokenizer.padding_side = "right"
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=trial.seq_len, return_tensors="pt")
     ids, mask = encoded["input_ids"], encoded["attention_mask"]
     labels = ids.masked_fill(mask == 0, -100)
     samples = [{"input_ids": i, "attention_mask": m, "labels": t} for i, m, t in zip(ids, mask, labels, strict=True)]
@@ -130,7 +134,7 @@ def _text(trial: Trial) -> Data:
 
 
 def _lines(name: str) -> list[str]:
-    """The first texts of a data set: the lines of a local file, or the `text` column of a hub data set's train split."""
+    """The first texts of a data set: lines of a local file, or the `text` column of a hub data set's train split."""
     path = Path(name)
     if path.is_file():
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:POOL]

@@ -51,7 +51,7 @@ def load(target: str) -> Callable[[Trial], Any]:
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))  # its neighbours are importable, as if it had been run
     spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+    function: Callable[[Trial], Any] | None = getattr(module, name, None)
     if not callable(function):
         raise InvalidTrial(f"runner.target: {path} has no function {name}")
     return function

@@ -7,7 +7,7 @@ step; the meter counts the steps and knows what each is for:
     timed on    | phase | only a mark at each boundary, | FLOPs, after every
     the host    | peaks | one synchronise at the end    | peak has been read
 
-Not covered: how training is driven (torch_loop, trainer, deepspeed_zero, custom), what the numbers mean (harness/row.py).
+Not covered: how training is driven (torch_loop, trainer, deepspeed_zero, custom), what columns mean (harness/row.py).
 """
 
 from __future__ import annotations
