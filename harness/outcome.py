@@ -34,7 +34,7 @@ class Evidence:
 
 _OOM = re.compile(r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
 _HOST_OOM = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc")
-_BUSY = re.compile(r"CUDA-capable device\(s\) is/are busy|device is in use|exclusive")
+_BUSY = re.compile(r"CUDA-capable device(s|\(s\)) (is/)?are busy|device is in use|exclusive")
 _CUDA = re.compile(r"CUDA error|CUDA driver error|CUBLAS_STATUS|CUDNN_STATUS|NCCL|AcceleratorError|device-side assert")
 
 
@@ -69,7 +69,7 @@ def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
         return Outcome.INVALID, lines[0] if lines else kind
     if kind.endswith("OutOfMemoryError") or _OOM.search(text):
         return Outcome.OOM, reason
-    if kind == "MemoryError" or _HOST_OOM.search(text):
+    if kind.endswith(".MemoryError") or _HOST_OOM.search(text):
         return Outcome.HOST_OOM, reason
     if _BUSY.search(text):
         return Outcome.CONTENDED, reason

@@ -149,7 +149,7 @@ def run_trial(
     launcher: Launcher,
     sleep: Callable[[float], None],
 ) -> Row:
-    """Attempt a trial until it has an answer or the retries are used up; each attempt is a row, the last is terminal."""
+    """Attempt a trial until it has an answer or no retry is left; each attempt is a row, the last one terminal."""
     base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts()
     if item.trial is None:
         row = base | plan.invalid_row(item) | {"started_at": _now(), "isolation": None}
