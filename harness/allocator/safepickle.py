@@ -74,8 +74,8 @@ def load(path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Any:
             raise UnsafePickle(f"{path.name} is not a file")
         if size > max_bytes:
             raise UnsafePickle(
-                f"{path.name} has {size / 2**30:.2f} GiB, more than the {max_bytes / 2**30:.2f} GiB that are read by "
-                "default: record fewer events (max_entries), or raise the limit with --max-file-size"
+                f"{path.name} has {size / 2**20:,.1f} MiB, more than the {max_bytes / 2**20:,.1f} MiB allowed: "
+                "record fewer events (max_entries), or raise the limit with --max-file-size"
             )
         data = path.read_bytes()
     except OSError as error:
