@@ -70,5 +70,5 @@ def allocator_timelines(table: Mapping[str, Any]) -> go.Figure:
 
 
 def _label(row: Mapping[str, Any]) -> str:
-    name = row["settings"] or "defaults"
-    return f"{name}, as recorded" if row["start"] == "recorded" else name
+    start = "as recorded" if row["start"] == "recorded" else "rebuilt"
+    return f"{row['settings'] or 'defaults'}, {start}"
