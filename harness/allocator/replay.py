@@ -21,6 +21,7 @@ from harness.allocator.safepickle import DEFAULT_MAX_BYTES
 from harness.allocator.simulator import OutOfMemory, SegmentEvent, Simulator, Stats
 
 TIMELINE_POINTS = 2000
+_RELEASES = ("segment_free", "segment_unmap")
 _T = TypeVar("_T")
 
 
@@ -138,7 +139,7 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
     timeline = Timeline(simulator, recording.times)
     index, out_of_memory = 0, None
     try:
-        for stretch in timeline.stretches(range(len(recording.events)), len(recording.events)):
+        for stretch in timeline.stretches(range(start.first, len(recording.events)), len(recording.events)):
             for index in stretch:
                 follower.step(index, start.private[index] if start.private else 0)
         follower.finish()
@@ -156,7 +157,7 @@ def replay_under(recording: Recording, start: Start, config: AllocatorConfig, me
     try:
         rebuild(simulator, start)
         for stretch in timeline.stretches(_operations(recording, start), len(recording.events)):
-            for index, operation in enumerate(stretch, timeline.events):  # noqa: B007 - it tells where the end was
+            for index, operation in stretch:  # noqa: B007 - it tells where the end was
                 _apply(simulator, *operation)
     except OutOfMemory as error:
         out_of_memory = _ended(index, recording, error)
@@ -237,31 +238,40 @@ class _Follower:
         self._limited = memory_limit is not None
         self._made: list[SegmentEvent] = []
         self._run: list[Event] = []  # the recorded segment events since the last other event
+        self._held: list[tuple[str, int]] = []  # frees completed late: by another stream, or by a retry waiting for it
         self._counts = dict.fromkeys(Match.__dataclass_fields__, 0)
         self._first: str | None = None
+        self._diverged = False
 
     def step(self, index: int, private: int) -> None:
-        event = self._recording.events[index]
+        events = self._recording.events
+        event = events[index]
         action, addr, size, stream = event
         if action in SEGMENT_ACTIONS:
             self._run.append(event)
             return
-        if self._run:
-            self._release_as_recorded(index, action)
+        if self._limited and action == "free_completed" and events[index - 1][:2] != ("free_requested", addr):
+            self._hold(addr)
+            return
+        if not (self._limited and action in ("alloc", "oom") and self._by_malloc(size, stream, private)):
+            self._complete_held()
+            self._release_as_recorded(index)
         if action == "alloc":
             self._alloc(addr, size, stream, private, index)
         elif action == "oom":
             self._counts["out_of_memory_events"] += 1
             if self._limited:
-                self._expect_failure(size, stream, private)
+                self._expect_failure(size, stream, private, index)
         else:
             _apply(self.simulator, *event, private)
+        self._complete_held()
         self._compare(index)
 
     def finish(self) -> None:
-        if self._run:
-            self._release_as_recorded(len(self._recording.events), "end")
-            self._compare(len(self._recording.events))
+        end = len(self._recording.events)
+        self._complete_held()
+        self._release_as_recorded(end)
+        self._compare(end)
 
     def match(self) -> Match:
         return Match(**{**self._counts, "first_difference": self._first})  # type: ignore[arg-type]
@@ -279,33 +289,57 @@ class _Follower:
         else:
             self._differs(index, f"{size} bytes are placed at {at:#x}, recorded is {addr:#x}")
 
-    def _expect_failure(self, size: int, stream: int, private: int) -> None:
+    def _expect_failure(self, size: int, stream: int, private: int, index: int) -> None:
         try:
             self.simulator.malloc("refused", size, stream, private)
         except OutOfMemory:
             return
+        self._differs(index, f"the recording runs out of memory, the replay gets {size} bytes")
         self.simulator.free("refused")
 
-    def _release_as_recorded(self, index: int, then: str) -> None:
-        """Do what the recording did to the cache before the next event, unless the simulator will do it itself."""
-        releases = [e for e in self._run if e[0] in ("segment_free", "segment_unmap")]
-        grows = sum(e[2] for e in self._run if e[0] in ("segment_alloc", "segment_map"))
+    def _by_malloc(self, size: int, stream: int, private: int) -> bool:
+        """Whether the releases before a request are malloc's own doing, which the simulator will then repeat.
+
+        If garbage collection is due but the whole cache was given back, it was empty_cache.
+        """
+        releases = self._releases()
+        why = self.simulator.makes_room(size, stream, private) if releases else None
+        return why == "retry" or (why == "garbage" and not self._is_whole_cache(releases))
+
+    def _releases(self) -> list[Event]:
+        return [e for e in self._run if e[0] in _RELEASES]
+
+    def _is_whole_cache(self, releases: Sequence[Event]) -> bool:
+        return [_shape(e) for e in self.simulator.releasable()] == [_shape(e) for e in releases]
+
+    def _hold(self, addr: int) -> None:
+        """Under a handle of its own, as the address may be given out again at once."""
+        block = self.simulator.pending.pop(addr, None)
+        if block is not None:  # None: the replay has diverged and completed it already
+            self.simulator.pending["held", addr] = block
+            self._held.append(("held", addr))
+
+    def _complete_held(self) -> None:
+        for handle in self._held:
+            self.simulator.free_completed(handle)
+        self._held.clear()
+
+    def _release_as_recorded(self, index: int) -> None:
+        """Do what the recording did to the cache before the next event."""
+        releases = self._releases()
         if not releases:
             return
-        if self._limited and then in ("alloc", "oom"):
-            return  # a retry or garbage collection: malloc's own doing
-        self._counts["releases_before_growth"] += grows > 0
-        if [_shape(e) for e in self.simulator.releasable()] == [_shape(e) for e in releases]:
+        self._counts["releases_before_growth"] += len(releases) < len(self._run)
+        if self._is_whole_cache(releases):
             self.simulator.empty_cache()
             return
-        for kind, addr, _size, _stream in releases:
-            if kind == "segment_free":
-                self.simulator.release_segment(addr)
+        followed = [kind == "segment_free" and self.simulator.release_segment(addr) for kind, addr, _, _ in releases]
         self._made.clear()  # given back as recorded, not predicted
         self._run = [e for e in self._run if e not in releases]
         self._counts["segment_events"] += len(releases)
         self._counts["unexplained_releases"] += len(releases)
-        self._differs(index, f"{_say(releases)} is given back for a reason the replay does not know")
+        what = f"{_say(releases)} is given back for a reason the replay does not know"
+        self._differs(index, what, diverges=not all(followed))
 
     def _compare(self, index: int) -> None:
         run, made = self._run, self._made
@@ -323,17 +357,22 @@ class _Follower:
         run.clear()
         made.clear()
 
-    def _differs(self, index: int, what: str) -> None:
+    def _differs(self, index: int, what: str, diverges: bool = True) -> None:
+        self._diverged = self._diverged or diverges
         if self._first is None:
             self._first = f"event {index}: {what}"
 
     def _note(self, event: SegmentEvent) -> None:
         self._made.append(event)
 
-    def _recorded_address(self, size: int) -> int | None:
-        """Where cudaMalloc put the segment, if the recording makes one of this size here; that is the driver's
-        choice, and decides between equally large free blocks later."""
-        return next((addr for kind, addr, length, _ in self._run if kind == "segment_alloc" and length == size), None)
+    def _recorded_address(self, kind: str, size: int) -> int | None:
+        """Where the driver put the segment, if the recording makes such a one here; its choice decides between
+        equally large free blocks later. A new range of address space begins where its first page is mapped.
+        Once the replay has diverged the place may be taken."""
+        if self._diverged:
+            return None
+        fitting = (e for e in self._run if e[0] == kind and (e[2] == size or kind == "segment_map"))
+        return next((addr for _, addr, _, _ in fitting), None)
 
 
 def _ended(index: int, recording: Recording, error: OutOfMemory) -> str:
@@ -349,20 +388,21 @@ def _say(events: Sequence[Event | SegmentEvent]) -> str:
     return f"{events[0][0]} of {events[0][2]} bytes" if events else "nothing"
 
 
-def _operations(recording: Recording, start: Start) -> Iterator[tuple[str, int, int, int, int]]:
-    """The events for a replay under other settings: what the program asked for, not what the allocator did.
+def _operations(recording: Recording, start: Start) -> Iterator[tuple[int, tuple[str, int, int, int, int]]]:
+    """The events by number, for a replay under other settings: what the program asked for, not what the allocator did.
 
     A run of releases is an empty_cache by the program (or a retry, which cannot be told apart), once.
     """
     released = False
-    for index, (action, addr, size, stream) in enumerate(recording.events):
-        if action in ("segment_free", "segment_unmap"):
-            yield ("" if released else "empty_cache"), 0, 0, 0, 0
-            released = True
-            continue
-        if action not in SEGMENT_ACTIONS:
+    for index in range(start.first, len(recording.events)):
+        action, addr, size, stream = recording.events[index]
+        if action in SEGMENT_ACTIONS:
+            empties = action in _RELEASES and not released
+            released = released or empties
+            action = "empty_cache" if empties else action
+        else:
             released = False
-        yield action, addr, size, stream, start.private[index] if start.private else 0
+        yield index, (action, addr, size, stream, start.private[index] if start.private else 0)
 
 
 def _apply(simulator: Simulator, action: str, addr: int, size: int, stream: int, private: int) -> None:

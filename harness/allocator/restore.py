@@ -19,11 +19,13 @@ from harness.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT, round_request
 class Start:
     """The state before the first event. `segments` are in address order; an expandable one is a whole range of
     address space with its unmapped parts. `private` gives, for each event, the private pool its address lies in
-    (0: the common one); empty when the recording has no private pools.
+    (0: the common one); empty when the recording has no private pools. `first` is the first event to replay: a ring
+    buffer may have dropped the making of a segment but not the request it was made for, and then 1.
     """
 
     segments: tuple[Segment, ...]
     private: list[int]
+    first: int
 
     @property
     def empty(self) -> bool:
@@ -184,7 +186,15 @@ class _Undo:
         last = self.live_addrs[at]
         return last + self.live[last].size > addr
 
-    def start(self, private: list[int]) -> Start:
+    def made_for(self, addr: int) -> bool:
+        """Whether the live block at `addr` is the only one in its segment, and at the start of it."""
+        found = self.span_at(addr)
+        if found is None or found[0] != addr or found[1].expandable:
+            return False
+        rest = addr + self.live[addr].size
+        return not self._in_use(rest, addr + found[1].size - rest)
+
+    def start(self, private: list[int], first: int) -> Start:
         spans = sorted(self.spans.items())
         fixed = [
             Segment(a, s.size, s.stream, s.small, s.private, False, self._pieces(a, a + s.size))
@@ -196,7 +206,7 @@ class _Undo:
             if span.expandable:
                 ranges.setdefault((span.private, span.stream, span.small), []).append((addr, span))
         grown = [self._range(key, mapped) for key, mapped in ranges.items()]
-        return Start(tuple(sorted([*fixed, *grown], key=lambda s: s.addr)), private)
+        return Start(tuple(sorted([*fixed, *grown], key=lambda s: s.addr)), private, first)
 
     def _range(self, key: tuple[int, int, bool], mapped: list[tuple[int, _Span]]) -> Segment:
         """One range of address space from the lowest page ever mapped there, with unmapped pieces between."""
@@ -231,11 +241,15 @@ def undo(recording: Recording) -> Start:
     state = _Undo(recording)
     pools = any(s.private for s in recording.segments)
     private: list[int] = []
+    first = 0
     for index in range(len(recording.events) - 1, -1, -1):
         action, addr, size, stream = recording.events[index]
         if pools:
             found = state.span_at(addr)
             private.append(found[1].private if found is not None else 0)
+        if index == 0 and action == "alloc" and addr in state.live and state.made_for(addr):
+            first = 1
+            break
         match action:
             case "alloc":
                 problem = state.alloc(addr)
@@ -257,4 +271,4 @@ def undo(recording: Recording) -> Start:
                 "its final state disagree, so it cannot be replayed (was the history stopped before the dump?)"
             )
     private.reverse()
-    return state.start(private)
+    return state.start(private, first)

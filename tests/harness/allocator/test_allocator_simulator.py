@@ -1,5 +1,6 @@
 """The simulator: invariants on random streams, agreement with the slow reference, and PyTorch's rules one by one."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -109,7 +110,7 @@ def all_blocks(simulator: Simulator) -> list[Block]:
 
 def check_invariants(simulator: Simulator) -> None:
     blocks = all_blocks(simulator)
-    for left, right in zip(blocks, blocks[1:], strict=False):
+    for left, right in itertools.pairwise(blocks):
         assert left.addr + left.size <= right.addr, "blocks overlap"
         touching = left.next is right
         assert not (touching and left.free and right.free and left.mapped == right.mapped), "merging is not complete"
