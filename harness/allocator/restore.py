@@ -19,8 +19,8 @@ from harness.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT, round_request
 class Start:
     """The state before the first event. `segments` are in address order; an expandable one is a whole range of
     address space with its unmapped parts. `private` gives, for each event, the private pool its address lies in
-    (0: the common one); empty when the recording has no private pools. `first` is the first event to replay: a ring
-    buffer may have dropped the making of a segment but not the request it was made for, and then 1.
+    (0: the common one); empty when the recording has no private pools. `first` is the first event to replay: 1 where
+    a ring buffer dropped the making of a segment but not the request it was made for, and that makes a difference.
     """
 
     segments: tuple[Segment, ...]
@@ -187,12 +187,14 @@ class _Undo:
         return last + self.live[last].size > addr
 
     def made_for(self, addr: int) -> bool:
-        """Whether the live block at `addr` is the only one in its segment, and at the start of it."""
-        found = self.span_at(addr)
-        if found is None or found[0] != addr or found[1].expandable:
+        """Whether the live block at `addr` can only have been served by a new segment, as it is alone in one that
+        max_split_size_mb would keep from it had it been cached."""
+        found, size = self.span_at(addr), self.live[addr].size
+        max_split = self.config.max_split_size_mb
+        if max_split is None or found is None or found[0] != addr or found[1].expandable:
             return False
-        rest = addr + self.live[addr].size
-        return not self._in_use(rest, addr + found[1].size - rest)
+        alone = not self._in_use(addr + size, found[1].size - size)
+        return alone and size < max_split * MIB <= found[1].size
 
     def start(self, private: list[int], first: int) -> Start:
         spans = sorted(self.spans.items())
