@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from analysis.figures import allocator_timelines
+from analysis.figures_allocator import allocator_timelines
 
 
 def main(argv: list[str]) -> int:

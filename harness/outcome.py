@@ -34,7 +34,7 @@ class Evidence:
 
 _OOM = re.compile(r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
 _HOST_OOM = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc")
-_BUSY = re.compile(r"CUDA-capable device(s|\(s\)) (is/)?are busy|device is in use|exclusive")
+_BUSY = re.compile(r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use")
 _CUDA = re.compile(r"CUDA error|CUDA driver error|CUBLAS_STATUS|CUDNN_STATUS|NCCL|AcceleratorError|device-side assert")
 
 

@@ -1,0 +1,104 @@
+"""The verbs of `python -m analysis`: from rows to fits, figures, tables and a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from analysis.importers import open_rows
+from analysis.load import Table
+from analysis.metrics import METRICS
+from harness.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    """Run one verb. Exit status 0, 2 for what the user can mend, or what the verb says (compare)."""
+    arguments = _parser().parse_args(argv)
+    verb: Callable[[argparse.Namespace], int] = arguments.verb
+    try:
+        return verb(arguments)
+    except UserError as error:
+        print(f"analysis: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m analysis", description="From rows to fits, figures and a report.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    fit = verbs.add_parser("fit", help="how memory and speed depend on sequence length, in words")
+    _input(fit)
+    fit.add_argument("--from", dest="start", type=float, metavar="TOKENS", help="shortest length to use")
+    fit.add_argument("--to", dest="stop", type=float, metavar="TOKENS", help="longest length to use")
+    fit.add_argument("--metric", action="append", choices=list(METRICS), help="default: all that the rows have")
+    fit.add_argument("--robust", action="store_true", help="Huber loss instead of least squares")
+    fit.add_argument("--json", action="store_true")
+    fit.set_defaults(verb=_fit)
+
+    report = verbs.add_parser("report", help="rows.csv, figures and report.html of a sweep")
+    _input(report)
+    report.add_argument("--out", type=Path, help="default: the results folder itself")
+    report.add_argument("--images", default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)")
+    report.add_argument("--json", action="store_true")
+    report.set_defaults(verb=_report)
+    return parser
+
+
+def _input(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rows", type=Path, metavar="ROWS", help="results folder, journal, CSV or Parquet file")
+    parser.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
+
+
+def _open(arguments: argparse.Namespace) -> Table:
+    columns = [name.strip() for name in arguments.columns.split(",")] if arguments.columns else None
+    table, notes = open_rows(arguments.rows, columns)
+    for note in (*notes, *table.warnings):
+        print(f"note: {note}", file=sys.stderr)
+    return table
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    from analysis import words
+    from analysis.fit import fit_table
+
+    table = _open(arguments)
+    fits, notes = fit_table(
+        table, arguments.metric or tuple(METRICS), arguments.start, arguments.stop, arguments.robust
+    )
+    if arguments.json:
+        _print_json(
+            {"source": table.source, "notes": [*table.warnings, *notes], "fits": [words.as_json(f) for f in fits]}
+        )
+    else:
+        print("\n\n".join(words.text(fit) for fit in fits))
+        for note in notes:
+            print(f"note: {note}")
+    if not fits:
+        raise UserError(
+            f"{table.source}: nothing could be fitted; a curve needs finished rows at three lengths or more"
+        )
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from analysis.report import write_report
+
+    table = _open(arguments)
+    folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
+    images = [] if arguments.images == "none" else [name.strip() for name in arguments.images.split(",")]
+    written = write_report(table, folder, images)
+    if arguments.json:
+        _print_json(written.as_json())
+    else:
+        print(written.text())
+    return 0

@@ -1,0 +1,462 @@
+"""How a measured quantity depends on sequence length: fits, the choice between them, and how sure they are.
+
+For one group of equal settings: every kind of curve.py, alone and per alignment class (lengths divisible by 8, 16 or
+64, and the others), compared by AICc and by held-out error; intervals by wild bootstrap. Rows that ran out of memory
+are censored observations of quantities that the device's memory limits: the curve must not stay below that limit there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import linalg, stats
+
+from analysis.curves import NAMES, NEEDS, Array, Curve, fit_curve, huber
+from analysis.load import Group, Table, groups
+from analysis.metrics import METRICS, Metric
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+
+MODULI = (8, 16, 64)
+DRAWS = 999
+SEED = 20_240_917
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Points:
+    """Observations of one metric: x (tokens), y (the column's unit), shape (n,), sorted by x; ids of their rows.
+
+    `bound_x` and `bound_y` are the censored ones: at bound_x the value is at least bound_y.
+    """
+
+    x: Array
+    y: Array
+    ids: tuple[str, ...]
+    bound_x: Array
+    bound_y: Array
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """One curve for all x, or one per alignment class: key True for x divisible by `modulus`, False for the others."""
+
+    kind: str
+    curves: Mapping[bool, Curve]
+    modulus: int | None = None
+
+    @property
+    def name(self) -> str:
+        """In words, for tables."""
+        return NAMES[self.kind] + (f", per class of {self.modulus}" if self.modulus else "")
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers were fitted."""
+        return sum(len(curve.parameters) for curve in self.curves.values())
+
+    def members(self, x: Array) -> dict[bool, Mask]:
+        """Which x belong to which curve."""
+        if self.modulus is None:
+            return {True: np.ones(len(x), dtype=bool)}
+        aligned = np.asarray(x % self.modulus == 0)
+        return {True: aligned, False: ~aligned}
+
+    def predict(self, x: Array) -> Array:
+        """y at x, both of shape (n,)."""
+        y = np.empty(len(x))
+        for key, at in self.members(x).items():
+            y[at] = self.curves[key].predict(x[at])
+        return y
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A fitted model and how good it is. `rms`, `worst` and `held_out` are in the metric's unit."""
+
+    model: Model
+    rms: float
+    worst: float
+    aicc: float
+    held_out: float
+    block_errors: Array = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Values at x with 95 % intervals: of the curve (low, high) and of one new observation (new_low, new_high).
+
+    `extrapolated` marks x outside the measured range; such a value is a guess and must be shown as one.
+    """
+
+    x: Array
+    value: Array
+    low: Array
+    high: Array
+    new_low: Array
+    new_high: Array
+    extrapolated: Mask
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is known about one metric in one group: all candidates, the chosen one, its bootstrap and remarks."""
+
+    metric: Metric
+    settings: Mapping[str, Any]
+    label: str
+    points: Points = field(repr=False)
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate
+    why: str
+    robust: bool
+    draws: Mapping[bool, Array] = field(repr=False)
+    residuals: Mapping[bool, Array] = field(repr=False)
+    warnings: tuple[str, ...]
+    phases: tuple[str, ...] = ()
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Smallest and largest measured x."""
+        return float(self.points.x[0]), float(self.points.x[-1])
+
+    def candidate(self, kind: str, modulus: int | None = None) -> Candidate | None:
+        """The candidate of a kind, if the data allowed one."""
+        return next((c for c in self.candidates if (c.model.kind, c.model.modulus) == (kind, modulus)), None)
+
+    def intervals(self) -> dict[bool, list[tuple[float, float]]]:
+        """95 % interval of each parameter of each of the chosen model's curves."""
+        tail = 50 * (1 - LEVEL)
+        return {
+            key: [(float(low), float(high)) for low, high in np.percentile(draws, [tail, 100 - tail], axis=0).T]
+            for key, draws in self.draws.items()
+        }
+
+    def predict(self, x: Array) -> Prediction:
+        """The chosen model at x (tokens), with intervals; says where it extrapolates."""
+        value = self.chosen.model.predict(x)
+        curve = np.empty((2, len(x)))
+        new = np.empty((2, len(x)))
+        tail = 50 * (1 - LEVEL)
+        random = np.random.default_rng(SEED)
+        for key, at in self.chosen.model.members(x).items():
+            if not at.any():
+                continue
+            best = self.chosen.model.curves[key]
+            shift = (self.draws[key] - np.array(best.parameters)) @ best.jacobian(x[at]).T
+            noise = random.choice(self.residuals[key], size=shift.shape)
+            curve[:, at] = value[at] + np.percentile(shift, [tail, 100 - tail], axis=0)
+            new[:, at] = value[at] + np.percentile(shift + noise, [tail, 100 - tail], axis=0)
+        low, high = self.range
+        return Prediction(x, value, curve[0], curve[1], new[0], new[1], (x < low) | (x > high))
+
+
+def fit_table(
+    table: Table,
+    metrics: Sequence[str] = tuple(METRICS),
+    start: float | None = None,
+    stop: float | None = None,
+    robust: bool = False,
+    limit: int = 200,
+) -> tuple[list[Fit], list[str]]:
+    """Fits of every group and metric that has the data, and what a reader should know about the others.
+
+    At most `limit` groups are fitted, those with most rows first.
+    """
+    fits: list[Fit] = []
+    notes: list[str] = []
+    short = 0
+    found = groups(table)
+    for group in found[:limit]:
+        any_points = False
+        for name in metrics:
+            points = observations(group.frame, METRICS[name], start, stop)
+            if len(points.x) == 0:
+                continue
+            any_points = True
+            fit = fit_points(points, METRICS[name], group, robust)
+            if fit is None:
+                short += 1
+            else:
+                fits.append(fit)
+        if not any_points:
+            outcomes = ", ".join(f"{n} {o}" for o, n in group.frame["outcome"].value_counts().items())
+            notes.append(f"{group.label}: no measured values to fit ({outcomes})")
+    if short:
+        notes.append(
+            f"{short} curve{'s' * (short != 1)} with fewer than {NEEDS['linear']} different lengths not fitted"
+        )
+    if len(found) > limit:
+        notes.append(f"{len(found):,} groups of equal settings; the {limit} with most rows were fitted")
+    return fits, notes
+
+
+def observations(frame: pd.DataFrame, metric: Metric, start: float | None = None, stop: float | None = None) -> Points:
+    """The observations of one metric in rows of equal settings, `start <= x <= stop`; invents none."""
+    x = frame["seq_len"].to_numpy(float, na_value=np.nan)
+    y = frame[metric.column].to_numpy(float, na_value=np.nan)
+    outcome = frame["outcome"].astype("string")
+    inside = np.isfinite(x) & (x >= (start or -np.inf)) & (x <= (stop or np.inf))
+    measured = inside & np.isfinite(y) & (outcome == "ok").to_numpy(bool, na_value=False)
+    order = np.argsort(x[measured], kind="stable")
+    xs, ys = x[measured][order], y[measured][order]
+    ids = tuple(frame["trial_id"].to_numpy()[measured][order].astype(str))
+    warnings: list[str] = []
+    if metric.memory and len(xs):
+        spread = pd.Series(ys).groupby(xs).agg(np.ptp)
+        unequal = spread[spread > 0]
+        if len(unequal):
+            warnings.append(
+                f"{metric.label} differs between repeats of {len(unequal)} length{'s' * (len(unequal) != 1)}, "
+                f"by up to {metric.show(float(unequal.max()))} at {unequal.idxmax():,.0f} tokens; "
+                "memory should repeat exactly"
+            )
+    bound_x = bound_y = np.empty(0)
+    if metric.limited:
+        total = frame["device_total_bytes"].to_numpy(float, na_value=np.nan)
+        known = total[np.isfinite(total)]
+        if len(known):
+            failed = inside & (outcome == "oom").to_numpy(bool, na_value=False)
+            bound_x, bound_y = x[failed], np.where(np.isfinite(total), total, known.max())[failed]
+    return Points(xs, ys, ids, bound_x, bound_y, tuple(warnings))
+
+
+def fit_points(points: Points, metric: Metric, group: Group | None = None, robust: bool = False) -> Fit | None:
+    """All candidates for these observations, and the chosen one; None with too few different x."""
+    folds = _blocks(points.x)
+    candidates = [
+        candidate for kind in NEEDS if (candidate := _candidate(kind, None, points, metric, folds, robust)) is not None
+    ]
+    if not candidates:
+        return None
+    for modulus in MODULI:
+        if _classes_differ(points, min(candidates, key=lambda c: c.rms), modulus):
+            extra = [_candidate(kind, modulus, points, metric, folds, robust) for kind in NEEDS]
+            candidates += [candidate for candidate in extra if candidate is not None]
+    chosen, why = choose(candidates)
+    draws, residuals = _bootstrap(chosen.model, points, metric)
+    warnings = [*points.warnings, *_censoring_remarks(chosen.model, points, metric)]
+    return Fit(
+        metric=metric,
+        settings=group.settings if group else {},
+        label=group.label if group else "all rows",
+        points=points,
+        candidates=tuple(candidates),
+        chosen=chosen,
+        why=why,
+        robust=robust,
+        draws=draws,
+        residuals=residuals,
+        warnings=tuple(warnings),
+        phases=_phases(chosen.model, group.frame) if group and metric.memory else (),
+    )
+
+
+def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
+    """The simplest model that neither held-out error nor AICc speaks against, and why in words.
+
+    Held-out error speaks against a model whose squared error is larger than the best one's by more than one standard
+    error of that difference over the held-out blocks (Breiman et al. 1984, paired). AICc speaks against one that lies
+    more than 10 above the best (Burnham & Anderson 2002: essentially no support). A model whose held-out error is
+    within 10 % of the best is as good in practice, whatever the two say: memory has no noise, so that with thousands
+    of lengths any further parameter is significant.
+    """
+    scored = [c for c in candidates if np.isfinite(c.held_out)]
+    if not scored:
+        best = min(candidates, key=lambda c: (c.model.parameters, c.aicc))
+        return best, "too few lengths to hold any out; the simplest"
+    first = min(scored, key=lambda c: (c.held_out, c.model.parameters))
+    lowest = min(c.aicc for c in scored)
+    good = []
+    for candidate in scored:
+        worse = candidate.block_errors - first.block_errors
+        margin = float(np.std(worse, ddof=1) / np.sqrt(len(worse))) if len(worse) > 1 else 0.0
+        unclear = float(worse.mean()) <= margin and candidate.aicc - lowest <= 10
+        if unclear or candidate.held_out <= 1.1 * first.held_out:
+            good.append(candidate)
+    best = min(good, key=lambda c: (c.model.parameters, c.held_out))
+    if best is first:
+        return best, "smallest held-out error"
+    return best, f"simpler than the {first.model.name} and not clearly worse on held-out lengths"
+
+
+def aicc(squares: float, n: int, parameters: int) -> float:
+    """AICc of a least-squares fit: n ln(squares/n) + 2k + 2k(k+1)/(n−k−1), k = parameters + 1 for the variance.
+
+    Hurvich & Tsai 1989. Infinite when n is too small for it.
+    """
+    k = parameters + 1
+    if n - k - 1 <= 0:
+        return float("inf")
+    return float(n * np.log(squares / n) + 2 * k + 2 * k * (k + 1) / (n - k - 1))
+
+
+def _fit_model(
+    kind: str, modulus: int | None, points: Points, metric: Metric, robust: bool, keep: Mask | None = None
+) -> Model | None:
+    """A model fitted to the points (those of `keep`), each class on its own; censored points pull only upwards."""
+    mask = np.ones(len(points.x), dtype=bool) if keep is None else keep
+    x, y = points.x[mask], points.y[mask]
+    model = Model(kind, {}, modulus)
+    curves: dict[bool, Curve] = {}
+    bounds = model.members(points.bound_x)
+    for key, at in model.members(x).items():
+        curve = _censored(kind, x[at], y[at], points.bound_x[bounds[key]], points.bound_y[bounds[key]], metric, robust)
+        if curve is None:
+            return None
+        curves[key] = curve
+    return Model(kind, curves, modulus)
+
+
+def _censored(
+    kind: str, x: Array, y: Array, bound_x: Array, bound_y: Array, metric: Metric, robust: bool
+) -> Curve | None:
+    """Least squares in which a censored point counts only while the curve lies below its bound.
+
+    The limit of the Tobit likelihood (Tobin 1958) for residuals that are small against the distance to the bound.
+    """
+
+    def once(xs: Array, ys: Array) -> Curve | None:
+        def weighted(weights: Array) -> Curve | None:
+            return fit_curve(kind, xs, ys, weights, metric.curvature)
+
+        return huber(weighted, xs, ys) if robust else fit_curve(kind, xs, ys, None, metric.curvature)
+
+    curve = once(x, y)
+    pulled = np.zeros(len(bound_x), dtype=bool)
+    for _ in range(10):
+        if curve is None or not len(bound_x):
+            break
+        below = curve.predict(bound_x) < bound_y - metric.resolution
+        if not (below & ~pulled).any():
+            break
+        pulled |= below
+        curve = once(np.concatenate([x, bound_x[pulled]]), np.concatenate([y, bound_y[pulled]]))
+    return curve
+
+
+def _candidate(
+    kind: str, modulus: int | None, points: Points, metric: Metric, folds: list[Mask], robust: bool
+) -> Candidate | None:
+    model = _fit_model(kind, modulus, points, metric, robust)
+    if model is None:
+        return None
+    residuals = points.y - model.predict(points.x)
+    floor = max(metric.resolution, 1e-9 * float(np.abs(points.y).max()))
+    n = len(np.unique(points.x)) if metric.memory else len(points.x)  # exact repeats of memory tell nothing new
+    squares = max(float(np.mean(residuals**2)), floor**2) * n
+    errors: list[float] = []
+    for fold in folds:
+        held = _fit_model(kind, modulus, points, metric, robust, np.logical_not(fold))
+        if held is None:
+            errors = []
+            break
+        errors.append(max(float(np.mean((points.y[fold] - held.predict(points.x[fold])) ** 2)), floor**2))
+    block_errors = np.array(errors)
+    return Candidate(
+        model=model,
+        rms=float(np.sqrt(np.mean(residuals**2))),
+        worst=float(np.abs(residuals).max()),
+        aicc=aicc(squares, n, model.parameters),
+        held_out=float(np.sqrt(block_errors.mean())) if errors else float("nan"),
+        block_errors=block_errors,
+    )
+
+
+def _blocks(x: Array, count: int = 10) -> list[Mask]:
+    """Masks of neighbouring lengths to hold out together; none for fewer than four different lengths.
+
+    Neighbours share what the model misses, so holding out single points would flatter it (Roberts et al. 2017). The
+    two ends stay in: leaving them out would test extrapolation, which the fits do not claim.
+    """
+    different = np.unique(x)
+    if len(different) < 4:
+        return []
+    parts = np.array_split(different[1:-1], min(count, len(different) - 2))
+    return [np.isin(x, part) for part in parts if len(part)]
+
+
+def _classes_differ(points: Points, best: Candidate, modulus: int) -> bool:
+    """Whether alignment explains residuals of the best plain model: Levene's test of spread, or Welch's of the mean."""
+    aligned = points.x % modulus == 0
+    if min(len(np.unique(points.x[aligned])), len(np.unique(points.x[~aligned]))) < NEEDS["hinge"]:
+        return False
+    residuals = points.y - best.model.predict(points.x)
+    if float(np.abs(residuals).max()) <= 1e-9 * float(np.abs(points.y).max()):
+        return False
+    means = stats.ttest_ind(residuals[aligned], residuals[~aligned], equal_var=False).pvalue
+    spreads = stats.levene(residuals[aligned], residuals[~aligned]).pvalue
+    return bool(min(means, spreads) < 0.001)
+
+
+def _bootstrap(model: Model, points: Points, metric: Metric) -> tuple[dict[bool, Array], dict[bool, Array]]:
+    """Draws of each curve's parameters (DRAWS, parameters) and residuals for new observations.
+
+    Wild bootstrap (Wu 1986; Liu 1988): residuals, scaled up for leverage and degrees of freedom, get random signs, so
+    that spread may change with x; one Gauss-Newton step from the fit replaces refitting. Signs are shared by repeats
+    of a length (memory repeats exactly) and by neighbours where residuals of neighbours are alike.
+    """
+    random = np.random.default_rng(SEED)
+    draws: dict[bool, Array] = {}
+    noise: dict[bool, Array] = {}
+    for key, at in model.members(points.x).items():
+        curve, x = model.curves[key], points.x[at]
+        residuals = points.y[at] - curve.predict(x)
+        jacobian = curve.jacobian(x)
+        size = np.maximum(linalg.norm(jacobian, axis=0), 1e-300)
+        q, r = linalg.qr(jacobian / size, mode="economic")
+        leverage = np.minimum(np.sum(q**2, axis=1), 0.95)
+        freedom = max(len(x) - jacobian.shape[1], 1)
+        small = float(stats.t.ppf(0.5 + LEVEL / 2, freedom) / stats.norm.ppf(0.5 + LEVEL / 2))
+        scaled = residuals / np.sqrt(1 - leverage) * small
+        cluster = _clusters(x, residuals, metric)
+        signs = random.choice([-1.0, 1.0], size=(DRAWS, int(cluster.max()) + 1))[:, cluster]
+        steps = linalg.lstsq(r, q.T @ (signs * scaled).T, check_finite=False)[0].T / size
+        draws[key] = np.array(curve.parameters) + steps
+        noise[key] = residuals * np.sqrt(len(x) / freedom) * small
+    return draws, noise
+
+
+def _clusters(x: Array, residuals: Array, metric: Metric) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Which observations share a sign: repeats of memory, and runs of n^(1/3) neighbours if they are correlated."""
+    if not metric.memory:
+        own = np.arange(len(x))
+    else:
+        _, own = np.unique(x, return_inverse=True)
+    count = int(own.max()) + 1
+    means = np.bincount(own, weights=residuals) / np.bincount(own)
+    if count >= 30 and float(means.std()) > 0 and float(np.corrcoef(means[1:], means[:-1])[0, 1]) > 0.3:
+        return np.asarray(own // max(round(count ** (1 / 3)), 1), dtype=np.int64)
+    return np.asarray(own, dtype=np.int64)
+
+
+def _censoring_remarks(model: Model, points: Points, metric: Metric) -> list[str]:
+    if not len(points.bound_x):
+        return []
+    below = model.predict(points.bound_x) < points.bound_y - metric.resolution
+    text = f"{len(points.bound_x)} row{'s' * (len(points.bound_x) != 1)} ran out of memory and count as lower bounds"
+    if below.any():
+        text += f"; at {int(below.sum())} of them the curve still lies below the device's memory"
+    return [text]
+
+
+def _phases(model: Model, frame: pd.DataFrame) -> tuple[str, ...]:
+    """For each piece of the first curve, the phase whose peak is largest in most of its rows; "" where unknown."""
+    curve: Curve = next(iter(model.curves.values()))
+    names = ("load", "forward", "backward", "optimizer")
+    columns = [f"{name}_peak_allocated_bytes" for name in names]
+    rows = frame[(frame["outcome"] == "ok") & frame["seq_len"].notna()].dropna(subset=columns[1:])
+    peaks = rows[columns].to_numpy(float, na_value=-1.0)
+    largest = np.argmax(peaks, axis=1) if len(rows) else np.empty(0, dtype=int)
+    x = rows["seq_len"].to_numpy(float)
+    pick: Callable[[float, float], Any] = lambda start, stop: largest[(x >= start) & (x <= stop)]  # noqa: E731
+    phases = []
+    for start, stop, _, _ in curve.lines() or [(-np.inf, np.inf, 0.0, 0.0)]:
+        inside = pick(start, stop)
+        phases.append(names[int(np.bincount(inside).argmax())] if len(inside) else "")
+    return tuple(phases)

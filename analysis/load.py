@@ -1,0 +1,335 @@
+"""Rows from a journal, `rows.csv` or Parquet as one tidy table, and its groups of equal settings.
+
+A table has one row per trial: the last terminal one. Nothing is repaired in silence: what could not be read, was
+superseded or had the wrong type is counted and said in `warnings`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet
+
+from harness.errors import UserError
+from harness.row import COLUMNS, SCHEMA_VERSION
+
+JOURNAL = "journal.jsonl"
+_DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
+_ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
+_NESTED = ("trial", "runner_config")
+_EXTRA = "trial."  # prefix of settings that only the resolved trial holds
+
+# What was asked for: known for every row, also where the worker died.
+ASKED = (
+    "foreign", "device", "model", "runner", "precision", "allocator", "allocator_conf", "micro_batch", "grad_accum",
+    "world_size", "zero_stage", "offload_optimizer", "offload_param", "gradient_checkpointing", "attention", "weights",
+    "data", "protocol",
+)  # fmt: skip
+# What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
+FOUND = ("memory_source", "gpu_name", "cpu_name", "torch_version", "optimizer")
+_NOT_SETTINGS = {"seq_len", "repeat", "seed"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """One row per trial. `frame` has every scalar and list column of the registry, typed, plus `trial.*` extras."""
+
+    frame: pd.DataFrame
+    source: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> pd.DataFrame:
+        """The rows that finished and measured something."""
+        return self.frame[self.frame["outcome"] == "ok"]
+
+    def where(self, mask: pd.Series[bool]) -> Table:
+        """The same table with fewer rows."""
+        return replace(self, frame=self.frame[mask])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of equal settings. `settings` holds only what distinguishes the groups of its table."""
+
+    settings: Mapping[str, Any]
+    frame: pd.DataFrame = field(repr=False)
+
+    @property
+    def label(self) -> str:
+        """Short text for legends: only what varies."""
+        return label(self.settings)
+
+
+def load(path: Path) -> Table:
+    """Read a results folder, a journal, our own `rows.csv` or a Parquet export.
+
+    Raises UserError if there is no such file, it is empty, or it is not one of these.
+    """
+    file = path / JOURNAL if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file")
+    if file.suffix == ".parquet":
+        return from_frame(pa.parquet.read_table(file).to_pandas(), str(path))
+    if file.suffix == ".csv":
+        return from_frame(pd.read_csv(file, dtype="string", keep_default_na=True), str(path))
+    frame, warnings = _read_journal(file)
+    return from_frame(frame, str(path), warnings)
+
+
+def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = None) -> Table:
+    """A table from any frame that uses the registry's column names.
+
+    Adds missing columns as null, converts types (a value that does not convert becomes null, counted in a warning)
+    and keeps the last terminal row of each trial. Raises UserError when no row is left.
+    """
+    notes = list(warnings or ())
+    typed, problems = _typed(frame)
+    notes += problems
+    typed, dropped = _one_per_trial(typed)
+    notes += dropped
+    if typed.empty:
+        raise UserError(
+            f"{source} holds no finished rows, so there is nothing to analyse" + "".join(f"; {n}" for n in notes)
+        )
+    return Table(typed, source, tuple(notes))
+
+
+def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
+    """The journal's rows, fast where every line fits the registry, line by line where one does not."""
+    schema = pa.schema([(c.name, _arrow_type(c.type, c.name)) for c in COLUMNS if c.name not in _NESTED])
+    try:
+        table = pa.json.read_json(
+            file,
+            read_options=pa.json.ReadOptions(block_size=1 << 24),
+            parse_options=pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer"),
+        )
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return _read_lines(file)
+    nested = [name for name in table.column_names if pa.types.is_struct(table.schema.field(name).type)]
+    extras = _varying_leaves(table.select([name for name in nested if name == "trial"]))
+    table = table.drop_columns([*nested, *(n for n in _NESTED if n in table.column_names and n not in nested)])
+    frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
+    return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame, []
+
+
+def _arrow_type(kind: type, name: str) -> pa.DataType:
+    if kind is list:
+        return pa.list_(pa.string()) if name in ("notes", "throttle_reasons") else pa.list_(pa.float64())
+    return _ARROW[kind]
+
+
+def _pandas_type(kind: pa.DataType) -> Any:
+    if pa.types.is_integer(kind):
+        return pd.Int64Dtype()
+    if pa.types.is_floating(kind):
+        return pd.Float64Dtype()
+    if pa.types.is_boolean(kind):
+        return pd.BooleanDtype()
+    if pa.types.is_string(kind) or pa.types.is_null(kind):
+        return pd.StringDtype()
+    return None
+
+
+def _varying_leaves(table: pa.Table) -> pd.DataFrame:
+    """Leaves of the resolved trial that are not the same everywhere, as text columns `trial.a.b`."""
+    while any(pa.types.is_struct(column.type) for column in table.columns):
+        table = table.flatten()
+    found = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_nested(column.type):
+            column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
+        elif not pa.types.is_null(column.type):
+            column = column.cast(pa.string())
+        if len(column.unique()) > 1 and name.removeprefix(_EXTRA) not in _NOT_SETTINGS:
+            found[name] = column.to_pandas().astype("string")
+    return pd.DataFrame(found)
+
+
+def _read_lines(file: Path) -> tuple[pd.DataFrame, list[str]]:
+    """The tolerant way: any line that is a JSON object with a trial id is a row, others are counted."""
+    rows: list[dict[str, Any]] = []
+    unreadable = 0
+    with file.open("rb") as stream:
+        for line in stream:
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and "trial_id" in row:
+                rows.append(row)
+            else:
+                unreadable += 1
+    trials = pa.Table.from_pandas(_flat([row.get("trial") for row in rows]), preserve_index=False)
+    frame = pd.DataFrame([{k: v for k, v in row.items() if k not in _NESTED} for row in rows])
+    extras = _varying_leaves(trials)
+    notes = [f"{unreadable} line{'s' * (unreadable != 1)} of {file.name} could not be read and were skipped"]
+    return pd.concat([frame, extras], axis=1), notes if unreadable else []
+
+
+def _flat(trials: list[Any]) -> pd.DataFrame:
+    def leaves(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
+        if isinstance(value, dict):
+            for key, child in value.items():
+                yield from leaves(child, f"{name}.{key}")
+        else:
+            yield name, value if isinstance(value, str) or value is None else json.dumps(value)
+
+    return pd.DataFrame([dict(leaves(t, "trial")) if isinstance(t, dict) else {} for t in trials]).astype("string")
+
+
+def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Every registry column with its dtype; what does not convert is null and said."""
+    notes: list[str] = []
+    columns: dict[str, Any] = {}
+    for column in COLUMNS:
+        if column.name in _NESTED:
+            continue
+        given = frame[column.name] if column.name in frame else pd.Series(None, index=frame.index, dtype="object")
+        if column.type is list:
+            columns[column.name] = _lists(given)
+            continue
+        if str(given.dtype) != _DTYPES[column.type]:
+            given, bad = _convert(given, column.type)
+            if len(bad):
+                notes.append(
+                    f"{column.name}: {len(bad)} value{'s' * (len(bad) != 1)} such as {str(bad.iloc[0])[:40]!r} "
+                    f"{'are' if len(bad) != 1 else 'is'} not {column.type.__name__} and read as unknown"
+                )
+        columns[column.name] = given
+    unknown = [n for n in frame.columns if n not in columns and n not in _NESTED and not n.startswith(_EXTRA)]
+    if unknown:
+        notes.append(
+            f"columns unknown to schema version {SCHEMA_VERSION}, left out: {', '.join(map(str, unknown[:8]))}"
+        )
+    typed = pd.DataFrame({**columns, **{n: frame[n] for n in frame.columns if str(n).startswith(_EXTRA)}})
+    versions = sorted(int(v) for v in typed["schema_version"].dropna().unique())
+    if versions and versions != [SCHEMA_VERSION]:
+        notes.append(f"rows of schema version {', '.join(map(str, versions))}; this program knows {SCHEMA_VERSION}")
+    infinite: list[Any] = [
+        n for n in typed if str(typed[n].dtype) == "Float64" and np.isinf(typed[n].to_numpy(float, na_value=0)).any()
+    ]
+    if infinite:
+        notes.append(f"infinite values read as unknown in {', '.join(map(str, infinite))}")
+        typed[infinite] = typed[infinite].replace([np.inf, -np.inf], pd.NA)
+    return typed, notes
+
+
+def _convert(values: pd.Series[Any], kind: type) -> tuple[pd.Series[Any], pd.Series[Any]]:
+    """Values as the registry's dtype, and those that did not fit."""
+    known = values.notna()
+    out: Any
+    if kind is str:
+        out = values.astype("string")
+    elif kind is bool:
+        words = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+        out = values.astype("string").str.lower().map(words).astype("boolean")
+    else:
+        numbers: Any = pd.to_numeric(values, errors="coerce").astype("Float64")
+        numbers = numbers.mask(numbers.isna())  # NaN is unknown too
+        whole = kind is float or numbers == numbers.round()
+        out = numbers if kind is float else numbers.where(whole).astype("Int64")
+    text = values.astype("string").str.lower()
+    return out, values[known & pd.isna(out) & ~text.isin(["nan", "", "none", "null"])]
+
+
+def _lists(values: pd.Series[Any]) -> pd.Series[Any]:
+    """Lists stay lists; text (from a CSV) is parsed as JSON; anything else is null."""
+    if values.isna().all():
+        return pd.Series(None, index=values.index, dtype="object")
+
+    def one(value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return None
+        return list(value) if isinstance(value, list | np.ndarray) else None
+
+    return values.map(one)
+
+
+def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    notes: list[str] = []
+    if not frame["terminal"].isna().all():
+        terminal = frame["terminal"].fillna(False).astype(bool)
+        unfinished = set(frame.loc[~terminal, "trial_id"].dropna()) - set(frame.loc[terminal, "trial_id"].dropna())
+        if unfinished:
+            notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
+        frame = frame[terminal]
+    again = frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
+    if again.any():
+        notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
+        frame = frame[~again]
+    return frame.reset_index(drop=True), notes
+
+
+def groups(table: Table, x: str = "seq_len") -> list[Group]:
+    """Rows of equal settings, everything but `x`, seed and repeat; largest group first.
+
+    Simulated, measured and foreign rows, and rows whose counters mean different things, never share a group.
+    """
+    frame = table.frame
+    if frame.empty:
+        return []
+    codes = np.zeros(len(frame), dtype=np.int64)
+    keys: list[str] = []
+    codes, keys = _split(frame, codes, keys, [name for name in ASKED if name != x])
+    codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(_EXTRA)])
+    filled = frame[list(FOUND)].copy()
+    for name in FOUND:
+        if filled[name].isna().any() and filled[name].notna().any():
+            by = filled[name].groupby(codes)
+            alone = by.transform("nunique") == 1
+            filled[name] = filled[name].where(filled[name].notna() | ~alone, by.transform("first"))
+    codes, keys = _split(filled, codes, keys, list(FOUND))
+    values = frame.assign(**{name: filled[name] for name in FOUND})
+    order = np.argsort(codes, kind="stable")
+    starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
+    found = []
+    for rows in np.split(order, starts[1:]):
+        first = values.iloc[rows[0]]
+        settings = {key: None if pd.isna(first[key]) else first[key] for key in keys}
+        found.append(Group(settings, frame.iloc[rows]))
+    return sorted(found, key=lambda group: -len(group.frame))
+
+
+def _split(
+    frame: pd.DataFrame, codes: np.ndarray[Any, np.dtype[np.int64]], keys: list[str], names: list[str]
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], list[str]]:
+    """Split further by each column that distinguishes rows the keys so far do not."""
+    count = len(np.unique(codes))
+    for name in names:
+        values, _ = pd.factorize(frame[name], use_na_sentinel=True)
+        finer, uniques = pd.factorize(codes * (int(values.max(initial=-1)) + 2) + values + 1)
+        if len(uniques) > count:
+            codes, count, keys = finer.astype(np.int64), len(uniques), [*keys, name]
+    return codes, keys
+
+
+def label(settings: Mapping[str, Any]) -> str:
+    """`micro_batch 4 · expandable` : values that speak for themselves go without their name."""
+    plain = {"model", "precision", "allocator", "runner", "device", "gpu_name", "cpu_name", "memory_source", "foreign"}
+    parts = []
+    for key, value in settings.items():
+        name = key.removeprefix(_EXTRA).replace("_", " ")
+        if value is None:
+            parts.append(f"no {name}")
+        elif isinstance(value, bool | np.bool_):
+            parts.append(name if value else f"no {name}")
+        elif key in plain:
+            parts.append(str(value))
+        else:
+            parts.append(f"{name.removeprefix('micro ')} {value}")
+    return " · ".join(parts) or "all rows"

@@ -1,0 +1,64 @@
+"""What can be fitted, compared and drawn: each measured quantity with its label, unit and how it behaves.
+
+Fits are made in the column's own unit (bytes, seconds); `scale` turns it into the unit that people read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One measured column.
+
+    `curvature` is +1 where lines combine by their maximum (memory: the largest phase; step time: the slowest
+    resource) and -1 where they combine by their minimum (throughput). `resolution` is the smallest difference that
+    means anything, in the column's unit. `limited` is true where the device's memory is an upper limit of the value.
+    """
+
+    column: str
+    label: str
+    unit: str
+    scale: float
+    resolution: float
+    memory: bool = True
+    limited: bool = False
+    curvature: int = 1
+
+    def show(self, value: float) -> str:
+        """A value of the column in words: number and unit."""
+        if self.memory:
+            return show_bytes(value)
+        return f"{value / self.scale:,.4g} {self.unit}"
+
+
+# The allocator rounds every block up to 512 bytes.
+METRICS: dict[str, Metric] = {
+    metric.column: metric
+    for metric in (
+        Metric("peak_allocated_bytes", "peak allocated", "MiB", MIB, 512),
+        Metric("peak_active_bytes", "peak active", "MiB", MIB, 512),
+        Metric("peak_reserved_bytes", "peak reserved", "MiB", MIB, 512, limited=True),
+        Metric("device_used_bytes", "device used", "MiB", MIB, 512, limited=True),
+        Metric("step_median_s", "step time", "s", 1.0, 1e-6, memory=False),
+        Metric("tokens_per_s", "throughput", "tokens/s", 1.0, 1e-3, memory=False, curvature=-1),
+    )
+}
+MEMORY = tuple(name for name, metric in METRICS.items() if metric.memory)
+SPEED = tuple(name for name, metric in METRICS.items() if not metric.memory)
+
+
+def show_bytes(value: float) -> str:
+    """Bytes in words: 512 B, 3.2 MiB, 11.4 GiB."""
+    size = abs(value)
+    if size >= GIB:
+        return f"{value / GIB:,.2f} GiB"
+    if size >= MIB:
+        return f"{value / MIB:,.1f} MiB"
+    if size >= 1024:
+        return f"{value / 1024:,.1f} KiB"
+    return f"{value:,.0f} B"
