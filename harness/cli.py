@@ -70,9 +70,9 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _replay(argv: Sequence[str]) -> int:
-    from harness.allocator import cli
+    from harness.allocator.cli import main as replay
 
-    return cli.main(list(argv))
+    return replay(list(argv))
 
 
 VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

@@ -153,8 +153,7 @@ def run_trial(
     base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts()
     if item.trial is None:
         row = base | plan.invalid_row(item) | {"started_at": _now(), "isolation": None}
-        journal.append(row)
-        return row
+        return journal.append(row)
     trial = item.trial
     environ = environment(trial.allocator.conf, trial.device.name, os.environ)
     number = _attempts(folder / "attempts" / item.trial_id)
@@ -182,7 +181,7 @@ def run_trial(
             "phase": None if kind is Outcome.OK else _phase(place),
             "foreign_processes": list(foreign) if trial.device.name == "cuda" else None,
         }
-        journal.append(row)
+        row = journal.append(row)
         if final:
             break
         sleep(settings.backoff_s * 2**tries)
