@@ -69,6 +69,18 @@ def _doctor(argv: Sequence[str]) -> int:
     return int(any(check.level == "problem" for check in checks))
 
 
+def _columns(argv: Sequence[str]) -> int:
+    from harness.row import COLUMNS, markdown_table
+
+    parser = argparse.ArgumentParser(prog="vramsweep columns", description="What the columns of a row mean.")
+    parser.add_argument("--json", action="store_true")
+    if parser.parse_args(argv).json:
+        print(json.dumps([asdict(column) | {"type": column.type.__name__} for column in COLUMNS], indent=1))
+    else:
+        print(markdown_table(), end="")
+    return 0
+
+
 def _replay(argv: Sequence[str]) -> int:
     from harness.allocator.cli import main as replay
 
@@ -80,6 +92,7 @@ VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plan": (_plan, "list a sweep's trials, the impossible ones with reasons, and an estimated time"),
     "status": (_status, "how far a running or finished sweep is"),
     "doctor": (_doctor, "check machine, driver, torch build, disk and foreign GPU processes"),
+    "columns": (_columns, "what the columns of a row mean"),
     "replay": (_replay, "replay a recording of PyTorch's allocator under other settings"),
 }
 ANALYSIS = {
