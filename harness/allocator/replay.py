@@ -124,15 +124,15 @@ def what_if(
     for config in configs:
         Simulator(config, memory_limit)  # refuse before the work starts
     rows = [replay_as_recorded(recording, start, recorded_limit)]
-    for config in [recording.settings, *configs]:
-        rows.append(replay_under(recording, start, config, memory_limit))
+    baseline = replay_under(recording, start, _without_limits(recording.settings), memory_limit)
+    rows.append(replace(baseline, settings=recording.settings.render()))
+    rows += [replay_under(recording, start, config, memory_limit) for config in configs]
     return WhatIf(recording.name, recording.device, len(recording.events), memory_limit, tuple(rows))
 
 
 def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | None = None) -> Row:
     """Replay from the recorded state under the recorded settings, compared with the recording step by step."""
-    config = replace(recording.settings, per_process_memory_fraction=1.0, throw_on_cudamalloc_oom=False)
-    follower = _Follower(recording, config, memory_limit)
+    follower = _Follower(recording, _without_limits(recording.settings), memory_limit)
     simulator = follower.simulator
     for s in start.segments:
         simulator.adopt(s.private, s.stream, s.small, s.expandable, s.pieces)
@@ -373,6 +373,11 @@ class _Follower:
             return None
         fitting = (e for e in self._run if e[0] == kind and (e[2] == size or kind == "segment_map"))
         return next((addr for _, addr, _, _ in fitting), None)
+
+
+def _without_limits(config: AllocatorConfig) -> AllocatorConfig:
+    """A recording does not say of how many bytes its memory fraction was one; limits are given in bytes instead."""
+    return replace(config, per_process_memory_fraction=1.0, throw_on_cudamalloc_oom=False)
 
 
 def _ended(index: int, recording: Recording, error: OutOfMemory) -> str:
