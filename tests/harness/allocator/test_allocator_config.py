@@ -230,6 +230,7 @@ def test_settings_that_did_not_take_show():
     ("settings", "message"),
     [
         ({"PYTORCH_CUDA_ALLOC_CONF": 3}, "is not text"),
+        ({"garbage_collection_threshold": None}, "garbage_collection_threshold is None, expected float"),
         ({"max_split_size": "big"}, "max_split_size is 'big', expected int"),
         ({"roundup_power2_divisions": {"1": 0}}, "roundup_power2_divisions is not complete"),
     ],

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from test_allocator_simulator import OPERATIONS
 
 from harness.allocator import recording, safepickle
+from harness.allocator.config import parse
 from harness.allocator.recording import RecordingError
-from harness.allocator.replay import what_if
+from harness.allocator.replay import replay_as_recorded, replay_under, what_if
 from harness.allocator.restore import undo
 from harness.allocator.safepickle import UnsafePickle
 from harness.errors import UserError
@@ -178,6 +179,52 @@ def test_events_that_do_not_lead_to_the_final_state(snapshot):
     snapshot["device_traces"][0].append(snapshot["device_traces"][0][1] | {"action": "alloc", "addr": 123})
     with pytest.raises(RecordingError, match=r"the recording and its final state disagree"):
         undo(recording.check(snapshot, "x"))
+
+
+def test_fuzzed_contents_give_a_recording_or_a_clear_error(snapshot):
+    """The same for the plain data: values of the wrong kind or size anywhere but in stack frames."""
+    rng = random.Random(4)
+    odd = [
+        None,
+        -1,
+        0,
+        1,
+        512,
+        2**63,
+        2**64,
+        "x",
+        "alloc",
+        "segment_free",
+        "segment_map",
+        "oom",
+        [],
+        {},
+        (1,),
+        1.5,
+        True,
+    ]
+    data = pickle.dumps(snapshot)
+    for _ in range(400):
+        changed = pickle.loads(data)
+        places: list = []
+        walk(changed, places)
+        for container, key in rng.sample(places, 2):
+            container[key] = rng.choice(odd)
+        try:
+            loaded = recording.check(changed, "x")
+            start = undo(loaded)
+            replay_as_recorded(loaded, start)
+            replay_under(loaded, start, parse("expandable_segments:True"), 1 << 30)
+        except UserError as error:
+            assert len(str(error)) < 600
+
+
+def walk(container, places: list) -> None:
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        if key != "frames":
+            places.append((container, key))
+            if isinstance(value, dict | list):
+                walk(value, places)
 
 
 def test_several_devices_are_chosen_by_number(snapshot):

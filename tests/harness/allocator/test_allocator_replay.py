@@ -12,10 +12,11 @@ from test_allocator_simulator import OPERATIONS
 from harness.allocator import recording
 from harness.allocator.config import MIB, parse
 from harness.allocator.recording import SEGMENT_ACTIONS, check
-from harness.allocator.replay import TIMELINE_POINTS, Timeline, replay_as_recorded, replay_under, what_if
+from harness.allocator.replay import replay_as_recorded, replay_under, what_if
 from harness.allocator.restore import undo
 from harness.allocator.search import grid, rank
 from harness.allocator.simulator import Simulator
+from harness.allocator.timeline import TIMELINE_POINTS, Timeline
 from harness.errors import UserError
 
 TESTS = Path(__file__).parents[2]

@@ -132,7 +132,7 @@ def check_invariants(simulator: Simulator) -> None:
         assert simulator.reserved <= simulator.limit
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(OPERATIONS, CONFIGS, LIMITS)
 def test_invariants_hold_and_everything_returns(operations, config, limit):
     simulator = Simulator(parse(config), limit)
@@ -148,7 +148,7 @@ def test_invariants_hold_and_everything_returns(operations, config, limit):
     assert all_blocks(simulator) == []
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(OPERATIONS, CONFIGS, LIMITS)
 def test_agrees_with_the_slow_reference(operations, config, limit):
     events: list[SegmentEvent] = []
