@@ -71,7 +71,7 @@ class Follower:
         if self._limited and action == "free_completed" and events[index - 1][:2] != ("free_requested", addr):
             self._hold(addr)
             return
-        if not (self._limited and action in ("alloc", "oom") and self._by_malloc(size, stream, private)):
+        if not (self._limited and self._by_malloc(action, size, stream, private)):
             self._complete_held()
             self._release_as_recorded(index)
         if action == "alloc":
@@ -115,13 +115,15 @@ class Follower:
         self._differs(index, f"the recording runs out of memory, the replay gets {size} bytes")
         self.simulator.free("refused")
 
-    def _by_malloc(self, size: int, stream: int, private: int) -> bool:
-        """Whether the releases before a request are malloc's own doing, which the simulator will then repeat.
+    def _by_malloc(self, action: str, size: int, stream: int, private: int) -> bool:
+        """Whether what comes before a request is malloc's own doing, which the simulator will then repeat.
 
         If garbage collection is due but the whole cache was given back, it was empty_cache.
         """
         releases = self._releases()
-        why = self.simulator.makes_room(size, stream, private) if releases else None
+        if action != "oom" and not (action == "alloc" and releases):
+            return False
+        why = self.simulator.makes_room(size, stream, private)
         return why == "retry" or (why == "garbage" and not self._is_whole_cache(releases))
 
     def _releases(self) -> list[Event]:
