@@ -37,7 +37,7 @@ from harness.outcome import Evidence
 
 PR_SET_CHILD_SUBREAPER = 36
 TEMPLATES = 8  # kept alive at once; each holds about a third of a GiB, most of it shared with nobody
-SPEC, RESULT, STEPS = "spec.json", "result.json", "steps.jsonl"
+SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
 
 
 class Worker(Protocol):

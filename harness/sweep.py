@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness import machine, outcome, plan
-from harness.attempt import Launcher, environment, steps
+from harness.attempt import RECORDING, Launcher, environment, steps
 from harness.errors import UserError
 from harness.gpus import peak_flops
 from harness.journal import Journal, read, succeeded, terminal
@@ -180,6 +180,7 @@ def run_trial(
             "terminal": final,
             "phase": None if kind is Outcome.OK else _phase(place),
             "foreign_processes": list(foreign) if trial.device.name == "cuda" else None,
+            "recording": str((place / RECORDING).relative_to(folder)) if (place / RECORDING).exists() else None,
         }
         row = journal.append(row)
         if final:

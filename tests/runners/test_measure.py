@@ -103,7 +103,7 @@ def test_the_driver_s_allocator_fills_three_counters_and_the_rest_is_unknown(mon
 
 
 def drive(folder: Path, **over: Any) -> dict[str, Any]:
-    trial = trials.parse(tiny(**over))
+    trial = trials.Trial.model_validate(tiny(**over))
     meter = Meter(trial, folder, torch.device("cpu"), 0)
     weight = torch.ones(1 << 18, requires_grad=True)
     meter.built()
@@ -126,6 +126,20 @@ def test_phases_of_a_step_with_accumulation(tmp_path: Path) -> None:
     assert four["forward_peak_allocated_bytes"] - one["forward_peak_allocated_bytes"] == mib
     assert four["backward_peak_allocated_bytes"] - one["backward_peak_allocated_bytes"] == mib
     assert one["peak_allocated_bytes"] == one["backward_peak_allocated_bytes"]
+
+
+def test_a_recorded_step_comes_last_and_is_dumped_before_the_history_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kw: calls.append(kw.get("enabled", "on")))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    plain = drive(tmp_path)
+    assert calls == []
+    recorded = drive(tmp_path, record=True)
+    assert calls == ["on", str(tmp_path / "recording.pickle"), None]
+    assert recorded["measured_steps"] == plain["measured_steps"]
+    assert recorded["peak_allocated_bytes"] == plain["peak_allocated_bytes"]
 
 
 def test_a_loss_that_is_no_number_is_unknown() -> None:
