@@ -47,6 +47,20 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--images", default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)")
     report.add_argument("--json", action="store_true")
     report.set_defaults(verb=_report)
+
+    frontier = verbs.add_parser("frontier", help="the largest length per batch, or batch per length, that fits")
+    _input(frontier)
+    frontier.add_argument("--gib", default="", help="memory sizes, comma separated (default: common GPUs)")
+    frontier.add_argument("--batch", action="store_true", help="largest batch per length instead of length per batch")
+    frontier.add_argument("--json", action="store_true")
+    frontier.set_defaults(verb=_frontier)
+
+    compare = verbs.add_parser("compare", help="two sets of rows; exit status 1 if B is slower or needs more memory")
+    compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
+    compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
+    compare.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
+    compare.add_argument("--json", action="store_true")
+    compare.set_defaults(verb=_compare)
     return parser
 
 
@@ -55,9 +69,9 @@ def _input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
 
 
-def _open(arguments: argparse.Namespace) -> Table:
+def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
     columns = [name.strip() for name in arguments.columns.split(",")] if arguments.columns else None
-    table, notes = open_rows(arguments.rows, columns)
+    table, notes = open_rows(path or arguments.rows, columns)
     for note in (*notes, *table.warnings):
         print(f"note: {note}", file=sys.stderr)
     return table
@@ -101,4 +115,41 @@ def _report(arguments: argparse.Namespace) -> int:
         _print_json(written.as_json())
     else:
         print(written.text())
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from analysis import compare
+
+    if len(arguments.rows) != (1 if arguments.by else 2):
+        raise UserError("compare takes two sets of rows, or one with --by AXIS=VALUE,VALUE")
+    if arguments.by:
+        axis, _, values = arguments.by.partition("=")
+        a, b = compare.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
+        names = tuple(f"{axis}={value}" for value in values.split(","))
+    else:
+        a, b = (_open(arguments, path) for path in arguments.rows)
+        names = tuple(str(path) for path in arguments.rows)
+    found = compare.compare(a, b, (names[0], names[1]))
+    if arguments.json:
+        _print_json(found.as_json())
+    else:
+        print(compare.text(found))
+    return 1 if found.worse else 0
+
+
+def _frontier(arguments: argparse.Namespace) -> int:
+    from analysis import frontier
+
+    try:
+        sizes = [float(size) for size in arguments.gib.split(",")] if arguments.gib else list(frontier.SIZES)
+    except ValueError:
+        raise UserError(f"--gib takes numbers such as 24,80; not {arguments.gib}") from None
+    limits = frontier.frontier(_open(arguments), sizes, "micro_batch" if arguments.batch else "seq_len")
+    if not limits:
+        raise UserError("no row has peak reserved or device used memory, so nothing is known about what fits")
+    if arguments.json:
+        _print_json([limit.as_json() for limit in limits])
+    else:
+        print(frontier.text(limits))
     return 0

@@ -289,7 +289,7 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
             plots, files, width=[w for w, _ in sizes], height=[h for _, h in sizes],
             scale=[2 if file.suffix == ".png" else 1 for file in files],
         )  # fmt: skip
-    except Exception as error:  # kaleido raises whatever its browser driver does; figures as HTML are there already
+    except (RuntimeError, OSError) as error:  # no browser, or one that does not start
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return [
             f"no {'/'.join(formats)} figures ({reason[:120]}): install Chromium, for example apt-get install chromium"
