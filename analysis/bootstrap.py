@@ -31,7 +31,7 @@ def draw(model: Model, points: Points, metric: Metric) -> tuple[dict[bool, Array
         if metric.memory:
             once = pd.Series(y).groupby(x).mean()
             x, y = once.index.to_numpy(float), once.to_numpy(float)
-        residuals = y - curve.predict(x)
+        residuals: Array = y - curve.predict(x)
         jacobian = curve.jacobian(x)
         q, _ = linalg.qr(jacobian / np.maximum(linalg.norm(jacobian, axis=0), 1e-300), mode="economic")
         leverage: Array = np.minimum(np.sum(q**2, axis=1), 0.95)

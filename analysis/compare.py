@@ -22,6 +22,7 @@ from harness.errors import UserError
 MARGIN = 0.01
 DRAWS = 4999
 SEED = 20_240_917
+_FEW = "one run each and fewer than 5 pairs; measure repeats (repeat=0,1,2)"
 _EXACT = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 
@@ -117,7 +118,7 @@ def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B")) -> Comparis
             shifts.append(shift)
         pairs.append(
             Pair(
-                settings={key: _readable(both.loc[first.name, key]) for key in varying},
+                settings={key: _readable(both[key].loc[first.name]) for key in varying},
                 memory=tuple(_memory(metric, rows_a, rows_b, differs) for metric in _memory_metrics(rows_a, rows_b)),
                 speed=speed,
                 trial_ids=tuple(str(i) for i in [*rows_a["trial_id"], *rows_b["trial_id"]]),
@@ -156,7 +157,7 @@ def _axes(both: pd.DataFrame, names: Iterable[str]) -> tuple[dict[str, tuple[str
     for name in names:
         sides = [set(rows[name].astype("string").dropna()) for _, rows in both.groupby("_set")]
         if len(sides) == 2 and all(len(side) <= 1 for side in sides) and sides[0] != sides[1]:
-            differs[name] = (next(iter(sides[0]), "unknown"), next(iter(sides[1]), "unknown"))
+            differs[name] = (next(iter(sides[0]), "none"), next(iter(sides[1]), "none"))
         elif any(sides):
             equal.append(name)
     return differs, equal
@@ -208,9 +209,7 @@ def _memory(metric: str, a: pd.DataFrame, b: pd.DataFrame, differs: Mapping[str,
         return Memory(metric, "SMALLER", change, middle_a, middle_b)
     if values_b.min() > values_a.max():
         return Memory(metric, "LARGER", change, middle_a, middle_b)
-    return Memory(
-        metric, "AMBIGUOUS", "repeats of equal settings differ by more than the two sides", middle_a, middle_b
-    )
+    return Memory(metric, "AMBIGUOUS", "repeats differ by more than the two sides", middle_a, middle_b)
 
 
 def _memory_over_all(metric: str, pairs: Sequence[Pair]) -> Memory:
@@ -251,7 +250,7 @@ def _speed(
     """The verdict of one pair, and its bootstrap draws of log(B/A): run-to-run noise is drawn from all repeats."""
     logs_a, logs_b = _logs(a), _logs(b)
     if not len(logs_a) or not len(logs_b):
-        return Speed("AMBIGUOUS", "no speed measured on both sides"), None
+        return Speed("AMBIGUOUS", _no_speed(a, b)), None
     shift = float(logs_b.mean() - logs_a.mean())
     if freedom == 0:
         reason = "one run each, so the run-to-run spread is unknown; measure repeats (repeat=0,1,2)"
@@ -261,6 +260,15 @@ def _speed(
     )
     draws = shift + noise * _student(freedom)
     return _judge(shift, draws, f"{len(logs_a)} and {len(logs_b)} runs"), draws
+
+
+def _no_speed(a: pd.DataFrame, b: pd.DataFrame) -> str:
+    failed = [(rows["outcome"] == "oom").all() for rows in (a, b)]
+    if all(failed):
+        return "both ran out of memory"
+    if any(failed):
+        return f"{'A' if failed[0] else 'B'} ran out of memory"
+    return "no speed measured on both sides"
 
 
 def _student(freedom: int) -> float:

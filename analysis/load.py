@@ -36,7 +36,7 @@ ASKED = (
 )  # fmt: skip
 # What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
 FOUND = ("memory_source", "gpu_name", "cpu_name", "torch_version", "optimizer")
-_NOT_SETTINGS = {"seq_len", "repeat", "seed"}
+_NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,10 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
         return []
     codes = np.zeros(len(frame), dtype=np.int64)
     keys: list[str] = []
-    codes, keys = _split(frame, codes, keys, [name for name in ASKED if name != x])
-    codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(_EXTRA)])
+    codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name != x])
+    codes, keys = _split(
+        frame, codes, keys, [n for n in frame.columns if str(n).startswith(_EXTRA) and n != _EXTRA + x]
+    )
     filled = frame[list(FOUND)].copy()
     for name in FOUND:
         if filled[name].isna().any() and filled[name].notna().any():

@@ -63,9 +63,11 @@ class Model:
         return y
 
 
-def observations(frame: pd.DataFrame, metric: Metric, start: float | None = None, stop: float | None = None) -> Points:
+def observations(
+    frame: pd.DataFrame, metric: Metric, start: float | None = None, stop: float | None = None, axis: str = "seq_len"
+) -> Points:
     """The observations of one metric in rows of equal settings, `start <= x <= stop`; invents none."""
-    x = frame["seq_len"].to_numpy(float, na_value=np.nan)
+    x = frame[axis].to_numpy(float, na_value=np.nan)
     y = frame[metric.column].to_numpy(float, na_value=np.nan)
     outcome = frame["outcome"].astype("string")
     inside = np.isfinite(x) & (x >= (start or -np.inf)) & (x <= (stop or np.inf))
