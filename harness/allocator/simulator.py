@@ -72,8 +72,9 @@ class Simulator:
 
     Blocks are named by a handle of the caller's choice. `memory_limit` (bytes) acts as
     `torch.cuda.set_per_process_memory_fraction` would; without it nothing ever runs out. `on_segment` is told of
-    every segment event in order; `next_address` may supply the address cudaMalloc gives for a size, as otherwise
-    addresses descend. Raises UserError for settings that cannot be simulated.
+    every segment event in order; `next_address` may supply the address the driver gives for the next "segment_alloc"
+    of a size or for a new range of address space ("segment_map"), as otherwise a model of the driver's habits does.
+    Raises UserError for settings that cannot be simulated.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Simulator:
         config: AllocatorConfig,
         memory_limit: int | None = None,
         on_segment: Callable[[SegmentEvent], None] = _ignore,
-        next_address: Callable[[int], int | None] | None = None,
+        next_address: Callable[[str, int], int | None] | None = None,
     ) -> None:
         self.config = config
         self.limit = _limit(config, memory_limit)
@@ -219,6 +220,19 @@ class Simulator:
             events += [("segment_unmap", start, size, pool.stream) for start, size in pages if size]
         return events
 
+    def makes_room(self, size: int, stream: int = 0, private: int = 0) -> Literal["retry", "garbage"] | None:
+        """Why `malloc` of `size` bytes would now give memory back first: the limit, or garbage collection."""
+        rounded = round_request(size, self.config.roundup_power2_divisions)
+        pool = self.pool(private, stream, rounded <= SMALL_REQUEST)
+        searches = self._searches
+        at = self._search(pool, bisect_left(pool.free, (rounded,)), rounded)
+        self._searches = searches
+        if at < len(pool.free):
+            return None
+        if not self._fits(segment_size(rounded, self._large_segment)):
+            return "retry"
+        return "garbage" if self._gc_above is not None and self.reserved > self._gc_above else None
+
     def release_segment(self, addr: int) -> bool:
         """Give back one unused segment; False when there is none at `addr`."""
         for pool in self._pools.values():
@@ -323,7 +337,7 @@ class Simulator:
                 self._reserve_range(pool),
                 lambda start, length: self._count_segment("segment_map", start, length, pool.stream),
             )
-        addr = self._next_address(size) if self._next_address is not None else None
+        addr = self._next_address("segment_alloc", size) if self._next_address is not None else None
         if addr is None:
             addr = self._lowest - round_up(size, SMALL_SEGMENT)
         self._lowest = min(self._lowest, addr)
@@ -335,8 +349,11 @@ class Simulator:
 
         def reserve() -> tuple[int, int]:
             wanted = UNLIMITED_RANGE if self.limit is None else self.limit + self.limit // 8
-            start, span = self._next_range, round_up(wanted, self._page(pool))
-            self._next_range += round_up(span, SMALL_SEGMENT)
+            span = round_up(wanted, self._page(pool))
+            start = self._next_address("segment_map", span) if self._next_address is not None else None
+            if start is None:
+                start = self._next_range
+                self._next_range += round_up(span, SMALL_SEGMENT)
             return start, span
 
         return reserve

@@ -1,0 +1,69 @@
+# make sweep MODEL=qwen0.5b      everything from nothing: environment, sweep, figures, report
+# make test                      set up and run the tests
+#
+# PYTHON=python3 VENV=           use an environment that is already there (rented GPU images come with torch)
+# ARGS='seq_len=128,256 ...'     further overrides, as on Hydra's command line
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= qwen0.5b
+DEVICE ?= auto
+SWEEP ?= auto
+ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+GRID = -m model=$(MODEL) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup sweep plan status doctor report test lint format bench
+
+help:  ## what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# torch goes first: DeepSpeed is built from source and looks for it.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
+	  { echo "vramsweep needs Python 3.11 or 3.12; choose one with PYTHON=python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools wheel
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt
+
+sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu, ARGS=
+	$(PY) -m harness sweep $(GRID)
+
+plan: $(READY)  ## list the sweep's trials, rejections and an estimated time
+	@$(PY) -m harness plan $(GRID)
+
+status: $(READY)  ## how far the sweeps under results/ are
+	@$(PY) -m harness status
+
+doctor: $(READY)  ## check machine, driver, torch build, disk, foreign GPU processes
+	@$(PY) -m harness doctor
+
+report: $(READY)  ## figures and report again: RESULTS=results/SWEEP
+	$(PY) -m analysis report $(RESULTS)
+
+test: $(READY)  ## run the tests
+	$(PY) -m pytest
+
+lint: $(READY)  ## ruff and mypy --strict
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(READY)  ## let ruff rewrite
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: $(READY)  ## overhead per trial, cold and warm, and of the instruments
+	$(PY) benchmarks/overhead.py

@@ -1,0 +1,7 @@
+"""`python -m harness VERB`."""
+
+import sys
+
+from harness.cli import main
+
+sys.exit(main())

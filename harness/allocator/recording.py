@@ -1,0 +1,195 @@
+"""A recording of the CUDA allocator (`torch.cuda.memory._dump_snapshot`), checked and made compact.
+
+Source of the format: `torch::cuda::_memory_snapshot_pickled`. Sizes and addresses are in bytes.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.allocator import safepickle
+from harness.allocator.config import AllocatorConfig, AllocatorConfigError, from_settings
+from harness.allocator.simulator import Piece
+from harness.errors import UserError
+
+Event = tuple[str, int, int, int]  # action, address, size, stream; of alloc and free, the size the caller asked for
+SEGMENT_ACTIONS = frozenset(("segment_alloc", "segment_free", "segment_map", "segment_unmap"))
+_ACTIONS = {a: a for a in (*SEGMENT_ACTIONS, "alloc", "free_requested", "free_completed", "oom", "snapshot")}
+_STATES = {
+    "active_allocated": "live",
+    "active_pending_free": "pending",
+    "active_awaiting_free": "pending",  # its name in older releases
+    "inactive": "free",
+}
+_MAX_ADDRESS = 1 << 64
+HOW_TO_RECORD = "call torch.cuda.memory._record_memory_history() before the steps to record and _dump_snapshot() after"
+
+
+class RecordingError(UserError):
+    """A file that is not a usable recording, with what is wrong and, where there is one, a way out."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment of the final state (a run of mapped pages when expandable), with its blocks in address order."""
+
+    addr: int
+    size: int
+    stream: int
+    small: bool
+    private: int
+    expandable: bool
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one device's allocator did, and where it ended.
+
+    `times` are microseconds of wall time for each event, None when the recording has none.
+    """
+
+    name: str
+    device: int
+    settings: AllocatorConfig
+    events: list[Event]
+    times: list[int] | None
+    segments: tuple[Segment, ...]
+
+
+def load(path: Path, device: int | None = None, max_bytes: int = safepickle.DEFAULT_MAX_BYTES) -> Recording:
+    """Read and check a recording; `device` is needed only when several devices have events.
+
+    Raises RecordingError or safepickle.UnsafePickle, both UserError, naming what is wrong.
+    """
+    return check(safepickle.load(path, max_bytes), path.name, device)
+
+
+def check(snapshot: Any, name: str, device: int | None = None) -> Recording:
+    """The recording in an unpickled snapshot. Raises RecordingError on anything malformed."""
+    if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= snapshot.keys():
+        raise RecordingError(
+            f"{name} is not a memory snapshot: a dict with segments and device_traces is expected ({HOW_TO_RECORD})"
+        )
+    settings = _settings(snapshot.get("allocator_settings", {}), name)
+    traces = _list(snapshot["device_traces"], f"{name}: device_traces")
+    chosen = _device(traces, name, device)
+    entries = _list(traces[chosen], f"{name}: device_traces[{chosen}]")
+    events = [_event(entry, i, name) for i, entry in enumerate(entries)]
+    times = [entry.get("time_us") for entry in entries]
+    kept = [i for i, event in enumerate(events) if event[0] != "snapshot"]
+    return Recording(
+        name=name,
+        device=chosen,
+        settings=settings,
+        events=[events[i] for i in kept],
+        times=[times[i] for i in kept] if all(type(t) is int for t in times) else None,
+        segments=_segments(_list(snapshot["segments"], f"{name}: segments"), chosen, name),
+    )
+
+
+def _settings(settings: Any, name: str) -> AllocatorConfig:
+    if not isinstance(settings, dict):
+        raise RecordingError(f"{name}: allocator_settings is not a dict")
+    try:
+        config = from_settings(settings)
+    except AllocatorConfigError as error:
+        raise RecordingError(f"{name} was made with settings that cannot be read: {error}") from None
+    if config.backend != "native":
+        raise RecordingError(
+            f"{name} was made with backend:{config.backend}; only recordings of the native allocator can be replayed"
+        )
+    return config
+
+
+def _device(traces: Sequence[Any], name: str, device: int | None) -> int:
+    with_events = [i for i, trace in enumerate(traces) if trace]
+    if not with_events:
+        raise RecordingError(f"{name} has no history, only a final state: {HOW_TO_RECORD}")
+    if device is None:
+        if len(with_events) > 1:
+            listed = ", ".join(map(str, with_events))
+            raise RecordingError(f"{name} has events of devices {listed}: choose one with --device")
+        return with_events[0]
+    if device not in with_events:
+        raise RecordingError(f"{name} has no events of device {device}, only of {', '.join(map(str, with_events))}")
+    return device
+
+
+def _event(entry: Any, index: int, name: str) -> Event:
+    where = f"{name}: event {index}"
+    if not isinstance(entry, dict):
+        raise RecordingError(f"{where} is not a dict")
+    action = entry.get("action")
+    known = _ACTIONS.get(action) if isinstance(action, str) else None
+    if known is None:
+        raise RecordingError(
+            f"{where} has the unknown action {action!r:.40}: this version does not know how to replay it"
+        )
+    addr = _whole(entry, "device_free" if known == "oom" else "addr", where)
+    return known, addr, _whole(entry, "size", where), _whole(entry, "stream", where)
+
+
+def _segments(raw: Sequence[Any], device: int, name: str) -> tuple[Segment, ...]:
+    private_pools: dict[tuple[int, int], int] = {(0, 0): 0}
+    segments: list[Segment] = []
+    for index, entry in enumerate(raw):
+        where = f"{name}: segment {index}"
+        if not isinstance(entry, dict):
+            raise RecordingError(f"{where} is not a dict")
+        if _whole(entry, "device", where) == device:
+            segments.append(_segment(entry, where, private_pools))
+    segments.sort(key=lambda s: s.addr)
+    for left, right in itertools.pairwise(segments):
+        if left.addr + left.size > right.addr:
+            raise RecordingError(f"{name}: segments at {left.addr:#x} and {right.addr:#x} overlap")
+    return tuple(segments)
+
+
+def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int, int], int]) -> Segment:
+    addr, size = _whole(entry, "address", where), _whole(entry, "total_size", where)
+    kind = entry.get("segment_type")
+    if kind not in ("small", "large"):
+        raise RecordingError(f"{where} has segment_type {kind!r:.40}, expected small or large")
+    pool = entry.get("segment_pool_id", (0, 0))
+    if not isinstance(pool, tuple) or len(pool) != 2:
+        raise RecordingError(f"{where} has segment_pool_id {pool!r:.40}, expected two numbers")
+    pieces: list[Piece] = []
+    at = addr
+    for raw in _list(entry.get("blocks"), f"{where}: blocks"):
+        if not isinstance(raw, dict) or raw.get("state") not in _STATES:
+            raise RecordingError(f"{where} has a block that is not a dict with a known state")
+        state = _STATES[raw["state"]]
+        length = _whole(raw, "size", where)
+        if length == 0 or raw.get("address", at) != at:
+            raise RecordingError(f"{where}: its blocks do not follow one another")
+        in_use = state != "free"
+        requested = _whole(raw, "requested_size", where) if in_use and "requested_size" in raw else length
+        pieces.append(Piece(at, length, state, at if in_use else None, requested if in_use else 0))  # type: ignore[arg-type]
+        at += length
+    if at != addr + size:
+        raise RecordingError(f"{where}: its blocks add up to {at - addr} bytes, not to its {size}")
+    return Segment(
+        addr=addr,
+        size=size,
+        stream=_whole(entry, "stream", where),
+        small=kind == "small",
+        private=private_pools.setdefault(pool, len(private_pools)),
+        expandable=entry.get("is_expandable") is True,
+        pieces=tuple(pieces),
+    )
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise RecordingError(f"{what} is not a list")
+    return value
+
+
+def _whole(entry: Mapping[str, Any], key: str, where: str) -> int:
+    value = entry.get(key)
+    if type(value) is not int or not 0 <= value < _MAX_ADDRESS:
+        raise RecordingError(f"{where}: {key} is {value!r:.40}, expected a number of 0 or more")
+    return value

@@ -1,0 +1,127 @@
+"""Unpickle plain containers from a file nobody vouches for.
+
+A pickle is a program, so it is read twice. First its opcodes are scanned without running them: only those that
+build dicts, lists, strings, numbers, None, booleans and tuples of integers pass. That rules out code execution and
+the known bombs: huge memo indices (the C unpickler sizes a table by them), preallocated buffers, numbers with
+millions of digits, and tuples nested in tuples (hashing those recurses). Then an unpickler that refuses every
+global runs it.
+"""
+
+import io
+import pickle
+import pickletools
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.errors import UserError
+
+DEFAULT_MAX_BYTES = 1 << 30
+
+_FIXED = {  # allowed opcodes and the length of their argument in bytes
+    pickle.PROTO: 1,
+    pickle.FRAME: 8,
+    pickle.STOP: 0,
+    pickle.MARK: 0,
+    pickle.NONE: 0,
+    pickle.NEWTRUE: 0,
+    pickle.NEWFALSE: 0,
+    pickle.BINFLOAT: 8,
+    pickle.BININT: 4,
+    pickle.BININT1: 1,
+    pickle.BININT2: 2,
+    pickle.EMPTY_DICT: 0,
+    pickle.EMPTY_LIST: 0,
+    pickle.EMPTY_TUPLE: 0,
+    pickle.APPEND: 0,
+    pickle.APPENDS: 0,
+    pickle.SETITEM: 0,
+    pickle.SETITEMS: 0,
+    pickle.MEMOIZE: 0,
+    pickle.BINGET: 1,
+    pickle.LONG_BINGET: 4,
+}
+_SPECIAL, _REFUSED = 254, 255
+_WIDTH = [_REFUSED] * 256
+for _code, _width in _FIXED.items():
+    _WIDTH[_code[0]] = _width
+_COUNTED = {pickle.SHORT_BINUNICODE[0]: 1, pickle.BINUNICODE[0]: 4, pickle.BINUNICODE8[0]: 8, pickle.LONG1[0]: 1}
+_PUTS = {pickle.BINPUT[0]: 1, pickle.LONG_BINPUT[0]: 4}
+_TUPLES = {pickle.TUPLE1[0]: 1, pickle.TUPLE2[0]: 2, pickle.TUPLE3[0]: 3}
+for _op in (*_COUNTED, *_PUTS, *_TUPLES):
+    _WIDTH[_op] = _SPECIAL
+_INTEGERS = frozenset((pickle.BININT[0], pickle.BININT1[0], pickle.BININT2[0], pickle.LONG1[0]))
+_STOP = pickle.STOP[0]
+
+
+class UnsafePickle(UserError):
+    """The file is not a complete pickle of plain containers, or is too large."""
+
+
+class _NoGlobals(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise UnsafePickle(f"it names the Python object {module_name}.{global_name}")
+
+
+def load(path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Any:
+    """The plain data in the pickle at `path`.
+
+    Raises UnsafePickle when the file is missing, larger than `max_bytes`, truncated, damaged or holds anything but
+    plain containers.
+    """
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            raise UnsafePickle(f"{path.name} is not a file")
+        if size > max_bytes:
+            raise UnsafePickle(
+                f"{path.name} has {size / 2**20:,.1f} MiB, more than the {max_bytes / 2**20:,.1f} MiB allowed: "
+                "record fewer events (max_entries), or raise the limit with --max-file-size"
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise UnsafePickle(f"cannot read {path.name}: {error.strerror or error}") from None
+    try:
+        _scan(data)
+        return _NoGlobals(io.BytesIO(data)).load()
+    except UnsafePickle as error:
+        raise UnsafePickle(f"{path.name} is refused: {error}") from None
+    except Exception as error:  # the unpickler raises nearly anything on damaged input
+        raise UnsafePickle(f"{path.name} is damaged or not a pickle: {type(error).__name__}: {error!s:.80}") from None
+
+
+def _scan(data: bytes) -> None:
+    """Walk the opcodes without running them. Raises UnsafePickle."""
+    width = _WIDTH
+    at, end, puts, integers = 0, len(data), 0, 0
+    while at < end:
+        op = data[at]
+        length = width[op]
+        if length < _SPECIAL:
+            at += 1 + length
+            if op == _STOP:
+                return
+        elif length == _REFUSED:
+            raise UnsafePickle(_name(op, at))
+        elif op in _COUNTED:
+            head = _COUNTED[op]
+            at += 1 + head + int.from_bytes(data[at + 1 : at + 1 + head], "little")
+        elif op in _PUTS:
+            head = _PUTS[op]
+            puts += 1
+            if int.from_bytes(data[at + 1 : at + 1 + head], "little") > puts:
+                raise UnsafePickle(f"its memo jumps ahead at byte {at}: no writer of recordings does that")
+            at += 1 + head
+        else:
+            if integers < _TUPLES[op]:
+                raise UnsafePickle(f"it holds a tuple of something other than integers at byte {at}")
+            at += 1
+        integers = integers + 1 if op in _INTEGERS else 0
+    raise UnsafePickle("it is truncated")
+
+
+def _name(op: int, at: int) -> str:
+    known = {info.code: info.name for info in pickletools.opcodes}
+    name = known.get(chr(op))
+    if name is None or at == 0:
+        return "it is not a pickle"
+    return f"pickle opcode {name} at byte {at}; a recording is made of plain containers only"

@@ -1,0 +1,29 @@
+"""A sensible grid of allocator settings, and the order to rank what became of them."""
+
+from collections.abc import Sequence
+
+from harness.allocator.replay import Row
+
+_SINGLES = (
+    "expandable_segments:True",
+    "large_segment_size_mb:12",
+    "large_segment_size_mb:40",
+    *(f"max_split_size_mb:{mb}" for mb in (32, 64, 128, 256, 512)),
+    *(f"roundup_power2_divisions:{parts}" for parts in (2, 4, 8, 16)),
+)
+_PAIRS = (
+    "expandable_segments:True,large_segment_size_mb:12",
+    "expandable_segments:True,roundup_power2_divisions:8",
+    *(f"max_split_size_mb:{mb},roundup_power2_divisions:8" for mb in (64, 128, 256)),
+)
+_WITH_LIMIT = tuple(f"garbage_collection_threshold:{share}" for share in (0.6, 0.8, 0.9))
+
+
+def grid(limited: bool) -> tuple[str, ...]:
+    """The settings to try; garbage collection only under a memory limit, as it does nothing without one."""
+    return _SINGLES + _PAIRS + (_WITH_LIMIT if limited else ())
+
+
+def rank(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Best first: what fits before what does not, then by peak reserved, then by the number of cudaMallocs."""
+    return tuple(sorted(rows, key=lambda r: (r.out_of_memory is not None, r.peak_reserved, r.device_allocs)))

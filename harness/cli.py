@@ -1,0 +1,115 @@
+"""The command line: `vramsweep VERB`, which is also `python -m harness VERB`; a verb is a function of its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from harness.errors import UserError
+
+
+def _sweep(argv: Sequence[str]) -> int:
+    from harness import sweep
+
+    return sweep.main(argv)
+
+
+def _plan(argv: Sequence[str]) -> int:
+    from harness import sweep
+
+    return sweep.main(argv, action="plan")
+
+
+def _status(argv: Sequence[str]) -> int:
+    from harness import status
+
+    parser = argparse.ArgumentParser(prog="vramsweep status", description="How far a running or finished sweep is.")
+    parser.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    folders = arguments.folder or sorted(p.parent for p in Path("results").glob("*/journal.jsonl"))
+    if not folders:
+        raise UserError("no sweep under results/ yet; start one with `make sweep MODEL=tiny`")
+    found = [status.read(folder) for folder in folders]
+    if arguments.json:
+        print(json.dumps([asdict(one) for one in found], indent=1))
+        return 0
+    table = Table("sweep", "state", "done", "total", "ok", "oom", "invalid", "failed", "last row", "unreadable")
+    for one in found:
+        cells = (one.folder, one.state, one.done, one.total, one.ok, one.oom, one.invalid, one.failed, one.last_row_at)
+        table.add_row(*("" if cell is None else str(cell) for cell in cells), str(one.unreadable))
+    Console().print(table)
+    return 0
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from harness import machine
+
+    parser = argparse.ArgumentParser(prog="vramsweep doctor", description="Is this machine fit for a night's sweep?")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="where rows will be written")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    checks = machine.doctor(arguments.results)
+    if arguments.json:
+        print(json.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        table = Table("check", "", "")
+        colours = {"ok": "green", "note": "yellow", "problem": "red"}
+        for check in checks:
+            table.add_row(check.name, f"[{colours[check.level]}]{check.level}[/]", check.text)
+        Console().print(table)
+    return int(any(check.level == "problem" for check in checks))
+
+
+def _replay(argv: Sequence[str]) -> int:
+    from harness.allocator import cli
+
+    return cli.main(list(argv))
+
+
+VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "sweep": (_sweep, "run a sweep: Hydra's command line, -m for a multirun"),
+    "plan": (_plan, "list a sweep's trials, the impossible ones with reasons, and an estimated time"),
+    "status": (_status, "how far a running or finished sweep is"),
+    "doctor": (_doctor, "check machine, driver, torch build, disk and foreign GPU processes"),
+    "replay": (_replay, "replay a recording of PyTorch's allocator under other settings"),
+}
+ANALYSIS = {
+    "report": "figures, tables and report of a sweep",
+    "fit": "fit peak memory or speed against sequence length",
+    "compare": "compare two sets of rows",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit status. A user's mistake is printed without a traceback, and gives 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: vramsweep VERB [ARGUMENT ...]\n")
+        for name, text in {**{k: v[1] for k, v in VERBS.items()}, **ANALYSIS}.items():
+            print(f"  {name:<10} {text}")
+        return 0
+    verb, rest = words[0], words[1:]
+    if verb in ANALYSIS:  # harness never imports analysis: it becomes it
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "analysis", verb, *rest])
+    if verb not in VERBS:
+        print(f"vramsweep: there is no verb {verb!r}; verbs: {', '.join([*VERBS, *ANALYSIS])}", file=sys.stderr)
+        return 2
+    try:
+        return VERBS[verb][0](rest)
+    except UserError as error:
+        print(f"vramsweep: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

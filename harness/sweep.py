@@ -1,0 +1,311 @@
+"""The sweep: from Hydra's configurations to rows in the journal. Plan, skip what is done, run, append, report progress.
+
+`main` is the verb behind `python -m harness sweep` and `plan`; Hydra calls `launch` with every configuration at once
+(through hydra_plugins/vramsweep). The parent is the only writer of the journal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from harness import machine, outcome, plan
+from harness.attempt import Launcher, environment, steps
+from harness.errors import UserError
+from harness.gpus import peak_flops
+from harness.journal import Journal, read, succeeded, terminal
+from harness.plan import Planned, Settings
+from harness.row import Outcome, Row
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+PLAN = "plan.json"
+MIB = 1 << 20
+
+_status = 0  # Hydra's main returns nothing, so the verdict of the last launch is left here
+
+
+def main(argv: Sequence[str], action: str = "run") -> int:
+    """`sweep` and `plan`: Hydra's command line. Returns 0 if every trial has an answer, 1 if some failed."""
+    overrides = ["output=json" if word == "--json" else word for word in argv]
+    sys.argv = ["vramsweep sweep", *choose_device(overrides), *([f"action={action}"] if action != "run" else [])]
+    signal.signal(signal.SIGTERM, _interrupt)
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_single)()
+    return _status
+
+
+def choose_device(overrides: Sequence[str]) -> list[str]:
+    """Replace `device=auto` (also meant when no device is given) and `sweep=auto` by what this machine has."""
+    given = [o for o in overrides if o.startswith("device=")]
+    rest = [o for o in overrides if o != "device=auto"]
+    if not given or "device=auto" in given:
+        cuda = bool(machine.visible_gpus(dict(os.environ))) and "+cpu" not in (machine.version("torch") or "")
+        if not cuda:
+            print("no usable CUDA device: measuring on device=cpu", file=sys.stderr)
+        rest.append(f"device={'cuda' if cuda else 'cpu'}")
+    device = next(o for o in reversed(rest) if o.startswith("device=")).removeprefix("device=")
+    return [f"sweep={device}" if o == "sweep=auto" else o for o in rest]
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _single(config: DictConfig) -> None:
+    """Hydra's task function, for a call without -m: one trial is a sweep of one."""
+    launch([config])
+
+
+def launch(configs: Sequence[DictConfig]) -> list[Row | None]:
+    """Run, or only plan, the trials of the configurations; returns each one's terminal row (None: not run).
+
+    A UserError is printed and ends the process with status 2: Hydra would bury it in a traceback.
+    """
+    global _status
+    try:
+        resolved = [_resolved(config) for config in configs]
+        settings = plan.settings(resolved)
+        expanded = plan.expand(resolved, settings.repeats)
+        planned = plan.order(expanded)
+        folder = Path(settings.results) / (settings.name or _name(planned))
+        if settings.action == "plan":
+            show_plan(planned, settings, folder)
+            finished: dict[str, Row] = {}
+        else:
+            finished, _status = run(planned, settings, folder)
+    except UserError as error:
+        print(f"vramsweep: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return [finished.get(trials[0].trial_id) for trials in expanded]
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = error.full_key
+        raise UserError(f"{key} is not set: give {key}=VALUE") from None
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _name(planned: Sequence[Planned]) -> str:
+    def of(key: str) -> str:
+        names = {str((p.resolved.get(key) or {}).get("name")) for p in planned}
+        return "+".join(sorted(names)).replace("/", "_")
+
+    return f"{of('model')}-{of('runner')}-{of('device')}"
+
+
+def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
+    """Run every trial without a terminal row; returns the plan's terminal rows by id, and the exit status."""
+    with Journal(folder) as journal:
+        rows, unreadable = read(folder)
+        if unreadable:
+            print(f"{journal.path}: {unreadable} unreadable line(s) skipped", file=sys.stderr)
+        finished = terminal(rows)
+        todo = plan.pending(planned, finished, settings.retry_failed)
+        _write_plan(folder, planned)
+        print(f"{len(planned)} trials, {len(planned) - len(todo)} finished before, {len(todo)} to do → {folder}")
+        progress = Progress(len(todo))
+        with Launcher(settings.isolation, folder / "templates.log") as launcher:
+            try:
+                for item in todo:
+                    row = run_trial(item, settings, folder, journal, launcher, time.sleep)
+                    finished[item.trial_id] = row
+                    progress.show(row, item)
+            except KeyboardInterrupt:
+                print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
+                raise SystemExit(130) from None
+    mine = {p.trial_id: finished[p.trial_id] for p in planned}
+    failed = sum(not succeeded(row) for row in mine.values())
+    if failed:
+        print(
+            f"{failed} trial(s) failed; their logs are under {folder / 'attempts'}; retry_failed=true runs them again"
+        )
+    if settings.report:
+        sys.stdout.flush()
+        subprocess.run([sys.executable, "-m", "analysis", "report", str(folder)], check=False)
+    return mine, 1 if failed else 0
+
+
+def run_trial(
+    item: Planned,
+    settings: Settings,
+    folder: Path,
+    journal: Journal,
+    launcher: Launcher,
+    sleep: Callable[[float], None],
+) -> Row:
+    """Attempt a trial until it has an answer or no retry is left; each attempt is a row, the last one terminal."""
+    base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts()
+    if item.trial is None:
+        row = base | plan.invalid_row(item) | {"started_at": _now(), "isolation": None}
+        journal.append(row)
+        return row
+    trial = item.trial
+    environ = environment(trial.allocator.conf, trial.device.name, os.environ)
+    number = _attempts(folder / "attempts" / item.trial_id)
+    for tries in range(settings.retries + 1):
+        number += 1
+        place = folder / "attempts" / item.trial_id / str(number)
+        row = base | plan.axes(item) | {"trial_id": item.trial_id, "attempt": number, "started_at": _now()}
+        foreign = _foreign() if trial.device.name == "cuda" else ()
+        if foreign:
+            evidence = outcome.Evidence(foreign=foreign)
+        else:
+            spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number}
+            done = launcher.attempt(spec, place, environ, trial.runner.name, settings.timeout_s)
+            evidence = done.evidence
+            values = dict((evidence.result or {}).get("values", {}))
+            spent = values.pop("steps_s", None)
+            row |= values | {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
+            row["overhead_s"] = None if spent is None else done.duration_s - spent
+        kind, reason = outcome.classify(evidence)
+        final = tries == settings.retries or not outcome.transient(kind, evidence)
+        row |= {
+            "outcome": kind,
+            "reason": reason,
+            "terminal": final,
+            "phase": None if kind is Outcome.OK else _phase(place),
+            "foreign_processes": list(foreign) if trial.device.name == "cuda" else None,
+        }
+        journal.append(row)
+        if final:
+            break
+        sleep(settings.backoff_s * 2**tries)
+    return row
+
+
+def _attempts(folder: Path) -> int:
+    """The highest number of an attempt so far; a killed parent leaves attempts without a row."""
+    return max((int(p.name) for p in folder.glob("*") if p.name.isdigit()), default=0)
+
+
+def _phase(place: Path) -> str | None:
+    """Where an attempt stopped, from the records it left."""
+    records = steps(place)
+    if not records:
+        return "start"
+    done = [r["step"] for r in records if "step" in r]
+    if done:
+        return f"step {done[-1] + 1}"
+    return "step 0" if records[-1].get("event") == "train" else "load"
+
+
+def _foreign() -> tuple[int, ...]:
+    """Compute processes on the GPUs we may use; between attempts none of them is ours."""
+    return tuple(pid for card in machine.visible_gpus(dict(os.environ)) for pid in card.processes)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _write_plan(folder: Path, planned: Sequence[Planned]) -> None:
+    record = {
+        "command": sys.argv[1:],
+        "started_at": _now(),
+        "trials": [p.trial_id for p in planned],
+        "pid": os.getpid(),
+    }
+    (folder / PLAN).write_text(json.dumps(record))
+
+
+class Progress:
+    """One line for each finished trial: done/total, what came out, oom, failed, ETA."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.began = total, 0, time.monotonic()
+        self.counts: Counter[str] = Counter()
+
+    def show(self, row: Row, item: Planned) -> None:
+        """Count the row and print its line."""
+        self.done += 1
+        self.counts["failed" if not succeeded(row) else row["outcome"]] += 1
+        left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
+        label = item.trial.label() if item.trial else str(item.resolved.get("model", {}).get("name"))
+        print(
+            f"[{self.done}/{self.total}] {row['outcome']:<9} {label} · {_result(row)} · oom {self.counts['oom']}"
+            f" · failed {self.counts['failed']} · ETA {duration(left)}",
+            flush=True,
+        )
+
+
+def _result(row: Row) -> str:
+    if row["outcome"] != Outcome.OK:
+        return str(row["reason"])
+    allocated, speed = row.get("peak_allocated_bytes"), row.get("tokens_per_s")
+    memory = "memory unknown" if allocated is None else f"{allocated / MIB:,.1f} MiB allocated"
+    return f"{memory}, {speed:,.0f} tokens/s"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def show_plan(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
+    """Print the trials, the impossible ones with reasons, and how long it will take."""
+    rows = read(folder)[0] if (folder / "journal.jsonl").exists() else []
+    finished = terminal(rows)
+    todo = {p.trial_id for p in plan.pending(planned, finished, settings.retry_failed)}
+    seconds, basis = plan.estimate_s([p for p in planned if p.trial_id in todo], finished.values(), _speed(planned))
+    if settings.output == "json":
+        listed = [
+            {
+                "trial_id": p.trial_id,
+                "state": _state(p, todo),
+                "reason": p.reason,
+                "trial": json.loads(json.dumps(p.resolved, default=str)),
+            }
+            for p in planned
+        ]
+        summary = {"folder": str(folder), "trials": listed, "estimated_s": seconds, "estimate_basis": basis}
+        print(json.dumps(summary, indent=1))
+        return
+    for p in planned:
+        label = p.trial.label() if p.trial else str((p.resolved.get("model") or {}).get("name"))
+        print(f"{p.trial_id}  {_state(p, todo):<8}  {label}{f'  {p.reason}' if p.reason else ''}")
+    counts = Counter(_state(p, todo) for p in planned)
+    print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
+    print(f"estimated time: {'unknown' if seconds is None else duration(seconds)} ({basis})")
+
+
+def _state(p: Planned, todo: set[str]) -> str:
+    if p.trial is None:
+        return "invalid"
+    return "to do" if p.trial_id in todo else "finished"
+
+
+def _speed(planned: Sequence[Planned]) -> float | None:
+    """FLOP/s to reckon with: a third of the GPU's published peak, or what numpy reaches on this CPU."""
+    trial = next((p.trial for p in planned if p.trial), None)
+    if trial is None:
+        return None
+    if trial.device.name == "cuda":
+        cards = machine.visible_gpus(dict(os.environ))
+        peak = peak_flops(cards[0].name, trial.precision) if cards else None
+        return None if peak is None else peak / 3
+    import numpy as np
+
+    side = 1024
+    matrix = np.ones((side, side), dtype=np.float32)
+    began = time.perf_counter()
+    for _ in range(3):
+        matrix @ matrix
+    return 3 * 2 * side**3 / (time.perf_counter() - began)

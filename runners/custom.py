@@ -1,0 +1,64 @@
+"""The user's own model and step, unmodified: `runner=custom runner.target=path/to/file.py:build`.
+
+The contract: `build(trial)` takes the `harness.trial.Trial` and returns `(model, optimizer, step)` or
+`(model, optimizer, step, batches)`.
+
+- `step(batch)` runs one whole optimizer step (forward, backward, update) and may return the loss.
+- `batches(index)` returns what `step` is called with; without it a batch is {"input_ids", "labels"}, long tensors of
+  shape (micro_batch, seq_len) on the trial's device, when the trial has a model with a vocabulary, else None.
+
+Everything of precision, checkpointing and accumulation is up to the target; the trial's axes tell it what is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.trial import InvalidTrial, Trial
+from runners import build
+from runners.measure import Meter
+
+
+def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
+    """Train `trial.steps()` steps of the target under `meter`; returns columns about what was built."""
+    with device:
+        made = load(str(trial.runner.target))(trial)
+    if not isinstance(made, tuple) or len(made) not in (3, 4):
+        raise InvalidTrial(f"{trial.runner.target} must return (model, optimizer, step) or those and batches")
+    net, optimizer, step = made[:3]
+    batches = made[3] if len(made) == 4 else _token_batches(trial, device)
+    meter.built()
+    for index in range(trial.steps()):
+        meter.step_begin()
+        loss = step(batches(index))
+        meter.step_end(loss if isinstance(loss, torch.Tensor) else None)
+    return build.describe(net, optimizer) | {"padding_fraction": None}
+
+
+def load(target: str) -> Callable[[Trial], Any]:
+    """The function that `path/to/file.py:name` names. Raises InvalidTrial if the file has no such function."""
+    path, _, name = target.rpartition(":")
+    spec = importlib.util.spec_from_file_location("vramsweep_custom_target", path)
+    if spec is None or spec.loader is None:
+        raise InvalidTrial(f"runner.target: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(path).resolve().parent))  # its neighbours are importable, as if it had been run
+    spec.loader.exec_module(module)
+    function: Callable[[Trial], Any] | None = getattr(module, name, None)
+    if not callable(function):
+        raise InvalidTrial(f"runner.target: {path} has no function {name}")
+    return function
+
+
+def _token_batches(trial: Trial, device: torch.device) -> Callable[[int], Any]:
+    if trial.model.path is None and "vocab_size" not in trial.model.config:
+        return lambda index: None
+    data = build.data(trial)
+    return lambda index: {k: v.to(device) for k, v in data.batch(index, trial.micro_batch).items()}

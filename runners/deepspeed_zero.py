@@ -1,0 +1,93 @@
+"""DeepSpeed ZeRO stages 0 to 3, with optimizer and parameter offload; the configuration is generated and recorded.
+
+Precision is DeepSpeed's own: bf16 and fp16 hold the model in half precision beside fp32 master weights; there is no
+autocast. `runner.options` is merged over the generated configuration, key by key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from harness.trial import Trial
+from runners import build
+from runners.measure import Meter
+
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
+    """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built and the ds config."""
+    if trial.device.name == "cpu":
+        # The shared-memory communication kernel would be compiled on first use, for 20 s; gloo does without.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _rendezvous()
+    deepspeed.init_distributed(dist_backend=BACKENDS[device.type], verbose=False)
+    config = ds_config(trial)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.runner.zero_stage == 3, dtype=dtype):
+        net = build.model(trial, device, dtype)
+    client = None if "optimizer" in config else build.optimizer(trial, net.parameters())
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), optimizer=client, config=config
+    )
+    data = build.data(trial)
+    meter.built()
+    micro = 0
+    for _ in range(trial.steps()):
+        meter.step_begin()
+        for _ in range(trial.grad_accum):
+            index = micro * trial.runner.world_size + meter.rank
+            batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            micro += 1
+        meter.step_end(loss)
+    return {
+        **build.describe(net, optimizer),
+        "optimizer": f"{type(optimizer).__name__}({type(getattr(optimizer, 'optimizer', optimizer)).__name__})",
+        "padding_fraction": data.padding_fraction,
+        "runner_config": config,
+    }
+
+
+def ds_config(trial: Trial) -> dict[str, Any]:
+    """The DeepSpeed configuration of one trial, overrides merged in."""
+    stage = int(trial.runner.zero_stage or 0)
+    zero: dict[str, Any] = {"stage": stage}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": trial.micro_batch,
+        "gradient_accumulation_steps": trial.grad_accum,
+        "steps_per_print": 1 << 30,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+    }
+    if trial.precision in ("bf16", "fp16"):
+        config[trial.precision] = {"enabled": True}
+    if trial.runner.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        config["zero_force_ds_cpu_optimizer"] = False  # the trial's optimizer, not DeepSpeed's own
+    if trial.runner.offload_param:
+        zero["offload_param"] = {"device": "cpu"}
+    return _merged(config, trial.runner.options)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        held = merged.get(key)
+        merged[key] = _merged(held, value) if isinstance(held, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _rendezvous() -> None:
+    """A single rank meets nobody, but without these variables DeepSpeed asks for MPI."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for key, value in alone.items():
+        os.environ.setdefault(key, value)

@@ -1,0 +1,106 @@
+"""Two dispatch modes that watch every operator of an untimed step: live tensor bytes, and FLOPs.
+
+They slow a step down several times, so they never run in a measured one.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensor storages that are alive, each storage once, from those alive on entry onwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __enter__(self) -> LiveBytes:
+        # type(), not isinstance(): a lazy module's __class__ may import on being asked
+        for tensor in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]:
+            self._track(tensor)
+            if tensor.is_leaf and tensor.grad is not None:
+                self._track(tensor.grad)
+        self.peak = self.live
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._track(leaf)
+        return out
+
+    def take(self) -> int:
+        """The peak since the last call, in bytes."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key).atexit = False
+
+    def _release(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+def _cpu_attention(query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _cpu_attention_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    return int(sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape))
+
+
+_aten = torch.ops.aten
+# torch's registry of FLOP formulas, and the CPU's fused attention, which it lacks
+FORMULAS: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    **flop_registry,
+}
+
+
+class FlopCount(TorchDispatchMode):
+    """Floating-point operations of matrix products, convolutions and attention (2 per multiply-add).
+
+    Source of the formulas: torch.utils.flop_counter. An operator without one is decomposed if it can be and counts
+    nothing otherwise; attention is counted in full, causal or not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = FORMULAS.get(func._overloadpacket)
+        if formula is None and func is not torch.ops.prim.device.default:
+            with self:
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        out = func(*args, **kwargs)
+        if formula is not None:
+            self.total += int(formula(*args, **kwargs, out_val=out))
+        return out

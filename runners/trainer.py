@@ -1,0 +1,104 @@
+"""Hugging Face Trainer with its real defaults: its optimizer, gradient clipping, scheduler and data loader.
+
+Set by us, and recorded in `runner_config` with everything else: the batch (the trial's, whose default is the Trainer's
+own 8), max_steps, precision, no checkpoints, no reporting, no progress bar. `runner.options` overrides any argument.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from harness.trial import InvalidTrial, Trial
+from runners import build
+from runners.measure import Meter
+
+OPTIMIZERS = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused", "sgd": "sgd"}
+
+
+class _Samples(Dataset[dict[str, torch.Tensor]]):
+    """The pool of samples, cycled through often enough for all steps."""
+
+    def __init__(self, data: build.Data, length: int) -> None:
+        self._samples, self._length = data.samples, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._samples[index % len(self._samples)]
+
+
+class _Boundaries(TrainerCallback):
+    """Tells the meter where steps begin and end."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.loss: torch.Tensor | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.built()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.step_begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.step_end(self.loss)
+
+
+class _Trainer(Trainer):
+    """Hands each step's loss to the callback."""
+
+    boundaries: _Boundaries
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.boundaries.loss = loss
+        return loss
+
+
+def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
+    """Train `trial.steps()` steps under `meter`; returns columns about what was built and the Trainer's arguments."""
+    net = build.model(trial, device)
+    data = build.data(trial)
+    arguments = training_arguments(trial, folder)
+    boundaries = _Boundaries(meter)
+    samples = _Samples(data, trial.steps() * trial.samples_per_step())
+    trainer = _Trainer(model=net, args=arguments, train_dataset=samples, callbacks=[boundaries])
+    trainer.boundaries = boundaries
+    trainer.train()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    config = {k: v for k, v in arguments.to_sanitized_dict().items() if k not in ("output_dir", "logging_dir")}
+    return build.describe(net, optimizer) | {"padding_fraction": data.padding_fraction, "runner_config": config}
+
+
+def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
+    """The arguments of one trial. Raises InvalidTrial for an override that this transformers does not know."""
+    chosen: dict[str, Any] = {
+        "output_dir": str(folder / "trainer"),
+        "per_device_train_batch_size": trial.micro_batch,
+        "gradient_accumulation_steps": trial.grad_accum,
+        "max_steps": trial.steps(),
+        "gradient_checkpointing": trial.gradient_checkpointing,
+        "bf16": trial.precision == "bf16",
+        "fp16": trial.precision == "fp16",
+        "tf32": trial.precision == "tf32" or None,
+        "use_cpu": trial.device.name == "cpu",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": trial.device.name == "cuda",
+        "seed": trial.seed,
+    }
+    if trial.gradient_checkpointing:
+        chosen["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if trial.optimizer != "default":
+        chosen["optim"] = OPTIMIZERS[trial.optimizer]
+    try:
+        return TrainingArguments(**(chosen | trial.runner.options))
+    except (TypeError, ValueError) as error:
+        raise InvalidTrial(f"runner.options: {error}") from None

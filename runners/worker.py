@@ -1,0 +1,139 @@
+"""One attempt's worker, from spec to result: the same code whether it was started cold or forked warm.
+
+Read `spec.json`, run the trial, write `result.json` aside and rename it. With several ranks the worker forks them, each
+its own process, and waits; rank 0 writes the result. Nothing is imported here that a template must not have touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from harness import trial as trials
+from harness.attempt import RESULT, SPEC
+
+PR_SET_PDEATHSIG = 1
+
+# What a runner's first step would otherwise import. DeepSpeed's two sub-modules are pulled in by its first initialise.
+PRELOAD = {
+    "torch": ("runners.torch_loop", "transformers.models.auto.modeling_auto"),
+    "custom": ("runners.torch_loop", "transformers.models.auto.modeling_auto"),
+    "trainer": ("runners.trainer", "transformers.models.auto.modeling_auto"),
+    "deepspeed": (
+        "runners.deepspeed_zero",
+        "transformers.models.auto.modeling_auto",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.module_inject",
+    ),
+}
+MODEL_MODULES = ("llama", "qwen2", "gpt2")
+
+
+def preload(runner: str) -> None:
+    """Import what the runner will need; a module that this installation lacks is left to the trial to miss."""
+    models = tuple(f"transformers.models.{name}.modeling_{name}" for name in MODEL_MODULES)
+    for name in (*PRELOAD[runner], *models, "torch.utils.flop_counter"):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            print(f"not preloaded: {error}", file=sys.stderr)
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies; end at once if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def leave(status: int) -> None:
+    """End without interpreter teardown, where DeepSpeed and NCCL now and then abort after the work is done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main(folder: Path, parent: int) -> int:
+    """Run the attempt in `folder`; returns the exit status."""
+    die_with(parent)
+    trial = trials.Trial.model_validate(json.loads((folder / SPEC).read_text())["trial"])
+    if trial.runner.world_size == 1:
+        return _rank(trial, folder)
+    return _ranks(trial, folder)
+
+
+def _ranks(trial: trials.Trial, folder: Path) -> int:
+    """Fork one process a rank and wait; the first to fail ends the others, which would wait for it for ever."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    own = os.getpid()
+    pids: set[int] = set()
+    for rank in range(trial.runner.world_size):
+        pid = os.fork()
+        if pid == 0:
+            die_with(own)
+            _rendezvous(rank, trial.runner.world_size, port)
+            leave(_rank(trial, folder))
+        pids.add(pid)
+    failed = 0
+    while pids:
+        pid, status = os.wait()
+        pids.discard(pid)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed = code
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+    if failed < 0:  # report the rank's signal as our own
+        signal.signal(-failed, signal.SIG_DFL) if -failed not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(own, -failed)
+    return failed
+
+
+def _rendezvous(rank: int, world_size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
+def _rank(trial: trials.Trial, folder: Path) -> int:
+    """Run one rank. A failure becomes an error in the result, for the parent to classify, unless one is there."""
+    try:
+        from runners import run
+
+        values = run.run(trial, folder)
+    except Exception as error:
+        traceback.print_exc()
+        kind = type(error)
+        _write(folder, {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}})
+        return 1
+    if values is not None:
+        _write(folder, {"values": values})
+    return 0
+
+
+def _write(folder: Path, result: dict[str, Any]) -> None:
+    aside = folder / f"{RESULT}.{os.getpid()}"
+    with aside.open("w") as file:
+        json.dump(result, file)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(folder / RESULT)
+
+
+if __name__ == "__main__":
+    leave(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,97 @@
+"""What several tests share: a tiny trial as plain values, and small sweeps with real workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import machine, plan, sweep
+from harness.row import Row
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGETS = ROOT / "tests" / "targets"
+
+TINY: dict[str, Any] = {
+    "model": {
+        "name": "tiny",
+        "model_type": "qwen2",
+        "parameters": 119360,
+        "max_positions": 4096,
+        "path": None,
+        "config": {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+        },
+    },
+    "seq_len": 32,
+    "micro_batch": 2,
+    "precision": "fp32",
+    "allocator": {"name": "default", "conf": ""},
+    "runner": {"name": "torch"},
+    "device": {"name": "cpu"},
+    "protocol": {"name": "brief", "warmup_steps": 1, "measured_steps": 2},
+}
+SETTINGS: dict[str, Any] = {
+    "name": "t",
+    "results": "unused",
+    "repeats": 1,
+    "isolation": "cold",
+    "timeout_s": 120,
+    "retries": 0,
+    "backoff_s": 0,
+    "retry_failed": False,
+    "report": False,
+    "action": "run",
+    "output": "text",
+}
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `over` laid on it, key by key."""
+    out = copy.deepcopy(base)
+    for key, value in over.items():
+        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def tiny(**over: Any) -> dict[str, Any]:
+    """The tiny trial's values with some of them replaced."""
+    return merged(TINY, over)
+
+
+def custom(function: str, **over: Any) -> dict[str, Any]:
+    """A trial of one of the functions in tests/targets/faults.py."""
+    return tiny(runner={"name": "custom", "target": f"{TARGETS / 'faults.py'}:{function}"}, **over)
+
+
+Run = Callable[..., list[Row]]
+
+
+@pytest.fixture
+def run_sweep(tmp_path: Path) -> Run:
+    """Run trials as a sweep in tmp_path/t; keywords are settings. Returns the terminal rows in the trials' order."""
+
+    def run(*values: dict[str, Any], **settings: Any) -> list[Row]:
+        chosen = plan.Settings(**(SETTINGS | settings))
+        expanded = plan.expand(values, chosen.repeats)
+        rows, _ = sweep.run(plan.order(expanded), chosen, tmp_path / "t")
+        return [rows[p.trial_id] for trials in expanded for p in trials]
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _skip_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu") and not machine.gpus():
+        pytest.skip("needs a CUDA device, and this machine has none")
+    yield

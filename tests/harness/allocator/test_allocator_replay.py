@@ -1,0 +1,206 @@
+"""Replay: exact on real recordings, exact on recordings the simulator made itself, and the what-if table."""
+
+import json
+from pathlib import Path
+
+import pytest
+from allocator_recorder import record
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_allocator_simulator import OPERATIONS
+
+from harness.allocator import recording
+from harness.allocator.config import MIB, parse
+from harness.allocator.recording import SEGMENT_ACTIONS, check
+from harness.allocator.replay import TIMELINE_POINTS, Timeline, replay_as_recorded, replay_under, what_if
+from harness.allocator.restore import undo
+from harness.allocator.search import grid, rank
+from harness.allocator.simulator import Simulator
+from harness.errors import UserError
+
+TESTS = Path(__file__).parents[2]
+SHARED = TESTS.parents[1] / "shared" / "data" / "snapshots"
+SMALL = TESTS / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
+PEAK_MIB = {
+    "results_medium_128_training_memory_snapshot.pickle": 6900,
+    "results_medium_256_training_memory_snapshot.pickle": 8836,
+    "results_medium_512_training_memory_snapshot.pickle": 12074,
+    "results_medium_1024_training_memory_snapshot.pickle": 24012,
+    "results_medium_512_inference_memory_snapshot.pickle": 1890,
+    "silmont2000__b61be4_mem_snapshot.pickle": 3606,
+    "silmont2000__769df2_memory_forward_fp32_128.pickle": 582,
+    "silmont2000__d9ecf8_memory_forward_bf16_128.pickle": 822,
+    "MAGMA27__a80ccc_memory_snapshot.pickle": 13524,
+    "bcrafton__06f51a_memory_snapshot.pickle": 4042,
+}
+
+
+def check_exact(path: Path) -> None:
+    loaded = recording.load(path)
+    row = replay_as_recorded(loaded, undo(loaded))
+    assert row.match is not None
+    assert row.match.first_difference is None
+    assert row.match.exact
+    assert row.match.segment_events == sum(e[0] in SEGMENT_ACTIONS for e in loaded.events)
+    assert row.match.blocks == sum(e[0] == "alloc" for e in loaded.events)
+    assert row.peak_reserved == PEAK_MIB[path.name] * MIB
+
+
+def test_the_shipped_recording_is_replayed_exactly():
+    check_exact(SMALL)
+
+
+@pytest.mark.parametrize("name", sorted(PEAK_MIB))
+def test_every_shared_recording_is_replayed_exactly(name):
+    if not (SHARED / name).is_file():
+        pytest.skip("shared/data/snapshots is not beside this clone")
+    check_exact(SHARED / name)
+
+
+def test_the_shipped_recording_is_exact_without_being_told_addresses():
+    loaded = recording.load(SMALL)
+    made = []
+    simulator = Simulator(parse(""), None, lambda e: made.append((e[0], e[2])))
+    for action, addr, size, stream in loaded.events:
+        if action == "alloc":
+            simulator.malloc(addr, size, stream)
+        elif action == "free_requested":
+            simulator.free_requested(addr)
+        elif action == "free_completed":
+            simulator.free_completed(addr)
+    assert made == [(e[0], e[2]) for e in loaded.events if e[0] in SEGMENT_ACTIONS]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    OPERATIONS,
+    st.sampled_from(
+        ["", "expandable_segments:True", "max_split_size_mb:20", "roundup_power2_divisions:[4:2,16:8,>:2]"],
+    ),
+    st.floats(0.05, 1),
+)
+def test_own_recordings_replay_exactly_however_much_the_ring_buffer_dropped(operations, config, share):
+    recorder = record(operations, config)
+    keep = max(1, int(len(recorder.trace) * share))
+    if not recorder.trace:
+        return
+    loaded = check(recorder.snapshot(keep), "own")
+    row = replay_as_recorded(loaded, undo(loaded))
+    assert row.match is not None
+    assert row.match.exact, row.match
+    if keep == len(recorder.trace):
+        assert row.stats == recorder.simulator.stats()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["malloc", "malloc", "free"]), st.integers(1, 50 * MIB), st.just(0)), max_size=80
+    )
+)
+def test_own_recordings_with_retries_and_errors_replay_exactly_when_the_limit_is_known(operations):
+    limit = 200 * MIB
+    for config in ("", "garbage_collection_threshold:0.6"):
+        recorder = record(operations, config, limit)
+        if recorder.trace:
+            loaded = check(recorder.snapshot(), "own")
+            row = replay_as_recorded(loaded, undo(loaded), limit)
+            assert row.match is not None
+            assert row.match.exact, row.match
+            assert row.retries == recorder.simulator.num_alloc_retries
+            assert row.match.out_of_memory_events == recorder.simulator.num_ooms
+
+
+def test_releases_for_an_unknown_reason_are_reported_and_followed():
+    recorder = record([("malloc", 30 * MIB, 0), ("malloc", 40 * MIB, 0), ("free", 0, 0), ("free", 0, 0)])
+    recorder.simulator.release_segment(next(iter(recorder.simulator.releasable()))[1])  # only one of the two
+    recorder.malloc(99, 50 * MIB)
+    loaded = check(recorder.snapshot(), "own")
+    match = replay_as_recorded(loaded, undo(loaded)).match
+    assert match is not None
+    assert not match.exact
+    assert (match.unexplained_releases, match.segment_events, match.matched, match.extra) == (1, 4, 3, 0)
+    assert "is given back for a reason the replay does not know" in str(match.first_difference)
+
+
+def test_empty_cache_in_a_recording_is_repeated_under_other_settings():
+    recorder = record([("malloc", 30 * MIB, 0), ("free", 0, 0), ("empty", 0, 0), ("malloc", 40 * MIB, 0)])
+    loaded = check(recorder.snapshot(), "own")
+    start = undo(loaded)
+    assert replay_as_recorded(loaded, start).match.releases_before_growth == 1
+    for config in ("", "expandable_segments:True"):
+        row = replay_under(loaded, start, parse(config), None)
+        assert row.stats.num_device_free == 1
+        assert row.peak_reserved == 40 * MIB
+
+
+def test_private_pools_keep_to_themselves():
+    recorder = record([])
+    recorder.simulator.malloc(1, 2 * MIB, 0, private=1)
+    recorder.note("alloc", recorder.simulator.live[1].addr, 2 * MIB, 0)
+    recorder.malloc(2, 2 * MIB)
+    snapshot = recorder.snapshot()
+    private = recorder.simulator.live[1].addr
+    for segment in snapshot["segments"]:
+        segment["segment_pool_id"] = (0, 1) if segment["address"] == private else (0, 0)
+    loaded = check(snapshot, "own")
+    start = undo(loaded)
+    assert replay_as_recorded(loaded, start).match.exact
+    assert replay_under(loaded, start, parse(""), None).device_allocs == 2
+
+
+def test_the_table_has_the_recorded_row_first_and_ends_at_out_of_memory():
+    table = what_if(SMALL, ["expandable_segments:True", "garbage_collection_threshold:0.8"], memory_limit=2 << 30)
+    assert [(r.settings, r.start) for r in table.rows] == [
+        ("", "recorded"),
+        ("", "rebuilt"),
+        ("expandable_segments:True", "rebuilt"),
+        ("garbage_collection_threshold:0.8", "rebuilt"),
+    ]
+    assert table.rows[0].match.exact
+    assert table.rows[0].out_of_memory is None
+    assert table.rows[1].out_of_memory.startswith("event ")
+    assert table.rows[1].stats.num_ooms == 1
+    assert table.rows[1].peak_reserved <= 2 << 30
+    data = json.loads(table.to_json())
+    assert data["rows"][0]["peak_reserved"] == 3606 * MIB
+    assert max(p["reserved"] for p in data["rows"][0]["timeline"]) == 3606 * MIB
+    assert "timeline" not in json.loads(table.to_json(timelines=False))["rows"][0]
+
+
+def test_a_start_that_does_not_fit_is_said():
+    recorder = record([("malloc", 30 * MIB, 0), ("malloc", 30 * MIB, 0), ("malloc", 512, 0)])
+    loaded = check(recorder.snapshot(keep=1), "own")
+    row = replay_under(loaded, undo(loaded), parse(""), 40 * MIB)
+    assert str(row.out_of_memory).startswith("rebuilding the starting state: ")
+
+
+def test_bad_settings_are_refused_before_the_recording_is_replayed():
+    with pytest.raises(UserError, match="cudaMallocAsync cannot be simulated"):
+        what_if(SMALL, ["backend:cudaMallocAsync"])
+    with pytest.raises(UserError, match="unknown allocator option"):
+        what_if(SMALL, ["x:1"])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_long_timeline_stays_short_and_keeps_its_peaks(known):
+    simulator = Simulator(parse(""))
+    timeline = Timeline(simulator, None)
+    events = 50_000
+    for stretch in timeline.stretches(range(events), events if known else None):
+        for number in stretch:
+            simulator.malloc(number, 70 * MIB if number == 31_234 else 2 * MIB)
+            simulator.free(number)
+    assert len(timeline.points) <= TIMELINE_POINTS + 2
+    assert timeline.points[-1].event == timeline.events == events
+    assert max(p.allocated for p in timeline.points) == timeline.peak_allocated == 70 * MIB
+    assert max(p.reserved for p in timeline.points) == simulator.peak_reserved
+
+
+def test_search_ranks_by_fit_then_reserved_then_cudamallocs():
+    table = what_if(SMALL, grid(limited=False), memory_limit=3600 * MIB)
+    ranked = rank(table.rows[1:])
+    keys = [(r.out_of_memory is not None, r.peak_reserved, r.device_allocs) for r in ranked]
+    assert keys == sorted(keys)
+    assert len(ranked) == len(grid(False)) + 1
+    assert set(grid(True)) > set(grid(False))

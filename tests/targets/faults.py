@@ -1,0 +1,104 @@
+"""Targets of the custom runner that misbehave, each in one way; and one that behaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def good(trial: Any) -> Any:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(batch: Any) -> torch.Tensor:
+        loss = net(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return net, optimizer, step, lambda index: torch.ones(4, 8)
+
+
+def _with_step(change: Any) -> Any:
+    net, optimizer, step, batches = good(None)
+    count = iter(range(1000))
+
+    def changed(batch: Any) -> torch.Tensor:
+        change(next(count))
+        return step(batch)
+
+    return net, optimizer, changed, batches
+
+
+def sleepy(trial: Any) -> Any:
+    """Each step takes 30 ms; writes its own clock at each step's end to the file in $SLEEPY_LOG."""
+    log = Path(os.environ["SLEEPY_LOG"]).open("w")  # noqa: SIM115
+    net, optimizer, step, batches = good(trial)
+
+    def slow(batch: Any) -> torch.Tensor:
+        time.sleep(0.03)
+        loss = step(batch)
+        log.write(json.dumps(time.perf_counter()) + "\n")
+        log.flush()
+        return loss
+
+    return net, optimizer, slow, batches
+
+
+def killed(trial: Any) -> Any:
+    return _with_step(lambda i: os.kill(os.getpid(), signal.SIGKILL) if i == 1 else None)
+
+
+def killed_once(trial: Any) -> Any:
+    """Killed on the first attempt only; the mark is a file beside $ONCE."""
+    mark = Path(os.environ["ONCE"])
+
+    def change(i: int) -> None:
+        if i == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return _with_step(change)
+
+
+def hangs(trial: Any) -> Any:
+    return _with_step(lambda i: time.sleep(3600) if i == 1 else None)
+
+
+def raises(trial: Any) -> Any:
+    raise ValueError("this target is broken")
+
+
+def oom(trial: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def exits(trial: Any) -> Any:
+    os._exit(0)
+
+
+def host_oom(trial: Any) -> Any:
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def orphan(trial: Any) -> Any:
+    """Leaves a process in a session of its own behind, its id in the file $ORPHAN."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+    Path(os.environ["ORPHAN"]).write_text(str(child.pid))
+    return good(trial)
+
+
+def slow_start(trial: Any) -> Any:
+    """Writes its process id to $PIDFILE and then takes its time."""
+    Path(os.environ["PIDFILE"]).write_text(str(os.getpid()))
+    time.sleep(3600)
