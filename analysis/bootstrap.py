@@ -27,10 +27,12 @@ def draw(model: Model, points: Points, metric: Metric) -> tuple[dict[bool, Array
     draws: dict[bool, Array] = {}
     noise: dict[bool, Array] = {}
     for key, at in model.members(points.x).items():
-        curve, x, y = model.curves[key], points.x[at], points.y[at]
+        curve = model.curves[key]
+        x: Array = points.x[at]
+        y: Array = points.y[at]
         if metric.memory:
             once = pd.Series(y).groupby(x).mean()
-            x, y = once.index.to_numpy(float), once.to_numpy(float)
+            x, y = np.asarray(once.index, dtype=float), np.asarray(once, dtype=float)
         residuals: Array = y - curve.predict(x)
         jacobian = curve.jacobian(x)
         q, _ = linalg.qr(jacobian / np.maximum(linalg.norm(jacobian, axis=0), 1e-300), mode="economic")

@@ -118,7 +118,7 @@ def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B")) -> Comparis
             shifts.append(shift)
         pairs.append(
             Pair(
-                settings={key: _readable(both[key].loc[first.name]) for key in varying},
+                settings={key: _readable(both[key].iloc[int(str(first.name))]) for key in varying},
                 memory=tuple(_memory(metric, rows_a, rows_b, differs) for metric in _memory_metrics(rows_a, rows_b)),
                 speed=speed,
                 trial_ids=tuple(str(i) for i in [*rows_a["trial_id"], *rows_b["trial_id"]]),
@@ -139,7 +139,7 @@ def split(table: Table, axis: str, values: Sequence[str]) -> tuple[Table, Table]
     """The rows of one table with `axis` at the first and at the second value. Raises UserError."""
     if axis not in table.frame or len(values) != 2:
         raise UserError(
-            f"--by takes AXIS=VALUE,VALUE with a column of the rows, such as allocator=default,expandable; not {axis}"
+            f"--by takes AXIS=VALUE,VALUE with a column of the rows, as in allocator=default,expandable; not {axis}"
         )
     column = table.frame[axis].astype("string")
     for value in values:
@@ -255,10 +255,8 @@ def _speed(
     if freedom == 0:
         reason = "one run each, so the run-to-run spread is unknown; measure repeats (repeat=0,1,2)"
         return Speed("AMBIGUOUS", reason, float(np.expm1(shift))), np.full(DRAWS, shift)
-    noise = random.choice(pool, (DRAWS, len(logs_b))).mean(axis=1) - random.choice(pool, (DRAWS, len(logs_a))).mean(
-        axis=1
-    )
-    draws = shift + noise * _student(freedom)
+    noise_a, noise_b = (random.choice(pool, (DRAWS, len(logs))).mean(axis=1) for logs in (logs_a, logs_b))
+    draws = shift + (noise_b - noise_a) * _student(freedom)
     return _judge(shift, draws, f"{len(logs_a)} and {len(logs_b)} runs"), draws
 
 
@@ -297,9 +295,7 @@ def _speed_over_all(speeds: Sequence[Speed], shifts: Sequence[Array], random: np
     if any(s.low is not None for s in speeds):
         return _judge(float(centres.mean()), np.mean(shifts, axis=0), f"repeats of {len(centres)} pairs")
     if len(centres) < 5:
-        return Speed(
-            "AMBIGUOUS", "one run each and fewer than 5 pairs; measure repeats", float(np.expm1(centres.mean()))
-        )
+        return Speed("AMBIGUOUS", _FEW, float(np.expm1(centres.mean())))
     n = len(centres)
     pool = (centres - centres.mean()) * np.sqrt(n / (n - 1)) * _student(n - 1)
     draws = centres.mean() + random.choice(pool, (DRAWS, n)).mean(axis=1)

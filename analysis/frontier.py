@@ -18,8 +18,9 @@ from analysis.fit import Fit, fit_points
 from analysis.load import Table, groups
 from analysis.metrics import GIB, METRICS
 from analysis.observe import observations
+from harness.gpus import GPUS
 
-SIZES = (16, 24, 40, 48, 80, 141)
+SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
 REACH = 4  # how far beyond the measured range a fit may be asked, as a multiple of the longest value
 _LIMITING = ("device_used_bytes", "peak_reserved_bytes")
 
