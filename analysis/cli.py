@@ -48,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true")
     report.set_defaults(verb=_report)
 
+    paper = verbs.add_parser("paper", help="folder with PDF figures, LaTeX tables, CSV, methods text, environment")
+    _input(paper)
+    paper.add_argument("--out", type=Path, help="default: paper/ in the results folder")
+    paper.add_argument("--json", action="store_true")
+    paper.set_defaults(verb=_paper)
+
     frontier = verbs.add_parser("frontier", help="the largest length per batch, or batch per length, that fits")
     _input(frontier)
     frontier.add_argument("--gib", default="", help="memory sizes, comma separated (default: common GPUs)")
@@ -110,12 +116,27 @@ def _report(arguments: argparse.Namespace) -> int:
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
     images = [] if arguments.images == "none" else [name.strip() for name in arguments.images.split(",")]
+    if unknown := sorted(set(images) - {"png", "svg", "pdf"}):
+        raise UserError(f"--images takes png, svg, pdf or none, not {', '.join(unknown)}")
     written = write_report(table, folder, images)
-    if arguments.json:
+    _print_written(written, arguments.json)
+    return 0
+
+
+def _paper(arguments: argparse.Namespace) -> int:
+    from analysis.report import write_paper
+
+    table = _open(arguments)
+    folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
+    _print_written(write_paper(table, folder), arguments.json)
+    return 0
+
+
+def _print_written(written: Any, as_json: bool) -> None:
+    if as_json:
         _print_json(written.as_json())
     else:
         print(written.text())
-    return 0
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -28,10 +28,9 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """`y = a + b x`, `a + b x + c x²`, or `a + b x + Σ c_i max(0, x − k_i)` with all c_i of one sign.
+    """`y = a + b x`, `a + b x + c x²`, or `a + b x + Σ c_i max(0, x − k_i)` with all c_i > 0: a maximum of lines.
 
-    `coefficients` are a, b, c... and `knots` the k_i (unit of x), ascending. With all c_i > 0 the last form is the
-    maximum of lines, with all c_i < 0 their minimum.
+    `coefficients` are a, b, c... and `knots` the k_i (unit of x), ascending.
     """
 
     kind: str
@@ -81,18 +80,18 @@ class Curve:
         return pieces
 
 
-def fit_curve(kind: str, x: Array, y: Array, weights: Array | None = None, curvature: int = 1) -> Curve | None:
+def fit_curve(kind: str, x: Array, y: Array, weights: Array | None = None) -> Curve | None:
     """The least-squares curve of a kind, weighted by `weights` if given.
 
-    None when there are too few different x, or when no hinge of this curvature (+1: maximum of lines) is better than
-    the curve with one knot less: the data then has no such knot.
+    None when there are too few different x, or when no maximum of that many lines fits
+    better than one of fewer: the data then has no such knot.
     """
     if len(np.unique(x)) < NEEDS[kind]:
         return None
     root = np.ones_like(x) if weights is None else np.sqrt(weights)
     knots: tuple[float, ...] = ()
     if kind.startswith("hinge"):
-        found = _knots(x, y, root, 2 if kind == "hinge2" else 1, curvature)
+        found = _knots(x, y, root, 2 if kind == "hinge2" else 1)
         if found is None:
             return None
         knots = found
@@ -101,7 +100,7 @@ def fit_curve(kind: str, x: Array, y: Array, weights: Array | None = None, curva
     if not np.all(size > 0):
         return None
     solution = linalg.lstsq(design / size, y * root, check_finite=False)[0] / size
-    if knots and np.any(solution[2:] * curvature <= 0):
+    if knots and np.any(solution[2:] <= 0):
         return None
     return Curve(kind, tuple(float(v) for v in solution), knots)
 
@@ -206,7 +205,7 @@ def _design(kind: str, x: Array, knots: tuple[float, ...]) -> Array:
     return np.column_stack(columns)
 
 
-def _knots(x: Array, y: Array, root: Array, count: int, curvature: int) -> tuple[float, ...] | None:
+def _knots(x: Array, y: Array, root: Array, count: int) -> tuple[float, ...] | None:
     """The knots with the least squared error: all candidates at once, then ever finer around the best.
 
     For given knots the model is linear, so each candidate's error follows from the parts of the hinge columns and of
@@ -221,7 +220,7 @@ def _knots(x: Array, y: Array, root: Array, count: int, curvature: int) -> tuple
     for _ in range(4):
         columns = np.maximum(0.0, x[:, None] - candidates) * root[:, None]
         columns -= line @ (line.T @ columns)
-        chosen = _best(columns.T @ columns, columns.T @ rest * curvature, candidates, count, (high - low) / len(inner))
+        chosen = _best(columns.T @ columns, columns.T @ rest, candidates, count, (high - low) / len(inner))
         if chosen is None:
             return best
         best = chosen

@@ -68,6 +68,7 @@ class Fit:
     residuals: Mapping[bool, Array] = field(repr=False)
     warnings: tuple[str, ...]
     phases: tuple[str, ...] = ()
+    samples_per_step: float | None = None
 
     @property
     def range(self) -> tuple[float, float]:
@@ -111,15 +112,16 @@ def fit_table(
     stop: float | None = None,
     robust: bool = False,
     limit: int = 200,
+    found: Sequence[Group] | None = None,
 ) -> tuple[list[Fit], list[str]]:
     """Fits of every group and metric that has the data, and what a reader should know about the others.
 
-    At most `limit` groups are fitted, those with most rows first.
+    At most `limit` groups are fitted, those with most rows first; `found` are the groups if they are known already.
     """
     fits: list[Fit] = []
     notes: list[str] = []
     short = 0
-    found = groups(table)
+    found = groups(table) if found is None else found
     for group in found[:limit]:
         any_points = False
         for name in metrics:
@@ -171,6 +173,7 @@ def fit_points(points: Points, metric: Metric, group: Group | None = None, robus
         draws=draws,
         residuals=residuals,
         warnings=tuple(warnings),
+        samples_per_step=_samples(group.frame) if group and not metric.memory else None,
         phases=_phases(chosen.model, group.frame) if group and metric.memory else (),
     )
 
@@ -241,9 +244,9 @@ def _censored(
 
     def once(xs: Array, ys: Array) -> Curve | None:
         def weighted(weights: Array) -> Curve | None:
-            return fit_curve(kind, xs, ys, weights, metric.curvature)
+            return fit_curve(kind, xs, ys, weights)
 
-        return huber(weighted, xs, ys) if robust else fit_curve(kind, xs, ys, None, metric.curvature)
+        return huber(weighted, xs, ys) if robust else fit_curve(kind, xs, ys, None)
 
     curve = once(x, y)
     pulled = np.zeros(len(bound_x), dtype=bool)
@@ -316,10 +319,23 @@ def _censoring_remarks(model: Model, points: Points, metric: Metric) -> list[str
     if not len(points.bound_x):
         return []
     below = model.predict(points.bound_x) < points.bound_y - metric.resolution
-    text = f"{len(points.bound_x)} row{'s' * (len(points.bound_x) != 1)} ran out of memory and count as lower bounds"
-    if below.any():
-        text += f"; at {int(below.sum())} of them the curve still lies below the device's memory"
+    if not below.any():
+        return []
+    text = (
+        f"at {int(below.sum())} of {len(below)} rows that ran out of memory the curve stays below the device's memory"
+    )
     return [text]
+
+
+def _samples(frame: pd.DataFrame) -> float | None:
+    """Sequences per step over all ranks, from what the rows say about speed; null if they disagree."""
+    rows = frame.dropna(subset=["tokens_per_s", "step_median_s", "seq_len"])
+    ratio = (rows["tokens_per_s"] * rows["step_median_s"] / rows["seq_len"]).to_numpy(float)
+    if not len(ratio):
+        return None
+    middle = float(np.median(ratio))
+    whole = round(middle)
+    return float(whole) if whole >= 1 and abs(middle - whole) < 0.1 * whole else None
 
 
 def _phases(model: Model, frame: pd.DataFrame) -> tuple[str, ...]:

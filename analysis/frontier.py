@@ -15,7 +15,7 @@ import pandas as pd
 
 from analysis.curves import Array
 from analysis.fit import Fit, fit_points
-from analysis.load import Table, groups
+from analysis.load import Group, Table, groups
 from analysis.metrics import GIB, METRICS
 from analysis.observe import observations
 from harness.gpus import GPUS
@@ -52,17 +52,28 @@ class Limit:
         return asdict(self)
 
 
-def frontier(table: Table, sizes: Sequence[float] = SIZES, axis: str = "seq_len", most: int = 100) -> list[Limit]:
-    """Limits of every group for every memory size, largest groups first, at most `most` groups."""
+def frontier(
+    table: Table,
+    sizes: Sequence[float] = SIZES,
+    axis: str = "seq_len",
+    most: int = 24,
+    fits: Sequence[Fit] = (),
+    found: Sequence[Group] | None = None,
+) -> list[Limit]:
+    """Limits of every group for every memory size, largest groups first, at most `most` groups.
+
+    `fits` and `found` are fits against `axis` and the groups, where they are known already.
+    """
     limits = []
-    for group in groups(table, axis)[:most]:
+    for group in (groups(table, axis) if found is None else found)[:most]:
         fit = None
         basis = ""
         for name in _LIMITING:
             points = observations(group.frame, METRICS[name], axis=axis)
             if len(points.x):
                 basis = METRICS[name].label
-                fit = fit_points(points, METRICS[name], group)
+                known = (f for f in fits if f.label == group.label and f.metric.column == name)
+                fit = next(known, None) or fit_points(points, METRICS[name], group)
                 break
         if not basis:
             continue
@@ -113,8 +124,10 @@ def _limit(
         low, _ = _crossing(x, above, gib * GIB)
         high, _ = _crossing(x, below, gib * GIB)
         if value is not None:
-            extrapolated = value > fit.range[1]
+            extrapolated = value > fit.range[1] and (smallest_over is None or value > smallest_over)
             remark = "extrapolated beyond the measured range" if extrapolated else ""
+            if smallest_over is not None and value >= smallest_over:
+                remark = f"the curve is too low: {smallest_over:,} did not fit"
         else:
             shortest, longest = fit.range
             remark = f"more than {REACH * longest:,.0f}" if endless else f"not even {shortest:,.0f} fits"

@@ -161,9 +161,8 @@ def _read_lines(file: Path) -> tuple[pd.DataFrame, list[str]]:
     trials = pa.Table.from_pandas(_flat([row.get("trial") for row in rows]), preserve_index=False)
     frame = pd.DataFrame([{k: v for k, v in row.items() if k not in _NESTED} for row in rows])
     extras = _varying_leaves(trials)
-    notes = [
-        f"{unreadable} line{'s' * (unreadable != 1)} of {file.name} could not be read and {'were' if unreadable != 1 else 'was'} skipped"
-    ]
+    was = "were" if unreadable != 1 else "was"
+    notes = [f"{unreadable} line{'s' * (unreadable != 1)} of {file.name} could not be read and {was} skipped"]
     return pd.concat([frame, extras], axis=1), notes if unreadable else []
 
 
