@@ -26,6 +26,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 GREY = "#7f7f7f"
 MOST = len(COLOURS)
+Box = tuple[float, float, float, float]
 POINTS = 1500  # more points in one trace than this cannot be told apart, and make a browser slow
 BLOG = (800, 460)
 COLUMN = (420, 330)  # 3.5 in wide at 120 px/in, so that 11 px text prints at 6.6 pt
@@ -267,7 +268,7 @@ def new_plot(x_title: str, y_title: str) -> go.Figure:
     )
 
 
-def finish(plot: go.Figure, ends: Sequence[End], reach: Sequence[float]) -> None:
+def finish(plot: Any, ends: Sequence[End], reach: Sequence[float]) -> None:
     """Set the y range (from zero unless that wastes half of it) and put each label at the end of its line."""
     low, high = min(reach), max(reach)
     low = 0.0 if low < 0.5 * high else low - 0.08 * (high - low)
@@ -275,23 +276,42 @@ def finish(plot: go.Figure, ends: Sequence[End], reach: Sequence[float]) -> None
     plot.update_yaxes(range=[low, high])
     if not ends:
         return
-    first, last = min(0.0, *(end.x for end in ends)), max(end.x for end in ends)
-    step = (high - low) * 17 / (BLOG[1] - 68)
-    margin = 16.0
-    placed: list[tuple[float, float]] = []
-    for end in sorted(ends, key=lambda end: -end.y):  # from the top down, each below those that end near it
-        y = min(end.y, high - step / 2)
-        near = [other for x, other in placed if abs(x - end.x) < 0.25 * (last - first) or last == first]
-        if near:
-            y = min(y, min(near) - step)
-        placed.append((end.x, y))
-        room = (last - end.x) / ((last - first) or 1.0) * (BLOG[0] - 240)
-        margin = max(margin, 30 + 7.2 * len(short(end.name)) - room)
+    drawn = [x for x, _ in _numbers(plot)] or [end.x for end in ends]
+    first, last = min(drawn), max(drawn)
+    span = (last - first) or 1.0
+    widths = [7.0 * len(short(end.name)) for end in ends]
+    rooms = [(last - end.x) / span * 460 for end in ends]
+    right = min(260.0, max(16.0, *(24 + width - room for width, room in zip(widths, rooms, strict=True))))
+    across, up = (BLOG[0] - 64 - right) / (1.06 * span), (BLOG[1] - 68) / (high - low)
+    taken = [(x * across - 4, y * up - 4, x * across + 4, y * up + 4) for x, y in _numbers(plot)]
+    for end, width in sorted(zip(ends, widths, strict=True), key=lambda pair: -pair[0].y):
+        x, y = end.x * across, min(end.y * up, high * up - 9)
+        places = [(x + 8, y + 16 * k) for k in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6)] + [(x - width - 8, y)]
+        boxes = [(left, at - 7, left + width, at + 7) for left, at in places if low * up + 8 < at < high * up]
+        free = [box for box in boxes if not any(_overlap(box, other) for other in taken)]
+        box = (free or boxes)[0]
+        taken.append(box)
         plot.add_annotation(
-            x=end.x, y=y, text=escape(short(end.name)), font={"color": end.colour}, showarrow=False, xshift=8,
-            xanchor="left", yanchor="middle", name="direct", align="left",
+            x=end.x, y=(box[1] + 7) / up, text=escape(short(end.name)), font={"color": end.colour}, showarrow=False,
+            xanchor="left", yanchor="middle", name="direct", align="left", xshift=round(box[0] - x),
         )  # fmt: skip
-    plot.update_layout(margin={"r": min(270, round(margin))})
+    if any(isinstance(x, float | int | np.number) for trace in plot.data for x in trace.x[:1]):
+        plot.update_xaxes(range=[first - 0.03 * span, last + 0.03 * span])
+    plot.update_layout(margin={"r": round(right)})
+
+
+def _numbers(plot: Any, most: int = 200) -> list[tuple[float, float]]:
+    """Positions of what is drawn, thinned; categories count from 0."""
+    found = []
+    for trace in plot.data:
+        x = trace.x if not isinstance(trace.x[0], str) else range(len(trace.x))
+        keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), most)).astype(int))
+        found += [(float(x[i]), float(trace.y[i])) for i in keep]
+    return found
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def short(name: str, most: int = 34) -> str:

@@ -113,7 +113,8 @@ def _rows(frame: pd.DataFrame) -> str:
     unit = escape(BY_NAME["tokens_per_s"].unit)
     return (
         "<p>A trial runs again with its command; its id stays the same if every setting does.</p>"
-        '<div class="scroll rows" tabindex="0" role="region" aria-label="rows"><table><thead><tr><th>trial</th><th>outcome</th>'
+        '<div class="scroll rows" tabindex="0" role="region" aria-label="rows"><table><thead><tr>'
+        "<th>trial</th><th>outcome</th>"
         f'<th class="number">reserved (GiB)</th><th class="number">{unit}</th><th>command</th></tr></thead>'
         "<tbody>" + "".join(lines) + f"</tbody></table></div>{more}"
     )
