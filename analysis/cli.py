@@ -47,6 +47,26 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--images", default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)")
     report.add_argument("--json", action="store_true")
     report.set_defaults(verb=_report)
+
+    paper = verbs.add_parser("paper", help="folder with PDF figures, LaTeX tables, CSV, methods text, environment")
+    _input(paper)
+    paper.add_argument("--out", type=Path, help="default: paper/ in the results folder")
+    paper.add_argument("--json", action="store_true")
+    paper.set_defaults(verb=_paper)
+
+    frontier = verbs.add_parser("frontier", help="the largest length per batch, or batch per length, that fits")
+    _input(frontier)
+    frontier.add_argument("--gib", default="", help="memory sizes, comma separated (default: common GPUs)")
+    frontier.add_argument("--batch", action="store_true", help="largest batch per length instead of length per batch")
+    frontier.add_argument("--json", action="store_true")
+    frontier.set_defaults(verb=_frontier)
+
+    compare = verbs.add_parser("compare", help="two sets of rows; exit status 1 if B is slower or needs more memory")
+    compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
+    compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
+    compare.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
+    compare.add_argument("--json", action="store_true")
+    compare.set_defaults(verb=_compare)
     return parser
 
 
@@ -55,9 +75,9 @@ def _input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
 
 
-def _open(arguments: argparse.Namespace) -> Table:
+def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
     columns = [name.strip() for name in arguments.columns.split(",")] if arguments.columns else None
-    table, notes = open_rows(arguments.rows, columns)
+    table, notes = open_rows(path or arguments.rows, columns)
     for note in (*notes, *table.warnings):
         print(f"note: {note}", file=sys.stderr)
     return table
@@ -96,9 +116,61 @@ def _report(arguments: argparse.Namespace) -> int:
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
     images = [] if arguments.images == "none" else [name.strip() for name in arguments.images.split(",")]
+    if unknown := sorted(set(images) - {"png", "svg", "pdf"}):
+        raise UserError(f"--images takes png, svg, pdf or none, not {', '.join(unknown)}")
     written = write_report(table, folder, images)
-    if arguments.json:
+    _print_written(written, arguments.json)
+    return 0
+
+
+def _paper(arguments: argparse.Namespace) -> int:
+    from analysis.report import write_paper
+
+    table = _open(arguments)
+    folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
+    _print_written(write_paper(table, folder), arguments.json)
+    return 0
+
+
+def _print_written(written: Any, as_json: bool) -> None:
+    if as_json:
         _print_json(written.as_json())
     else:
         print(written.text())
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from analysis import compare
+
+    if len(arguments.rows) != (1 if arguments.by else 2):
+        raise UserError("compare takes two sets of rows, or one with --by AXIS=VALUE,VALUE")
+    if arguments.by:
+        axis, _, values = arguments.by.partition("=")
+        a, b = compare.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
+        names = tuple(f"{axis}={value}" for value in values.split(","))
+    else:
+        a, b = (_open(arguments, path) for path in arguments.rows)
+        names = tuple(str(path) for path in arguments.rows)
+    found = compare.compare(a, b, (names[0], names[1]))
+    if arguments.json:
+        _print_json(found.as_json())
+    else:
+        print(compare.text(found))
+    return 1 if found.worse else 0
+
+
+def _frontier(arguments: argparse.Namespace) -> int:
+    from analysis import frontier
+
+    try:
+        sizes = [float(size) for size in arguments.gib.split(",")] if arguments.gib else list(frontier.SIZES)
+    except ValueError:
+        raise UserError(f"--gib takes numbers such as 24,80; not {arguments.gib}") from None
+    limits = frontier.frontier(_open(arguments), sizes, "micro_batch" if arguments.batch else "seq_len")
+    if not limits:
+        raise UserError("no row has peak reserved or device used memory, so nothing is known about what fits")
+    if arguments.json:
+        _print_json([limit.as_json() for limit in limits])
+    else:
+        print(frontier.text(limits))
     return 0

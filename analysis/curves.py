@@ -28,10 +28,9 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Curve:
-    """`y = a + b x`, `a + b x + c x²`, or `a + b x + Σ c_i max(0, x − k_i)` with all c_i of one sign.
+    """`y = a + b x`, `a + b x + c x²`, or `a + b x + Σ c_i max(0, x − k_i)` with all c_i > 0: a maximum of lines.
 
-    `coefficients` are a, b, c... and `knots` the k_i (unit of x), ascending. With all c_i > 0 the last form is the
-    maximum of lines, with all c_i < 0 their minimum.
+    `coefficients` are a, b, c... and `knots` the k_i (unit of x), ascending.
     """
 
     kind: str
@@ -81,18 +80,18 @@ class Curve:
         return pieces
 
 
-def fit_curve(kind: str, x: Array, y: Array, weights: Array | None = None, curvature: int = 1) -> Curve | None:
+def fit_curve(kind: str, x: Array, y: Array, weights: Array | None = None) -> Curve | None:
     """The least-squares curve of a kind, weighted by `weights` if given.
 
-    None when there are too few different x, or when no hinge of this curvature (+1: maximum of lines) is better than
-    the curve with one knot less: the data then has no such knot.
+    None when there are too few different x, or when no maximum of that many lines fits
+    better than one of fewer: the data then has no such knot.
     """
     if len(np.unique(x)) < NEEDS[kind]:
         return None
     root = np.ones_like(x) if weights is None else np.sqrt(weights)
     knots: tuple[float, ...] = ()
     if kind.startswith("hinge"):
-        found = _knots(x, y, root, 2 if kind == "hinge2" else 1, curvature)
+        found = _knots(x, y, root, 2 if kind == "hinge2" else 1)
         if found is None:
             return None
         knots = found
@@ -101,7 +100,7 @@ def fit_curve(kind: str, x: Array, y: Array, weights: Array | None = None, curva
     if not np.all(size > 0):
         return None
     solution = linalg.lstsq(design / size, y * root, check_finite=False)[0] / size
-    if knots and np.any(solution[2:] * curvature <= 0):
+    if knots and np.any(solution[2:] <= 0):
         return None
     return Curve(kind, tuple(float(v) for v in solution), knots)
 
@@ -129,6 +128,75 @@ def huber(fit: Callable[[Array], Curve | None], x: Array, y: Array, rounds: int 
     return curve
 
 
+def evaluate(kind: str, parameters: Array, x: Array) -> Array:
+    """y of many curves of one kind: parameters (draws, parameters), x (n,), result (draws, n)."""
+    y = parameters[:, :1] + parameters[:, 1:2] * x
+    if kind == "quadratic":
+        return np.asarray(y + parameters[:, 2:3] * x**2)
+    knots = (parameters.shape[1] - 2) // 2
+    for i in range(2, 2 + knots):
+        y += parameters[:, i : i + 1] * np.maximum(0.0, x - parameters[:, i + knots : i + knots + 1])
+    return np.asarray(y)
+
+
+def refit(curve: Curve, x: Array, ys: Array, spread: float) -> Array:
+    """Parameters (draws, parameters) of the curve's kind, fitted to each column of ys (n, draws).
+
+    For the bootstrap: knots are searched on one grid for all draws, fine around the curve's own knots (in steps of a
+    fraction of their standard error at residual standard deviation `spread`) and coarse elsewhere.
+    """
+    if not curve.knots:
+        design = _design(curve.kind, x, ())
+        size = linalg.norm(design, axis=0)
+        return np.asarray((linalg.lstsq(design / size, ys, check_finite=False)[0].T) / size)
+    knots = _grid(curve, x, spread)
+    plain = _design("linear", x, ())
+    line, _ = linalg.qr(plain, mode="economic")
+    hinges = np.maximum(0.0, x[:, None] - knots)
+    columns = hinges - line @ (line.T @ hinges)
+    gram = columns.T @ columns
+    slope = columns.T @ ys
+    diagonal = np.maximum(np.diag(gram), 1e-300)
+    if len(curve.knots) == 1:
+        at = np.argmax(slope**2 / diagonal[:, None], axis=0)[None, :]
+        changes = np.take_along_axis(slope, at, 0) / diagonal[at]
+    else:
+        i, j = np.triu_indices(len(knots), 1)
+        determinant = diagonal[i] * diagonal[j] - gram[i, j] ** 2
+        keep = determinant > 1e-6 * diagonal[i] * diagonal[j]
+        i, j, determinant = i[keep], j[keep], determinant[keep, None]
+        first = (diagonal[j, None] * slope[i] - gram[i, j, None] * slope[j]) / determinant
+        second = (diagonal[i, None] * slope[j] - gram[i, j, None] * slope[i]) / determinant
+        best = np.argmax(first * slope[i] + second * slope[j], axis=0)
+        at = np.stack([i[best], j[best]])
+        changes = np.stack([np.take_along_axis(part, best[None, :], 0)[0] for part in (first, second)])
+    rest = ys.copy()
+    for change, index in zip(changes, at, strict=True):
+        rest -= change * hinges[:, index]
+    straight = linalg.lstsq(plain, rest, check_finite=False)[0]
+    return np.asarray(np.vstack([straight, changes, knots[at]]).T)
+
+
+def _grid(curve: Curve, x: Array, spread: float) -> Array:
+    """Candidate knots for `refit`."""
+    jacobian = curve.jacobian(x)
+    size = np.maximum(linalg.norm(jacobian, axis=0), 1e-300)
+    covariance = linalg.pinvh((jacobian / size).T @ (jacobian / size))
+    errors = spread * np.sqrt(np.maximum(np.diag(covariance), 0)) / size
+    inner = _inner(x)
+    grid = [np.quantile(inner, np.linspace(0, 1, 24))]
+    for knot, error in zip(curve.knots, errors[-len(curve.knots) :], strict=True):
+        grid.append(knot + error * np.linspace(-4, 4, 97 if len(curve.knots) == 1 else 17))
+    return np.unique(np.clip(np.concatenate([*grid, curve.knots]), inner[0], inner[-1]))
+
+
+def _inner(x: Array) -> Array:
+    """Where a knot may lie: a knot next to an end would fit that end's last points, not the data."""
+    different = np.unique(x)
+    edge = max(1, round(0.02 * len(different)))
+    return np.asarray(different[edge:-edge])
+
+
 def _design(kind: str, x: Array, knots: tuple[float, ...]) -> Array:
     columns = [np.ones_like(x), x]
     if kind == "quadratic":
@@ -137,15 +205,13 @@ def _design(kind: str, x: Array, knots: tuple[float, ...]) -> Array:
     return np.column_stack(columns)
 
 
-def _knots(x: Array, y: Array, root: Array, count: int, curvature: int) -> tuple[float, ...] | None:
+def _knots(x: Array, y: Array, root: Array, count: int) -> tuple[float, ...] | None:
     """The knots with the least squared error: all candidates at once, then ever finer around the best.
 
     For given knots the model is linear, so each candidate's error follows from the parts of the hinge columns and of
     y that a straight line leaves (Frisch, Waugh and Lovell).
     """
-    different = np.unique(x)
-    edge = max(1, round(0.02 * len(different)))  # a knot next to an end fits that end's last points, not the data
-    inner = different[edge:-edge]
+    inner = _inner(x)
     low, high = float(inner[0]), float(inner[-1])
     line, _ = linalg.qr(np.column_stack([root, x * root]), mode="economic")
     rest = y * root - line @ (line.T @ (y * root))
@@ -154,9 +220,7 @@ def _knots(x: Array, y: Array, root: Array, count: int, curvature: int) -> tuple
     for _ in range(4):
         columns = np.maximum(0.0, x[:, None] - candidates) * root[:, None]
         columns -= line @ (line.T @ columns)
-        chosen = _best(
-            columns.T @ columns, columns.T @ rest * curvature, candidates, count, (high - low) / len(different)
-        )
+        chosen = _best(columns.T @ columns, columns.T @ rest, candidates, count, (high - low) / len(inner))
         if chosen is None:
             return best
         best = chosen

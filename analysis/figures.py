@@ -6,8 +6,9 @@ goes the data that it shows, with the trial ids of its source rows. Colours are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import plotly.io
 
 from analysis.curves import Array
 from analysis.fit import Fit
-from analysis.load import Group
+from analysis.load import Group, label
 from analysis.metrics import GIB
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 GREY = "#7f7f7f"
 MOST = len(COLOURS)
+Box = tuple[float, float, float, float]
 POINTS = 1500  # more points in one trace than this cannot be told apart, and make a browser slow
 BLOG = (800, 460)
 COLUMN = (420, 330)  # 3.5 in wide at 120 px/in, so that 11 px text prints at 6.6 pt
@@ -39,6 +41,16 @@ class Figure:
     caption: str
     plot: go.Figure = field(repr=False)
     data: pd.DataFrame = field(repr=False)
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a line ends, for its label: position on the axes, name, colour."""
+
+    x: float
+    y: float
+    name: str
+    colour: str
 
 
 def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[Group], str]:
@@ -64,12 +76,12 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
 
 def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     """Peak allocated (else active) and reserved memory against length, with the chosen fit and its band."""
-    shown, note = baseline(
-        [g for g in groups if any(f.label == g.label and f.metric.memory for f in fits)], ("micro_batch",)
-    )
-    plot = _plot("sequence length (tokens)", "peak memory (GiB)")
+    known = [g for g in groups if any(f.label == g.label and f.metric.memory for f in fits)]
+    shown = known if len(known) <= 3 else others_equal(known, ("micro_batch",))[:4]
+    note = "" if len(shown) == len(known) else f"{len(shown)} of {len(known):,} groups; others are in rows.csv."
+    plot = new_plot("sequence length (tokens)", "peak memory (GiB)")
     data: list[pd.DataFrame] = []
-    ends: list[tuple[float, str, str]] = []
+    ends: list[End] = []
     reach: list[float] = []
     for number, group in enumerate(shown):
         own = {fit.metric.column: fit for fit in fits if fit.label == group.label}
@@ -77,97 +89,136 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
         for fit, solid in ((first, True), (own.get("peak_reserved_bytes"), False)):
             if fit is None:
                 continue
-            name = (
-                f"{fit.metric.label.removeprefix('peak ')}, {group.label}"
-                if group.label != "all rows"
-                else fit.metric.label
-            )
+            name = fit.metric.label.removeprefix("peak ")
+            name = f"{name}, {group.label}" if len(shown) > 1 else name
             colour = number if solid or len(shown) > 1 else number + 1  # alone, the two curves get a colour each
-            data.append(_fitted(plot, fit, colour, name, solid, GIB, band=len(shown) <= 3))
-            ends.append((_end(fit) / GIB, name, COLOURS[colour]))
+            data.append(_fitted(plot, fit, colour, name, solid, band=len(shown) <= 3))
+            ends.append(End(fit.range[1], _end(fit) / GIB, name, COLOURS[colour]))
             reach += [float(fit.points.y.min()) / GIB, float(fit.points.y.max()) / GIB]
     if not data:
         return None
-    _finish(plot, ends, reach)
-    return Figure(
-        "memory_by_length",
-        "Peak memory against sequence length",
-        _sentence(
-            "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Open markers and dashes: reserved.",
-            note,
-        ),
-        plot,
-        pd.concat(data, ignore_index=True),
+    finish(plot, ends, reach)
+    caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Open markers and dashes: reserved."
+    title = "Peak memory against sequence length"
+    return Figure("memory_by_length", title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))
+
+
+def allocators(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
+    """Peak reserved memory against length, one line per allocator, everything else equal."""
+    having = {fit.label: fit for fit in fits if fit.metric.column == "peak_reserved_bytes"}
+    shown = [group for group in others_equal(groups, ("allocator",)) if group.label in having]
+    if len(shown) < 2:
+        return None
+    plot = new_plot("sequence length (tokens)", "peak reserved memory (GiB)")
+    data, ends, reach = [], [], []
+    for number, group in enumerate(shown):
+        fit, name = having[group.label], str(group.settings.get("allocator"))
+        data.append(_fitted(plot, fit, number, name, True, band=len(shown) <= 3))
+        ends.append(End(fit.range[1], _end(fit) / GIB, name, COLOURS[number]))
+        reach += [float(fit.points.y.min()) / GIB, float(fit.points.y.max()) / GIB]
+    finish(plot, ends, reach)
+    caption = sentence(
+        "Points: rows; lines: chosen fit; bands: 95 % interval of the curve.", _without(shown[0], "allocator")
     )
+    return Figure("allocators", "Allocators compared", caption, plot, pd.concat(data, ignore_index=True))
+
+
+def _without(group: Group, axis: str) -> str:
+    rest = {k: v for k, v in group.settings.items() if not k.removeprefix("trial.").startswith(axis)}
+    return f"All with {label(rest)}." if rest else ""
 
 
 def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
-    """Tokens per second against length, with the chosen fit."""
-    having = {fit.label: fit for fit in fits if fit.metric.column == "tokens_per_s"}
+    """Tokens per second against length; the curve is tokens per step over the fitted step time."""
+    having = {fit.label: fit for fit in fits if fit.metric.column == "step_median_s" and fit.samples_per_step}
     shown, note = baseline([g for g in groups if g.label in having], ("precision", "micro_batch"))
     if not shown:
         return None
-    plot = _plot("sequence length (tokens)", "throughput (tokens/s)")
-    data, ends, reach = [], [], []
+    plot = new_plot("sequence length (tokens)", "throughput (tokens/s)")
+    data, ends, reach = [], [], [0.0]
     for number, group in enumerate(shown):
         fit = having[group.label]
-        data.append(_fitted(plot, fit, number, group.label, True, 1.0, band=len(shown) <= 3))
-        ends.append((_end(fit), group.label, COLOURS[number]))
-        reach += [float(fit.points.y.min()), float(fit.points.y.max())]
-    _finish(plot, ends if len(shown) > 1 else [], [0.0, *reach])
-    return Figure(
-        "throughput",
-        "Throughput against sequence length",
-        _sentence("Points: rows; lines: chosen fit; bands: 95 % interval of the curve.", note),
-        plot,
-        pd.concat(data, ignore_index=True),
-    )
+        rows = group.frame.dropna(subset=["tokens_per_s", "seq_len"]).sort_values("seq_len")
+        x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
+        at = thin(x, y)
+        ids = rows["trial_id"].astype(str).to_numpy()[at]
+        grid = np.linspace(max(fit.range[0], 1), fit.range[1], 160)
+        predicted, tokens = fit.predict(grid), grid * (fit.samples_per_step or 1)
+        if len(shown) <= 3:
+            _add_band(plot, grid, tokens / predicted.high, tokens / predicted.low, COLOURS[number])
+        _add_points(plot, x[at], y[at], ids, COLOURS[number], MARKERS[number], group.label)
+        curve = tokens / predicted.value
+        _add_curve(plot, grid, curve, COLOURS[number], "solid", group.label)
+        ends.append(End(fit.range[1], float(curve[-1]), group.label, COLOURS[number]))
+        reach += [float(y.max())]
+        data.append(pd.DataFrame({"group": group.label, "seq_len": x[at], "tokens_per_s": y[at], "trial_id": ids}))
+    finish(plot, ends if len(shown) > 1 else [], reach)
+    caption = "Points: rows; lines: tokens per step over the fitted step time; bands: its 95 % interval."
+    title = "Throughput against sequence length"
+    return Figure("throughput", title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))
 
 
-def _fitted(plot: go.Figure, fit: Fit, number: int, name: str, solid: bool, scale: float, band: bool) -> pd.DataFrame:
-    """Draw one fit: points, line and band; return what was drawn."""
+def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
+    """The largest group and those that differ from it in `axes` only (and in what follows from them)."""
+    if not groups:
+        return []
+
+    def rest(group: Group) -> list[Any]:
+        return [v for k, v in group.settings.items() if not any(k == a or k.startswith(f"trial.{a}") for a in axes)]
+
+    return [group for group in groups if rest(group) == rest(groups[0])][:MOST]
+
+
+def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, band: bool) -> pd.DataFrame:
+    """Draw one fit of memory: points, line and band; return what was drawn."""
     colour, points = COLOURS[number], fit.points
     at = thin(points.x, points.y)
-    classes = fit.chosen.model.modulus
-    x = (
-        np.unique(np.concatenate([np.linspace(*fit.range, 160), points.x[at]]))
-        if classes is None
-        else np.unique(points.x[at])
-    )
-    if classes:  # one line through each class, instead of a comb between them
-        x = np.unique(np.floor(np.linspace(*fit.range, 160)))
-        x = x[x % classes != 0]
-    predicted = fit.predict(x)
-    if band:
-        plot.add_scatter(
-            x=[*x, *x[::-1]], y=[*predicted.high / scale, *predicted.low[::-1] / scale], fill="toself", mode="lines",
-            line={"width": 0}, fillcolor=_faint(colour), hoverinfo="skip", showlegend=False,
-        )  # fmt: skip
-    ids: Any = [points.ids[i] for i in at]
-    size, opacity = (7, 1.0) if len(at) <= 100 else (4, 0.55)
-    symbol = MARKERS[number] + ("" if solid else "-open")
-    plot.add_scatter(
-        x=points.x[at], y=points.y[at] / scale, mode="markers", name=name, legendgroup=name, showlegend=False,
-        marker={"color": colour, "symbol": symbol, "size": size, "opacity": opacity},
-        customdata=ids,
-        hovertemplate="%{x:,} tokens: %{y:,.4~f}<br>trial %{customdata}<extra>" + escape(name) + "</extra>",
-    )  # fmt: skip
-    plot.add_scatter(
-        x=x, y=predicted.value / scale, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip",
-        line={"color": colour, "width": 2, "dash": "solid" if solid else "dash"},
-    )  # fmt: skip
-    fitted = fit.chosen.model.predict(points.x[at])
+    ids = np.array(points.ids, dtype=object)[at]
+    x = np.linspace(*fit.range, 160)
+    modulus = fit.chosen.model.modulus
+    if modulus:  # a line for the lengths that are not aligned, and one for those that are, instead of a comb
+        x = np.unique(np.floor(x))
+    for part in [x] if not modulus else [x[x % modulus != 0], np.unique(x - x % modulus)[1:]]:
+        predicted = fit.predict(part)
+        if band:
+            _add_band(plot, part, predicted.low / GIB, predicted.high / GIB, colour)
+        _add_curve(plot, part, predicted.value / GIB, colour, "solid" if solid else "dash", name)
+    _add_points(plot, points.x[at], points.y[at] / GIB, ids, colour, MARKERS[number] + "-open" * (not solid), name)
     return pd.DataFrame(
         {
             "group": fit.label,
             "metric": fit.metric.column,
             "seq_len": points.x[at],
             "value": points.y[at],
-            "fitted": fitted,
+            "fitted": fit.chosen.model.predict(points.x[at]),
             "model": fit.chosen.model.name,
             "trial_id": ids,
         }
     )
+
+
+def _add_band(plot: Any, x: Array, low: Array, high: Array, colour: str) -> None:
+    plot.add_scatter(
+        x=[*x, *x[::-1]], y=[*high, *low[::-1]], fill="toself", mode="lines", line={"width": 0}, hoverinfo="skip",
+        fillcolor=faint(colour), showlegend=False,
+    )  # fmt: skip
+
+
+def _add_points(plot: Any, x: Array, y: Array, ids: Any, colour: str, symbol: str, name: str) -> None:
+    size, opacity = (7, 1.0) if len(x) <= 100 else (4, 0.55)
+    plot.add_scatter(
+        x=x, y=y, mode="markers", showlegend=False, customdata=ids, legendgroup=name,
+        marker={"color": colour, "symbol": symbol, "size": size, "opacity": opacity},
+        hovertemplate="%{x:,} tokens: %{y:,.4~g}<br>trial %{customdata}<extra>" + escape(name) + "</extra>",
+    )  # fmt: skip
+
+
+def _add_curve(plot: Any, x: Array, y: Array, colour: str, dash: str, name: str) -> None:
+    known = any(trace.name == escape(name) for trace in plot.data)
+    plot.add_scatter(
+        x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=not known,
+        line={"color": colour, "width": 2, "dash": dash},
+    )  # fmt: skip
 
 
 def _end(fit: Fit) -> float:
@@ -190,16 +241,16 @@ def escape(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _faint(colour: str) -> str:
+def faint(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.18)"
 
 
-def _sentence(*parts: str) -> str:
+def sentence(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _plot(x_title: str, y_title: str) -> go.Figure:
+def new_plot(x_title: str, y_title: str) -> go.Figure:
     axis = {"showline": True, "linecolor": GREY, "gridcolor": "rgba(127,127,127,0.25)", "zeroline": False,
             "ticks": "outside", "tickcolor": GREY, "automargin": True}  # fmt: skip
     return go.Figure(
@@ -217,7 +268,7 @@ def _plot(x_title: str, y_title: str) -> go.Figure:
     )
 
 
-def _finish(plot: go.Figure, ends: Sequence[tuple[float, str, str]], reach: Sequence[float]) -> None:
+def finish(plot: Any, ends: Sequence[End], reach: Sequence[float]) -> None:
     """Set the y range (from zero unless that wastes half of it) and put each label at the end of its line."""
     low, high = min(reach), max(reach)
     low = 0.0 if low < 0.5 * high else low - 0.08 * (high - low)
@@ -225,23 +276,52 @@ def _finish(plot: go.Figure, ends: Sequence[tuple[float, str, str]], reach: Sequ
     plot.update_yaxes(range=[low, high])
     if not ends:
         return
-    step = (high - low) * 17 / (BLOG[1] - 68)
-    place: list[float] = []
-    for value, _, _ in sorted(ends):
-        place.append(max(value, place[-1] + step) if place else value)
-    excess = max(0.0, place[-1] - high)
-    for i in reversed(range(len(place))):  # push down again what was pushed over the top
-        place[i] = min(place[i], (place[i + 1] - step) if i + 1 < len(place) else place[i] - excess)
-    for y, (_, name, colour) in zip(place, sorted(ends), strict=True):
+    drawn = [x for x, _ in _numbers(plot)] or [end.x for end in ends]
+    first, last = min(drawn), max(drawn)
+    span = (last - first) or 1.0
+    widths = [7.0 * len(short(end.name)) for end in ends]
+    rooms = [(last - end.x) / span * 460 for end in ends]
+    right = min(260.0, max(16.0, *(24 + width - room for width, room in zip(widths, rooms, strict=True))))
+    across, up = (BLOG[0] - 64 - right) / (1.06 * span), (BLOG[1] - 68) / (high - low)
+    taken = [(x * across - 4, y * up - 4, x * across + 4, y * up + 4) for x, y in _numbers(plot)]
+    for end, width in sorted(zip(ends, widths, strict=True), key=lambda pair: -pair[0].y):
+        x, y = end.x * across, min(end.y * up, high * up - 9)
+        places = [(x + 8, y + 16 * k) for k in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6)] + [(x - width - 8, y)]
+        boxes = [(left, at - 7, left + width, at + 7) for left, at in places if low * up + 8 < at < high * up]
+        free = [box for box in boxes if not any(_overlap(box, other) for other in taken)]
+        box = (free or boxes)[0]
+        taken.append(box)
         plot.add_annotation(
-            x=1.01, xref="paper", y=y, text=escape(_short(name)), font={"color": colour}, showarrow=False,
-            xanchor="left", yanchor="middle", name="direct", align="left",
+            x=end.x, y=(box[1] + 7) / up, text=escape(short(end.name)), font={"color": end.colour}, showarrow=False,
+            xanchor="left", yanchor="middle", name="direct", align="left", xshift=round(box[0] - x),
         )  # fmt: skip
-    plot.update_layout(margin={"r": min(260, 24 + int(7.2 * max(len(_short(name)) for _, name, _ in ends)))})
+    if any(isinstance(x, float | int | np.number) for trace in plot.data for x in trace.x[:1]):
+        plot.update_xaxes(range=[first - 0.03 * span, last + 0.03 * span])
+    plot.update_layout(margin={"r": round(right)})
 
 
-def _short(name: str, most: int = 34) -> str:
+def _numbers(plot: Any, most: int = 200) -> list[tuple[float, float]]:
+    """Positions of what is drawn, thinned; categories count from 0."""
+    found = []
+    for trace in plot.data:
+        x = trace.x if not isinstance(trace.x[0], str) else range(len(trace.x))
+        keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), most)).astype(int))
+        found += [(float(x[i]), float(trace.y[i])) for i in keep]
+    return found
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def short(name: str, most: int = 34) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def renamed(figure: Figure, world: str) -> Figure:
+    """The figure of one kind of rows where there are several: predicted, measured on cuda, from a foreign file."""
+    name = re.sub(r"[^a-z0-9]+", "_", f"{figure.name} {world}".lower()).strip("_")
+    return replace(figure, name=name, title=f"{figure.title}, {world}")
 
 
 def column_width(plot: go.Figure) -> go.Figure:
@@ -289,7 +369,7 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
             plots, files, width=[w for w, _ in sizes], height=[h for _, h in sizes],
             scale=[2 if file.suffix == ".png" else 1 for file in files],
         )  # fmt: skip
-    except Exception as error:  # kaleido raises whatever its browser driver does; figures as HTML are there already
+    except (RuntimeError, OSError) as error:  # no browser, or one that does not start
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return [
             f"no {'/'.join(formats)} figures ({reason[:120]}): install Chromium, for example apt-get install chromium"
@@ -318,7 +398,7 @@ def as_div(figure: Figure, number: int) -> str:
     )
 
 
-def standard(fits: Sequence[Fit], groups: Sequence[Group]) -> list[Figure]:
-    """All figures that these rows allow, in reading order."""
-    drawn = [memory_by_length(fits, groups), throughput(fits, groups)]
+def of_fits(fits: Sequence[Fit], groups: Sequence[Group]) -> list[Figure]:
+    """The figures that show fits, in reading order."""
+    drawn = [memory_by_length(fits, groups), allocators(fits, groups), throughput(fits, groups)]
     return [figure for figure in drawn if figure is not None]

@@ -13,66 +13,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import linalg, stats
+from scipy import stats
 
-from analysis.curves import NAMES, NEEDS, Array, Curve, fit_curve, huber
+from analysis import bootstrap
+from analysis.curves import NEEDS, Array, Curve, evaluate, fit_curve, huber
 from analysis.load import Group, Table, groups
 from analysis.metrics import METRICS, Metric
-
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
+from analysis.observe import Mask, Model, Points, observations
 
 MODULI = (8, 16, 64)
-DRAWS = 999
-SEED = 20_240_917
-LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class Points:
-    """Observations of one metric: x (tokens), y (the column's unit), shape (n,), sorted by x; ids of their rows.
-
-    `bound_x` and `bound_y` are the censored ones: at bound_x the value is at least bound_y.
-    """
-
-    x: Array
-    y: Array
-    ids: tuple[str, ...]
-    bound_x: Array
-    bound_y: Array
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Model:
-    """One curve for all x, or one per alignment class: key True for x divisible by `modulus`, False for the others."""
-
-    kind: str
-    curves: Mapping[bool, Curve]
-    modulus: int | None = None
-
-    @property
-    def name(self) -> str:
-        """In words, for tables."""
-        return NAMES[self.kind] + (f", per class of {self.modulus}" if self.modulus else "")
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers were fitted."""
-        return sum(len(curve.parameters) for curve in self.curves.values())
-
-    def members(self, x: Array) -> dict[bool, Mask]:
-        """Which x belong to which curve."""
-        if self.modulus is None:
-            return {True: np.ones(len(x), dtype=bool)}
-        aligned = np.asarray(x % self.modulus == 0)
-        return {True: aligned, False: ~aligned}
-
-    def predict(self, x: Array) -> Array:
-        """y at x, both of shape (n,)."""
-        y = np.empty(len(x))
-        for key, at in self.members(x).items():
-            y[at] = self.curves[key].predict(x[at])
-        return y
 
 
 @dataclass(frozen=True)
@@ -119,6 +68,7 @@ class Fit:
     residuals: Mapping[bool, Array] = field(repr=False)
     warnings: tuple[str, ...]
     phases: tuple[str, ...] = ()
+    samples_per_step: float | None = None
 
     @property
     def range(self) -> tuple[float, float]:
@@ -131,7 +81,7 @@ class Fit:
 
     def intervals(self) -> dict[bool, list[tuple[float, float]]]:
         """95 % interval of each parameter of each of the chosen model's curves."""
-        tail = 50 * (1 - LEVEL)
+        tail = 50 * (1 - bootstrap.LEVEL)
         return {
             key: [(float(low), float(high)) for low, high in np.percentile(draws, [tail, 100 - tail], axis=0).T]
             for key, draws in self.draws.items()
@@ -142,16 +92,15 @@ class Fit:
         value = self.chosen.model.predict(x)
         curve = np.empty((2, len(x)))
         new = np.empty((2, len(x)))
-        tail = 50 * (1 - LEVEL)
-        random = np.random.default_rng(SEED)
+        tail = 50 * (1 - bootstrap.LEVEL)
+        random = np.random.default_rng(bootstrap.SEED)
         for key, at in self.chosen.model.members(x).items():
             if not at.any():
                 continue
-            best = self.chosen.model.curves[key]
-            shift = (self.draws[key] - np.array(best.parameters)) @ best.jacobian(x[at]).T
-            noise = random.choice(self.residuals[key], size=shift.shape)
-            curve[:, at] = value[at] + np.percentile(shift, [tail, 100 - tail], axis=0)
-            new[:, at] = value[at] + np.percentile(shift + noise, [tail, 100 - tail], axis=0)
+            drawn = evaluate(self.chosen.model.kind, self.draws[key], x[at])
+            noise = random.choice(self.residuals[key], size=drawn.shape)
+            curve[:, at] = np.percentile(drawn, [tail, 100 - tail], axis=0)
+            new[:, at] = np.percentile(drawn + noise, [tail, 100 - tail], axis=0)
         low, high = self.range
         return Prediction(x, value, curve[0], curve[1], new[0], new[1], (x < low) | (x > high))
 
@@ -163,15 +112,16 @@ def fit_table(
     stop: float | None = None,
     robust: bool = False,
     limit: int = 200,
+    found: Sequence[Group] | None = None,
 ) -> tuple[list[Fit], list[str]]:
     """Fits of every group and metric that has the data, and what a reader should know about the others.
 
-    At most `limit` groups are fitted, those with most rows first.
+    At most `limit` groups are fitted, those with most rows first; `found` are the groups if they are known already.
     """
     fits: list[Fit] = []
     notes: list[str] = []
     short = 0
-    found = groups(table)
+    found = groups(table) if found is None else found
     for group in found[:limit]:
         any_points = False
         for name in metrics:
@@ -196,36 +146,6 @@ def fit_table(
     return fits, notes
 
 
-def observations(frame: pd.DataFrame, metric: Metric, start: float | None = None, stop: float | None = None) -> Points:
-    """The observations of one metric in rows of equal settings, `start <= x <= stop`; invents none."""
-    x = frame["seq_len"].to_numpy(float, na_value=np.nan)
-    y = frame[metric.column].to_numpy(float, na_value=np.nan)
-    outcome = frame["outcome"].astype("string")
-    inside = np.isfinite(x) & (x >= (start or -np.inf)) & (x <= (stop or np.inf))
-    measured = inside & np.isfinite(y) & (outcome == "ok").to_numpy(bool, na_value=False)
-    order = np.argsort(x[measured], kind="stable")
-    xs, ys = x[measured][order], y[measured][order]
-    ids = tuple(frame["trial_id"].to_numpy()[measured][order].astype(str))
-    warnings: list[str] = []
-    if metric.memory and len(xs):
-        spread = pd.Series(ys).groupby(xs).agg(np.ptp)
-        unequal = spread[spread > 0]
-        if len(unequal):
-            warnings.append(
-                f"{metric.label} differs between repeats of {len(unequal)} length{'s' * (len(unequal) != 1)}, "
-                f"by up to {metric.show(float(unequal.max()))} at {unequal.idxmax():,.0f} tokens; "
-                "memory should repeat exactly"
-            )
-    bound_x = bound_y = np.empty(0)
-    if metric.limited:
-        total = frame["device_total_bytes"].to_numpy(float, na_value=np.nan)
-        known = total[np.isfinite(total)]
-        if len(known):
-            failed = inside & (outcome == "oom").to_numpy(bool, na_value=False)
-            bound_x, bound_y = x[failed], np.where(np.isfinite(total), total, known.max())[failed]
-    return Points(xs, ys, ids, bound_x, bound_y, tuple(warnings))
-
-
 def fit_points(points: Points, metric: Metric, group: Group | None = None, robust: bool = False) -> Fit | None:
     """All candidates for these observations, and the chosen one; None with too few different x."""
     folds = _blocks(points.x)
@@ -239,7 +159,7 @@ def fit_points(points: Points, metric: Metric, group: Group | None = None, robus
             extra = [_candidate(kind, modulus, points, metric, folds, robust) for kind in NEEDS]
             candidates += [candidate for candidate in extra if candidate is not None]
     chosen, why = choose(candidates)
-    draws, residuals = _bootstrap(chosen.model, points, metric)
+    draws, residuals = bootstrap.draw(chosen.model, points, metric)
     warnings = [*points.warnings, *_censoring_remarks(chosen.model, points, metric)]
     return Fit(
         metric=metric,
@@ -253,6 +173,7 @@ def fit_points(points: Points, metric: Metric, group: Group | None = None, robus
         draws=draws,
         residuals=residuals,
         warnings=tuple(warnings),
+        samples_per_step=_samples(group.frame) if group and not metric.memory else None,
         phases=_phases(chosen.model, group.frame) if group and metric.memory else (),
     )
 
@@ -323,9 +244,9 @@ def _censored(
 
     def once(xs: Array, ys: Array) -> Curve | None:
         def weighted(weights: Array) -> Curve | None:
-            return fit_curve(kind, xs, ys, weights, metric.curvature)
+            return fit_curve(kind, xs, ys, weights)
 
-        return huber(weighted, xs, ys) if robust else fit_curve(kind, xs, ys, None, metric.curvature)
+        return huber(weighted, xs, ys) if robust else fit_curve(kind, xs, ys, None)
 
     curve = once(x, y)
     pulled = np.zeros(len(bound_x), dtype=bool)
@@ -394,55 +315,27 @@ def _classes_differ(points: Points, best: Candidate, modulus: int) -> bool:
     return bool(min(means, spreads) < 0.001)
 
 
-def _bootstrap(model: Model, points: Points, metric: Metric) -> tuple[dict[bool, Array], dict[bool, Array]]:
-    """Draws of each curve's parameters (DRAWS, parameters) and residuals for new observations.
-
-    Wild bootstrap (Wu 1986; Liu 1988): residuals, scaled up for leverage and degrees of freedom, get random signs, so
-    that spread may change with x; one Gauss-Newton step from the fit replaces refitting. Signs are shared by repeats
-    of a length (memory repeats exactly) and by neighbours where residuals of neighbours are alike.
-    """
-    random = np.random.default_rng(SEED)
-    draws: dict[bool, Array] = {}
-    noise: dict[bool, Array] = {}
-    for key, at in model.members(points.x).items():
-        curve, x = model.curves[key], points.x[at]
-        residuals = points.y[at] - curve.predict(x)
-        jacobian = curve.jacobian(x)
-        size = np.maximum(linalg.norm(jacobian, axis=0), 1e-300)
-        q, r = linalg.qr(jacobian / size, mode="economic")
-        leverage = np.minimum(np.sum(q**2, axis=1), 0.95)
-        freedom = max(len(x) - jacobian.shape[1], 1)
-        small = float(stats.t.ppf(0.5 + LEVEL / 2, freedom) / stats.norm.ppf(0.5 + LEVEL / 2))
-        scaled = residuals / np.sqrt(1 - leverage) * small
-        cluster = _clusters(x, residuals, metric)
-        signs = random.choice([-1.0, 1.0], size=(DRAWS, int(cluster.max()) + 1))[:, cluster]
-        steps = linalg.lstsq(r, q.T @ (signs * scaled).T, check_finite=False)[0].T / size
-        draws[key] = np.array(curve.parameters) + steps
-        noise[key] = residuals * np.sqrt(len(x) / freedom) * small
-    return draws, noise
-
-
-def _clusters(x: Array, residuals: Array, metric: Metric) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Which observations share a sign: repeats of memory, and runs of n^(1/3) neighbours if they are correlated."""
-    if not metric.memory:
-        own = np.arange(len(x))
-    else:
-        _, own = np.unique(x, return_inverse=True)
-    count = int(own.max()) + 1
-    means = np.bincount(own, weights=residuals) / np.bincount(own)
-    if count >= 30 and float(means.std()) > 0 and float(np.corrcoef(means[1:], means[:-1])[0, 1]) > 0.3:
-        return np.asarray(own // max(round(count ** (1 / 3)), 1), dtype=np.int64)
-    return np.asarray(own, dtype=np.int64)
-
-
 def _censoring_remarks(model: Model, points: Points, metric: Metric) -> list[str]:
     if not len(points.bound_x):
         return []
     below = model.predict(points.bound_x) < points.bound_y - metric.resolution
-    text = f"{len(points.bound_x)} row{'s' * (len(points.bound_x) != 1)} ran out of memory and count as lower bounds"
-    if below.any():
-        text += f"; at {int(below.sum())} of them the curve still lies below the device's memory"
+    if not below.any():
+        return []
+    text = (
+        f"at {int(below.sum())} of {len(below)} rows that ran out of memory the curve stays below the device's memory"
+    )
     return [text]
+
+
+def _samples(frame: pd.DataFrame) -> float | None:
+    """Sequences per step over all ranks, from what the rows say about speed; null if they disagree."""
+    rows = frame.dropna(subset=["tokens_per_s", "step_median_s", "seq_len"])
+    ratio = (rows["tokens_per_s"] * rows["step_median_s"] / rows["seq_len"]).to_numpy(float)
+    if not len(ratio):
+        return None
+    middle = float(np.median(ratio))
+    whole = round(middle)
+    return float(whole) if whole >= 1 and abs(middle - whole) < 0.1 * whole else None
 
 
 def _phases(model: Model, frame: pd.DataFrame) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ def from_columns(frame: pd.DataFrame, origin: str, notes: list[str]) -> Table:
     if "tokens_per_s" not in rows and "step_median_s" in rows:
         batch = pd.to_numeric(rows["micro_batch"], errors="coerce") if "micro_batch" in rows else 1
         rows["tokens_per_s"] = pd.to_numeric(rows["seq_len"], errors="coerce") * batch / rows["step_median_s"]
-    measured = [name for name in METRICS if name in rows]
+    measured = [name for name in (*METRICS, "tokens_per_s") if name in rows]
     if "outcome" not in rows:
         any_value = pd.concat([pd.to_numeric(rows[n], errors="coerce") for n in measured], axis=1).notna().any(axis=1)
         rows["outcome"] = np.where(any_value, "ok", "bad_result")

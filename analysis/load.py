@@ -19,10 +19,10 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
+from harness import journal
 from harness.errors import UserError
 from harness.row import COLUMNS, SCHEMA_VERSION
 
-JOURNAL = "journal.jsonl"
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
 _NESTED = ("trial", "runner_config")
@@ -36,7 +36,7 @@ ASKED = (
 )  # fmt: skip
 # What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
 FOUND = ("memory_source", "gpu_name", "cpu_name", "torch_version", "optimizer")
-_NOT_SETTINGS = {"seq_len", "repeat", "seed"}
+_NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def load(path: Path) -> Table:
 
     Raises UserError if there is no such file, it is empty, or it is not one of these.
     """
-    file = path / JOURNAL if path.is_dir() else path
+    file = path / journal.NAME if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file")
     if file.suffix == ".parquet":
@@ -157,24 +157,12 @@ def _varying_leaves(table: pa.Table) -> pd.DataFrame:
 
 def _read_lines(file: Path) -> tuple[pd.DataFrame, list[str]]:
     """The tolerant way: any line that is a JSON object with a trial id is a row, others are counted."""
-    rows: list[dict[str, Any]] = []
-    unreadable = 0
-    with file.open("rb") as stream:
-        for line in stream:
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict) and "trial_id" in row:
-                rows.append(row)
-            else:
-                unreadable += 1
+    rows, unreadable = journal.read(file)
     trials = pa.Table.from_pandas(_flat([row.get("trial") for row in rows]), preserve_index=False)
     frame = pd.DataFrame([{k: v for k, v in row.items() if k not in _NESTED} for row in rows])
     extras = _varying_leaves(trials)
-    notes = [f"{unreadable} line{'s' * (unreadable != 1)} of {file.name} could not be read and were skipped"]
+    was = "were" if unreadable != 1 else "was"
+    notes = [f"{unreadable} line{'s' * (unreadable != 1)} of {file.name} could not be read and {was} skipped"]
     return pd.concat([frame, extras], axis=1), notes if unreadable else []
 
 
@@ -285,7 +273,7 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
         return []
     codes = np.zeros(len(frame), dtype=np.int64)
     keys: list[str] = []
-    codes, keys = _split(frame, codes, keys, [name for name in ASKED if name != x])
+    codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name != x])
     codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(_EXTRA)])
     filled = frame[list(FOUND)].copy()
     for name in FOUND:

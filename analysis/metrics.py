@@ -15,8 +15,7 @@ GIB = 2**30
 class Metric:
     """One measured column.
 
-    `curvature` is +1 where lines combine by their maximum (memory: the largest phase; step time: the slowest
-    resource) and -1 where they combine by their minimum (throughput). `resolution` is the smallest difference that
+    `resolution` is the smallest difference that
     means anything, in the column's unit. `limited` is true where the device's memory is an upper limit of the value.
     """
 
@@ -27,7 +26,6 @@ class Metric:
     resolution: float
     memory: bool = True
     limited: bool = False
-    curvature: int = 1
 
     def show(self, value: float) -> str:
         """A value of the column in words: number and unit."""
@@ -45,11 +43,8 @@ METRICS: dict[str, Metric] = {
         Metric("peak_reserved_bytes", "peak reserved", "MiB", MIB, 512, limited=True),
         Metric("device_used_bytes", "device used", "MiB", MIB, 512, limited=True),
         Metric("step_median_s", "step time", "s", 1.0, 1e-6, memory=False),
-        Metric("tokens_per_s", "throughput", "tokens/s", 1.0, 1e-3, memory=False, curvature=-1),
     )
 }
-MEMORY = tuple(name for name, metric in METRICS.items() if metric.memory)
-SPEED = tuple(name for name, metric in METRICS.items() if not metric.memory)
 
 
 def show_bytes(value: float) -> str:

@@ -1,84 +1,85 @@
-"""What a finished sweep leaves behind: rows.csv, figures and report.html."""
+"""What a finished sweep leaves behind: rows.csv, figures and report.html; and the folder for a paper."""
 
 from __future__ import annotations
 
-import html
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from analysis import figures, words
-from analysis.fit import fit_table
-from analysis.load import Table, groups
+from analysis import figures, page, tables
+from analysis.content import Content, collect
+from analysis.export import write_csv
+from analysis.load import Table
 from harness.errors import UserError
 
 
 @dataclass(frozen=True)
 class Written:
-    """Where things are, and the fitted models in words."""
+    """Where things are (name to path), the fitted models in words, and notes."""
 
-    rows: Path
-    figures: Path
-    report: Path
+    places: dict[str, Path]
     summary: str
     notes: tuple[str, ...]
 
     def text(self) -> str:
         """For a terminal."""
-        return "\n".join(
-            [
-                self.summary or "no curve could be fitted",
-                "",
-                *(f"note: {note}" for note in self.notes),
-                f"rows     {self.rows}",
-                f"figures  {self.figures}",
-                f"report   {self.report}",
-            ]
-        )
+        lines = [self.summary or "no curve could be fitted", ""]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"{name:<8} {path}" for name, path in self.places.items()]
+        return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
-        return {"rows": str(self.rows), "figures": str(self.figures), "report": str(self.report),
-                "summary": self.summary.splitlines(), "notes": list(self.notes)}  # fmt: skip
+        places = {name: str(path) for name, path in self.places.items()}
+        return {**places, "summary": self.summary.splitlines(), "notes": list(self.notes)}
 
 
-def write_report(table: Table, folder: Path, formats: list[str]) -> Written:
-    """Write everything into `folder`. Raises UserError when it cannot be written."""
-    fits, notes = fit_table(table)
-    drawn = figures.standard(fits, groups(table))
+def write_report(table: Table, folder: Path, formats: Sequence[str]) -> Written:
+    """Write rows.csv, figures/ and report.html into `folder`. Raises UserError when it cannot be written."""
+    content = collect(table)
+    places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        rows = folder / "rows.csv"
-        write_csv(table.frame, rows)
-        notes += figures.write(drawn, folder / "figures", formats)
-        page = folder / "report.html"
-        page.write_text(_page(table, drawn, words.summary(fits), notes), encoding="utf-8")
+        write_csv(table.frame, places["rows"])
+        places["report"].write_text(page.render(content), encoding="utf-8")
+        notes = figures.write(content.figures, places["figures"], formats)
     except OSError as error:
-        raise UserError(
-            f"cannot write {error.filename or folder}: {error.strerror}; choose a folder with --out"
-        ) from None
-    return Written(rows, folder / "figures", page, words.summary(fits), tuple(notes))
+        raise _unwritable(error, folder) from None
+    return Written(places, content.summary, (*content.warnings, *notes))
 
 
-def write_csv(frame: pd.DataFrame, path: Path) -> None:
-    """The tidy table as CSV; lists as JSON."""
-    flat = frame.copy(deep=False)
-    for name in flat.columns:
-        if flat[name].dtype == object:
-            flat[name] = flat[name].map(lambda v: json.dumps(v) if isinstance(v, list) else None)
-    flat.to_csv(path, index=False)
+def write_paper(table: Table, folder: Path) -> Written:
+    """Write the paper folder: PDF figures, .tex and .md tables, CSV, methods, environment. Raises UserError."""
+    content = collect(table)
+    places = {"figures": folder / "figures", "tables": folder / "tables", "methods": folder / "methods.txt",
+              "machine": folder / "environment.json", "rows": folder / "rows.csv"}  # fmt: skip
+    try:
+        for name in ("figures", "tables"):
+            places[name].mkdir(parents=True, exist_ok=True)
+        for figure in content.figures:
+            figure.data.to_csv(places["figures"] / f"{figure.name}.csv", index=False)
+        notes = figures.images(content.figures, places["figures"], ["pdf"])
+        _write_tables(content, places["tables"])
+        captions = "\n".join(f"{f.name}: {f.title}. {f.caption}" for f in content.figures)
+        places["methods"].write_text(f"{content.methods}\n\nFigures\n{captions}\n", encoding="utf-8")
+        environment = {"machine": content.machine, "asked": content.asked, "coverage": content.coverage,
+                       "warnings": content.warnings}  # fmt: skip
+        places["machine"].write_text(json.dumps(environment, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_csv(table.frame, places["rows"])
+    except OSError as error:
+        raise _unwritable(error, folder) from None
+    return Written(places, content.summary, (*content.warnings, *notes))
 
 
-def _page(table: Table, drawn: list[figures.Figure], summary: str, notes: list[str]) -> str:
-    shown = "".join(
-        f"<h2>{html.escape(f.title)}</h2>{figures.as_div(f, i)}<p>{html.escape(f.caption)}</p>"
-        for i, f in enumerate(drawn)
-    )
-    return (
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(table.source)}</title>"
-        f"<script>{figures.plotly_script()}</script><h1>{html.escape(table.source)}</h1>"
-        f"<pre>{html.escape(summary)}</pre><p>{html.escape('; '.join(notes))}</p>{shown}"
-    )
+def _write_tables(content: Content, folder: Path) -> None:
+    for title, name, frame in content.tables:
+        if len(frame):
+            (folder / f"{name}.tex").write_text(tables.latex(frame, title, name), encoding="utf-8")
+            (folder / f"{name}.md").write_text(tables.markdown(frame), encoding="utf-8")
+            frame.to_csv(folder / f"{name}.csv", index=False)
+
+
+def _unwritable(error: OSError, folder: Path) -> UserError:
+    return UserError(f"cannot write {error.filename or folder}: {error.strerror}; choose a folder with --out")

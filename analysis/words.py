@@ -23,7 +23,7 @@ def equation(curve: Curve, metric: Metric) -> str:
         lines.append(f"{slope / metric.scale:.{decimals}f}x {_signed(fixed / metric.scale, decimals)}")
     if len(lines) == 1:
         return f"y = {lines[0]} ({metric.unit})"
-    return f"y = {'max' if metric.curvature > 0 else 'min'}({', '.join(lines)}) ({metric.unit})"
+    return f"y = max({', '.join(lines)}) ({metric.unit})"
 
 
 def _signed(value: float, decimals: int) -> str:
@@ -69,9 +69,11 @@ def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | 
             return f"flat at {show_bytes(fixed)}"
         sure = f" (95 % interval {interval[0]:,.0f} to {interval[1]:,.0f})" if interval else ""
         return f"{slope:,.0f} bytes per token{sure} on top of a fixed part of {show_bytes(fixed)}"
-    if metric.column == "step_median_s":
-        return f"{slope * 1e6:,.3f} µs per token of length on top of {fixed * 1e3:,.3f} ms"
-    return f"{slope:+,.4g} {metric.unit} per token of length, from {fixed:,.4g} {metric.unit}"
+    text = f"{slope * 1e6:,.3f} µs per token of length on top of {fixed * 1e3:,.3f} ms"
+    if fit.samples_per_step is None or slope <= 0:
+        return text
+    most = fit.samples_per_step / slope
+    return f"{text} (throughput: {fit.samples_per_step:g} x length / step time, there below {most:,.0f} tokens/s)"
 
 
 def _parabola(fit: Fit, curve: Curve) -> str:
@@ -84,7 +86,7 @@ def _parabola(fit: Fit, curve: Curve) -> str:
             f"{b:,.0f} bytes per token and {c:,.4g} bytes per token² on top of a fixed part of {show_bytes(a)}{equal} "
             "(a part that grows with length squared is typical of attention that stores its scores)"
         )
-    return f"{a:,.4g} {metric.unit} {b:+,.4g} {metric.unit} per token {c:+,.4g} {metric.unit} per token²"
+    return f"{a * 1e3:,.4g} ms {b * 1e6:+,.4g} µs per token {c * 1e9:+,.4g} ns per token²"
 
 
 def _dominates(fit: Fit, piece: int, pieces: int, slope: float) -> str:
@@ -118,15 +120,19 @@ def text(fit: Fit) -> str:
         lines.append(f"  {mark} {candidate.model.name:<{width}}  {_quality(candidate, metric)}")
         if candidate is fit.chosen or candidate.model.name in ("straight line", "quadratic"):
             for key, curve in candidate.model.curves.items():
-                lines.append(f"      {_class(candidate, key)}{equation(curve, metric)}")
+                lines.append(f"      {class_name(candidate, key)}{equation(curve, metric)}")
     lines.append(f"  * chosen: {fit.why}")
     lines += [f"    {sentence}" for sentence in explain(fit)]
+    censored = len(fit.points.bound_x)
+    if censored:
+        lines.append(f"    {censored} row{'s' * (censored != 1)} that ran out of memory count as lower bounds")
     lines += [f"  ! {warning}" for warning in fit.warnings]
     lines.append(f"    holds from {low:,.0f} to {high:,.0f} tokens; beyond that it is a guess")
     return "\n".join(lines)
 
 
-def _class(candidate: Candidate, key: bool) -> str:
+def class_name(candidate: Candidate, key: bool) -> str:
+    """Which lengths a curve is for; empty when for all."""
     if candidate.model.modulus is None:
         return ""
     return f"length % {candidate.model.modulus} {'==' if key else '!='} 0: "
@@ -169,7 +175,7 @@ def as_json(fit: Fit) -> dict[str, Any]:
                 "aicc": _plain(c.aicc),
                 "curves": [
                     {
-                        "class": _class(c, key).rstrip(": ") or None,
+                        "class": class_name(c, key).rstrip(": ") or None,
                         "equation": equation(curve, fit.metric),
                         "parameters": dict(zip(curve.names, curve.parameters, strict=True)),
                         "intervals": dict(zip(curve.names, intervals[key], strict=True)) if c is fit.chosen else None,
@@ -193,7 +199,7 @@ def summary(fits: Sequence[Fit]) -> str:
     lines = []
     for fit in fits:
         equations = "; ".join(
-            _class(fit.chosen, key) + equation(curve, fit.metric) for key, curve in fit.chosen.model.curves.items()
+            class_name(fit.chosen, key) + equation(curve, fit.metric) for key, curve in fit.chosen.model.curves.items()
         )
         lines.append(f"{fit.metric.label}, {fit.label}: {equations}, RMS {fit.metric.show(fit.chosen.rms)}")
         lines += [f"    {sentence}" for sentence in explain(fit)]

@@ -1,0 +1,95 @@
+"""Everything that a report or a paper folder shows, computed once from a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from analysis import figures, figures_rows, findings, tables, words
+from analysis.fit import Fit, fit_table
+from analysis.frontier import Limit, frontier
+from analysis.load import Table, groups
+
+FITTED = 24  # groups; fits of more would take longer than anyone waits at the end of a sweep
+
+
+@dataclass(frozen=True)
+class Content:
+    """Data of one report. `tables` are (title, file name, frame of text cells)."""
+
+    table: Table
+    title: str
+    subtitle: str
+    coverage: dict[str, int]
+    findings: list[str]
+    warnings: list[str]
+    figures: list[figures.Figure]
+    tables: list[tuple[str, str, pd.DataFrame]]
+    fits: list[Fit]
+    limits: list[Limit]
+    fit_text: str
+    summary: str
+    asked: dict[str, str]
+    machine: dict[str, str]
+    methods: str
+
+
+def collect(table: Table) -> Content:
+    """Fit, draw and describe; measured, predicted and foreign rows each by themselves."""
+    fits: list[Fit] = []
+    limits: list[Limit] = []
+    drawn: list[figures.Figure] = []
+    found: list[str] = []
+    notes: list[str] = []
+    worlds = split_worlds(table)
+    all_groups = []
+    for name, part in worlds:
+        own = groups(part)
+        all_groups += own
+        own_fits, own_notes = fit_table(part, limit=FITTED, found=own)
+        own_limits = frontier(part, fits=own_fits, found=own)
+        plots = [*figures.of_fits(own_fits, own), *figures_rows.of_rows(own, own_limits)]
+        drawn += [figures.renamed(f, name) for f in plots] if len(worlds) > 1 else plots
+        found += findings.findings(part, own, own_fits)
+        notes += own_notes
+        fits += own_fits
+        limits += own_limits
+    predicted = figures_rows.predicted_against_measured(table)
+    drawn += [predicted] if predicted else []
+    sweep = findings.values(table.frame, "sweep") or table.source
+    first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
+    when = "" if pd.isna(first) else f", {first} to {last}"
+    return Content(
+        table=table,
+        title=f"Memory and throughput: {sweep}",
+        subtitle=f"{len(table.frame):,} trials from {table.source}{when}",
+        coverage=findings.coverage(table),
+        findings=found,
+        warnings=[*findings.warnings(table, all_groups, fits), *notes],
+        figures=drawn,
+        tables=[
+            ("Settings", "settings", tables.of_groups(all_groups[:60])),
+            ("Fitted curves", "fits", tables.of_fits(fits)),
+            ("Largest length that fits (° beyond the measured lengths)", "frontier", tables.of_limits(limits)),
+        ],
+        fits=fits,
+        limits=limits,
+        fit_text="\n\n".join(words.text(fit) for fit in fits),
+        summary=words.summary(fits),
+        asked=findings.asked(table),
+        machine=findings.machine(table),
+        methods=findings.methods(table, fits),
+    )
+
+
+def split_worlds(table: Table) -> list[tuple[str, Table]]:
+    """Parts that must not share a figure: measured per device, predicted, and each foreign origin; largest first."""
+    frame = table.frame
+    keys = frame["foreign"].fillna("").astype("string") + "|" + frame["device"].fillna("unknown").astype("string")
+    parts = []
+    for key in keys.value_counts().index:
+        origin, device = str(key).rsplit("|", 1)
+        name = f"from {origin}" if origin else "predicted" if device == "simulated" else f"measured on {device}"
+        parts.append((name, table.where(keys == key) if keys.nunique() > 1 else table))
+    return parts

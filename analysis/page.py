@@ -1,0 +1,120 @@
+"""report.html: one self-contained page. Everything from rows is escaped; nothing is fetched, the page forbids it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
+
+import pandas as pd
+
+from analysis import figures, tables
+from analysis.content import Content
+from analysis.findings import reproduce
+from harness.row import BY_NAME
+
+MOST_ROWS = 400
+_POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
+_SECTIONS = (
+    ("findings", "Findings"), ("warnings", "Warnings"), ("figures", "Figures"), ("tables", "Tables"),
+    ("fits", "Fits in words"), ("asked", "What was asked"), ("machine", "Machine and versions"), ("methods", "Methods"),
+    ("rows", "Rows and how to reproduce them"),
+)  # fmt: skip
+
+
+def render(content: Content) -> str:
+    """The whole page as text."""
+    bodies = {
+        "findings": _list(content.findings) or "<p>No finding: no row holds measured values.</p>",
+        "warnings": _list(content.warnings, "warnings") or "<p>None.</p>",
+        "figures": "".join(_figure(f, i) for i, f in enumerate(content.figures))
+        or "<p>No row holds what a figure shows.</p>",
+        "tables": "".join(
+            f"<h3>{escape(name)}</h3>{_table(frame, name)}" for name, _, frame in content.tables if len(frame)
+        ),
+        "fits": f"<pre>{escape(content.fit_text)}</pre>" if content.fit_text else "<p>No curve could be fitted.</p>",
+        "asked": _definitions(content.asked),
+        "machine": _definitions(content.machine) or "<p>Not recorded in the rows.</p>",
+        "methods": f"<p>{escape(content.methods)}</p>",
+        "rows": _rows(content.table.frame),
+    }
+    title = escape(content.title)
+    coverage = "".join(f"<li><strong>{n:,}</strong> {escape(o)}</li>" for o, n in content.coverage.items())
+    links = "".join(f'<li><a href="#{key}">{escape(name)}</a></li>' for key, name in _SECTIONS)
+    sections = "".join(
+        f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{name}</h2>{bodies[key]}</section>'
+        for key, name in _SECTIONS
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{title}</title><style>{_resource('report.css')}</style>"
+        f"<script>{figures.plotly_script() if content.figures else ''}</script></head><body>"
+        f'<a class="skip" href="#findings">Skip to the findings</a><main><h1>{title}</h1>'
+        f'<p class="soft">{escape(content.subtitle)}</p><ul class="counts" aria-label="coverage">{coverage}</ul>'
+        f'<nav aria-label="sections"><ul>{links}</ul></nav>{sections}</main>'
+        f"<script>{_resource('report.js')}</script></body></html>\n"
+    )
+
+
+def _resource(name: str) -> str:
+    return resources.files("analysis").joinpath(name).read_text(encoding="utf-8")
+
+
+def _list(items: Sequence[str], kind: str = "") -> str:
+    if not items:
+        return ""
+    return f'<ul class="{kind}">' + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+
+
+def _definitions(items: Mapping[str, str]) -> str:
+    if not items:
+        return ""
+    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in items.items()) + "</dl>"
+
+
+def _figure(figure: figures.Figure, number: int) -> str:
+    return (
+        f'<figure id="{escape(figure.name)}"><h3>{escape(figure.title)}</h3>'
+        f'<div role="img" aria-label="{escape(figure.title)}">{figures.as_div(figure, number)}</div>'
+        f"<figcaption>{escape(figure.caption)} Data: figures/{escape(figure.name)}.csv</figcaption></figure>"
+    )
+
+
+def _table(frame: pd.DataFrame, name: str) -> str:
+    label = escape(name)
+    number = {str(column): tables.numeric(frame[column]) for column in frame.columns}
+
+    def cells(tag: str, row: Iterable[object]) -> str:
+        kinds = (' class="number"' if number[str(column)] else "" for column in frame.columns)
+        return "".join(f"<{tag}{kind}>{escape(str(v))}</{tag}>" for kind, v in zip(kinds, row, strict=True))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in frame.to_numpy())
+    return (
+        f'<h3>{label}</h3><div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
+        f"<thead><tr>{cells('th', frame.columns)}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _rows(frame: pd.DataFrame) -> str:
+    shown = frame.head(MOST_ROWS)
+    lines = []
+    for _, row in shown.iterrows():
+        speed = "–" if pd.isna(row["tokens_per_s"]) else f"{float(row['tokens_per_s']):,.0f}"
+        memory = "–" if pd.isna(row["peak_reserved_bytes"]) else f"{int(row['peak_reserved_bytes']) / 2**30:,.2f}"
+        what = str(row["outcome"]) + ("" if pd.isna(row["reason"]) else f": {row['reason']}")
+        lines.append(
+            f"<tr><td><code>{escape(str(row['trial_id']))}</code></td><td>{escape(what)}</td>"
+            f'<td class="number">{memory}</td><td class="number">{speed}</td>'
+            f"<td><code>{escape(reproduce(row))}</code></td></tr>"
+        )
+    more = f"<p>{len(frame) - len(shown):,} more rows are in rows.csv.</p>" if len(frame) > len(shown) else ""
+    unit = escape(BY_NAME["tokens_per_s"].unit)
+    return (
+        "<p>A trial runs again with its command; its id stays the same if every setting does.</p>"
+        '<div class="scroll rows" tabindex="0" role="region" aria-label="rows"><table><thead><tr>'
+        "<th>trial</th><th>outcome</th>"
+        f'<th class="number">reserved (GiB)</th><th class="number">{unit}</th><th>command</th></tr></thead>'
+        "<tbody>" + "".join(lines) + f"</tbody></table></div>{more}"
+    )

@@ -1,0 +1,116 @@
+"""Tables for papers and pages: booktabs LaTeX and Markdown, from a frame whose cells are already text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from analysis import words
+from analysis.fit import Fit
+from analysis.frontier import Limit
+from analysis.load import Group
+from analysis.metrics import GIB
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "²": r"\textsuperscript{2}", "·": r"\textperiodcentered{}",
+    "–": "--", "−": "$-$", "µ": r"\textmu{}",
+}  # fmt: skip
+
+
+def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
+    """One line per group: how many rows of each outcome, range of lengths, memory and speed at the longest length."""
+    lines = []
+    for group in groups:
+        frame = group.frame
+        done = frame[(frame["outcome"] == "ok").fillna(False).astype(bool)]
+        line = {"settings": group.label, "ok": str(len(done))}
+        line["oom"] = str(int((frame["outcome"] == "oom").sum()))
+        line["other"] = str(len(frame) - len(done) - int(line["oom"]))
+        longest = done["seq_len"].max()
+        at = done[done["seq_len"] == longest] if len(done) and not pd.isna(longest) else done.iloc[:0]
+        line["longest (tokens)"] = f"{int(longest):,}" if len(at) else "–"
+        for column, name, scale, digits in (
+            ("peak_allocated_bytes", "allocated (GiB)", GIB, 2),
+            ("peak_reserved_bytes", "reserved (GiB)", GIB, 2),
+            ("tokens_per_s", "tokens/s", 1.0, 0),
+        ):
+            value = at[column].median() if len(at) else np.nan
+            line[name] = "–" if pd.isna(value) else f"{float(value) / scale:,.{digits}f}"
+        spread = at["tokens_per_s"].std() / at["tokens_per_s"].mean() if len(at) > 1 else np.nan
+        line["spread of repeats"] = "–" if pd.isna(spread) else f"{100 * float(spread):.1f} %"
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
+    """One line per fitted curve."""
+    lines = []
+    for fit in fits:
+        for key, curve in fit.chosen.model.curves.items():
+            lines.append(
+                {
+                    "quantity": fit.metric.label,
+                    "settings": fit.label,
+                    "model": fit.chosen.model.name,
+                    "curve": words.class_name(fit.chosen, key) + words.equation(curve, fit.metric),
+                    "RMS": fit.metric.show(fit.chosen.rms),
+                    "held out": fit.metric.show(fit.chosen.held_out) if np.isfinite(fit.chosen.held_out) else "–",
+                    "lengths": f"{len(np.unique(fit.points.x)):,}",
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
+    """One line per group, one column per memory size; ° marks a limit beyond the measured range."""
+    lines: dict[str, dict[str, str]] = {}
+    for limit in limits:
+        line = lines.setdefault(limit.label, {"settings": limit.label})
+        text = f"{limit.value:,}" if limit.value is not None else limit.remark
+        line[f"{limit.gib:g} GiB"] = text + "°" * (limit.extrapolated and limit.value is not None)
+    return pd.DataFrame(list(lines.values()))
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """A Markdown table; numbers to the right."""
+    names = [str(name) for name in frame.columns]
+    right = [numeric(frame[name]) for name in frame.columns]
+    rows = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in frame.to_numpy()]
+    lines = [names, ["---:" if r else "---" for r in right], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def latex(frame: pd.DataFrame, caption: str, name: str) -> str:
+    """A booktabs table with caption and label."""
+    columns = "".join("r" if numeric(frame[column]) else "l" for column in frame.columns)
+    body = [" & ".join(_tex(str(cell)) for cell in row) + r" \\" for row in frame.to_numpy()]
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{_tex(caption)}}}",
+            rf"\label{{tab:{name}}}",
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            " & ".join(_tex(str(column)) for column in frame.columns) + r" \\",
+            r"\midrule",
+            *body,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def numeric(column: pd.Series[str]) -> bool:
+    """Whether a column holds numbers, which stand to the right."""
+    cells = [str(cell) for cell in column if str(cell) != "–"]
+    return bool(cells) and all(cell[:1].isdigit() or cell[:1] in "+-−" for cell in cells)
+
+
+def _tex(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)
