@@ -22,7 +22,7 @@ endif
 GRID = -m model=$(MODEL) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep plan status doctor report test lint format bench
+.PHONY: help setup sweep plan status doctor report paper test lint format bench
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ doctor: $(READY)  ## check machine, driver, torch build, disk, foreign GPU proce
 
 report: $(READY)  ## figures and report again: RESULTS=results/SWEEP
 	$(PY) -m analysis report $(RESULTS)
+
+paper: $(READY)  ## PDF figures, LaTeX tables, CSV, methods text: RESULTS=results/SWEEP
+	$(PY) -m analysis paper $(RESULTS)
 
 test: $(READY)  ## run the tests
 	$(PY) -m pytest

@@ -98,7 +98,9 @@ VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 ANALYSIS = {
     "report": "figures, tables and report of a sweep",
     "fit": "fit peak memory or speed against sequence length",
+    "frontier": "the largest length per batch, or batch per length, that fits",
     "compare": "compare two sets of rows",
+    "paper": "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
 }
 
 

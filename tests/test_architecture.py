@@ -44,7 +44,7 @@ def test_imports(path: Path) -> None:
     if package in ("analysis", "runners"):
         assert not found & {"hydra", "hydra_plugins"}
     if package == "analysis":
-        allowed = {"harness.row", "harness.journal", "harness.errors", "harness.gpus"}
+        allowed = {"harness.allocator", "harness.row", "harness.journal", "harness.errors", "harness.gpus"}
         used = {".".join(n.split(".")[:2]) for n in imports(path) if n.startswith("harness.")}
         assert used <= allowed
 
