@@ -13,4 +13,4 @@ def draw(data: Path, out: Path) -> None:
         figure = allocator_timelines(json.loads(data.read_text()))
         figure.write_html(out, include_plotlyjs=True)
     except OSError as error:
-        raise UserError(f"{error.filename or out}: {error.strerror or error}") from None
+        raise UserError(f"cannot write {out}: {error.strerror or error}") from None
