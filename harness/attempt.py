@@ -67,11 +67,13 @@ def environment(conf: str, device: str, base: Mapping[str, str]) -> dict[str, st
     environ = {k: v for k, v in base.items() if k not in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
     if conf:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = conf
-    environ["DS_ACCELERATOR"] = device  # otherwise DeepSpeed's detection initialises CUDA in the template
+    environ["DS_ACCELERATOR"] = (
+        "cuda" if device == "cuda" else "cpu"
+    )  # otherwise DeepSpeed's detection initialises CUDA in the template
     environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a spinning OpenMP team is 80 times slower on a busy machine
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if device == "cpu":
+    if device != "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = ""
     return environ
 

@@ -13,11 +13,15 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Gpu:
-    """One product: `match` must all occur in the device's name, `memory_gib` is the nominal size."""
+    """One product: `match` must all occur in the device's name, `memory_gib` is the nominal size.
+
+    `capability` is the CUDA compute capability.
+    """
 
     name: str
     match: tuple[str, ...]
     memory_gib: int
+    capability: tuple[int, int]
     fp32: float
     tf32: float | None
     half: float | None  # fp16 with fp32 accumulation
@@ -26,23 +30,28 @@ class Gpu:
 
 # Longer names first: the first whose words all occur in the device's name wins.
 GPUS: tuple[Gpu, ...] = (
-    Gpu("b200", ("B200",), 180, 80 * TERA, 1100 * TERA, 2250 * TERA, 2250 * TERA),
-    Gpu("h200-141gb", ("H200",), 141, 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA),
-    Gpu("h100-nvl-94gb", ("H100", "NVL"), 94, 60 * TERA, 417.5 * TERA, 835.5 * TERA, 835.5 * TERA),
-    Gpu("h100-pcie-80gb", ("H100", "PCIe"), 80, 51 * TERA, 378 * TERA, 756 * TERA, 756 * TERA),
-    Gpu("h100-80gb", ("H100",), 80, 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA),
-    Gpu("a100-40gb", ("A100", "40GB"), 40, 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA),
-    Gpu("a100-80gb", ("A100",), 80, 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA),
-    Gpu("l40s-48gb", ("L40S",), 48, 91.6 * TERA, 183 * TERA, 362 * TERA, 362 * TERA),
-    Gpu("l4-24gb", ("L4",), 24, 30.3 * TERA, 60 * TERA, 121 * TERA, 121 * TERA),
-    Gpu("a10-24gb", ("A10",), 24, 31.2 * TERA, 62.5 * TERA, 125 * TERA, 125 * TERA),
-    Gpu("a30-24gb", ("A30",), 24, 10.3 * TERA, 82 * TERA, 165 * TERA, 165 * TERA),
-    Gpu("v100-32gb", ("V100", "32GB"), 32, 15.7 * TERA, None, 125 * TERA, None),
-    Gpu("v100-16gb", ("V100",), 16, 15.7 * TERA, None, 125 * TERA, None),
-    Gpu("t4-16gb", ("T4",), 16, 8.1 * TERA, None, 65 * TERA, None),
-    Gpu("rtx4090-24gb", ("RTX 4090",), 24, 82.6 * TERA, 82.6 * TERA, 165.2 * TERA, 165.2 * TERA),
-    Gpu("rtx3090-24gb", ("RTX 3090",), 24, 35.6 * TERA, 35.6 * TERA, 71 * TERA, 71 * TERA),
+    Gpu("b200", ("B200",), 180, (10, 0), 80 * TERA, 1100 * TERA, 2250 * TERA, 2250 * TERA),
+    Gpu("h200-141gb", ("H200",), 141, (9, 0), 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA),
+    Gpu("h100-nvl-94gb", ("H100", "NVL"), 94, (9, 0), 60 * TERA, 417.5 * TERA, 835.5 * TERA, 835.5 * TERA),
+    Gpu("h100-pcie-80gb", ("H100", "PCIe"), 80, (9, 0), 51 * TERA, 378 * TERA, 756 * TERA, 756 * TERA),
+    Gpu("h100-80gb", ("H100",), 80, (9, 0), 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA),
+    Gpu("a100-40gb", ("A100", "40GB"), 40, (8, 0), 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA),
+    Gpu("a100-80gb", ("A100",), 80, (8, 0), 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA),
+    Gpu("l40s-48gb", ("L40S",), 48, (8, 9), 91.6 * TERA, 183 * TERA, 362 * TERA, 362 * TERA),
+    Gpu("l4-24gb", ("L4",), 24, (8, 9), 30.3 * TERA, 60 * TERA, 121 * TERA, 121 * TERA),
+    Gpu("a10-24gb", ("A10",), 24, (8, 6), 31.2 * TERA, 62.5 * TERA, 125 * TERA, 125 * TERA),
+    Gpu("a30-24gb", ("A30",), 24, (8, 0), 10.3 * TERA, 82 * TERA, 165 * TERA, 165 * TERA),
+    Gpu("v100-32gb", ("V100", "32GB"), 32, (7, 0), 15.7 * TERA, None, 125 * TERA, None),
+    Gpu("v100-16gb", ("V100",), 16, (7, 0), 15.7 * TERA, None, 125 * TERA, None),
+    Gpu("t4-16gb", ("T4",), 16, (7, 5), 8.1 * TERA, None, 65 * TERA, None),
+    Gpu("rtx4090-24gb", ("RTX 4090",), 24, (8, 9), 82.6 * TERA, 82.6 * TERA, 165.2 * TERA, 165.2 * TERA),
+    Gpu("rtx3090-24gb", ("RTX 3090",), 24, (8, 6), 35.6 * TERA, 35.6 * TERA, 71 * TERA, 71 * TERA),
 )
+
+
+def named(name: str | None) -> Gpu:
+    """The product of this name in the table. Raises KeyError for a name that is not there."""
+    return {gpu.name: gpu for gpu in GPUS}[str(name)]
 
 
 def find(device_name: str) -> Gpu | None:

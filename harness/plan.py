@@ -129,6 +129,7 @@ def axes(planned: Planned) -> Row:
         **({k: v for k, v in runner.items() if k in BY_NAME} if isinstance(runner, Mapping) else {}),
         **{name: value.get("name") if isinstance(value, Mapping) else None for name, value in nested.items()},
         "runner": runner.get("name") if isinstance(runner, Mapping) else None,
+        "simulated_gpu": (nested["device"] or {}).get("gpu"),
         "allocator_conf": (nested["allocator"] or {}).get("conf"),
         "parameters": (nested["model"] or {}).get("parameters"),
         "optimizer": None,  # what was asked for is in `trial`; the column says what ran

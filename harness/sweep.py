@@ -53,8 +53,8 @@ def choose_device(overrides: Sequence[str]) -> list[str]:
     if not given or "device=auto" in given:
         cuda = bool(machine.visible_gpus(dict(os.environ))) and "+cpu" not in (machine.version("torch") or "")
         if not cuda:
-            print("no usable CUDA device: measuring on device=cpu", file=sys.stderr)
-        rest.append(f"device={'cuda' if cuda else 'cpu'}")
+            print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
+        rest.append(f"device={'cuda' if cuda else 'simulated'}")
     device = next(o for o in reversed(rest) if o.startswith("device=")).removeprefix("device=")
     return [f"sweep={device}" if o == "sweep=auto" else o for o in rest]
 
@@ -155,7 +155,8 @@ def run_trial(
         row = base | plan.invalid_row(item) | {"started_at": _now(), "isolation": None}
         return journal.append(row)
     trial = item.trial
-    environ = environment(trial.allocator.conf, trial.device.name, os.environ)
+    simulated = trial.device.name == "simulated"  # whose allocator is not torch's: one template serves every setting
+    environ = environment("" if simulated else trial.allocator.conf, trial.device.name, os.environ)
     number = _attempts(folder / "attempts" / item.trial_id)
     for tries in range(settings.retries + 1):
         number += 1
@@ -199,6 +200,9 @@ def _phase(place: Path) -> str | None:
     records = steps(place)
     if not records:
         return "start"
+    if "phase" in records[-1]:  # a simulated run says more
+        step = records[-1].get("at_step")
+        return "load" if step is None else f"step {step}, {records[-1]['phase']}"
     done = [r["step"] for r in records if "step" in r]
     if done:
         return f"step {done[-1] + 1}"
@@ -249,6 +253,9 @@ def _result(row: Row) -> str:
         return str(row["reason"])
     allocated, speed = row.get("peak_allocated_bytes"), row.get("tokens_per_s")
     memory = "memory unknown" if allocated is None else f"{allocated / MIB:,.1f} MiB allocated"
+    if speed is None:
+        reserved = row.get("peak_reserved_bytes")
+        return memory if reserved is None else f"{memory}, {reserved / MIB:,.1f} MiB reserved"
     return f"{memory}, {speed:,.0f} tokens/s"
 
 

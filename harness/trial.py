@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.allocator import config as allocator_config
 from harness.errors import UserError
+from harness.gpus import GPUS
 
 # Raise a runner's number when what it measures changes: old rows then no longer count as finished.
 MEASUREMENT_VERSIONS = {"torch": 1, "trainer": 1, "deepspeed": 1, "custom": 1}
@@ -64,9 +65,10 @@ class RunnerAxis(_Frozen):
 
 
 class DeviceAxis(_Frozen):
-    """Where it runs."""
+    """Where it runs. `gpu` names the card whose memory and generation are simulated (harness/gpus.py)."""
 
-    name: Literal["cuda", "cpu"]
+    name: Literal["cuda", "cpu", "simulated"]
+    gpu: str | None = None
 
 
 class ProtocolAxis(_Frozen):
@@ -111,7 +113,12 @@ class Trial(_Frozen):
         return self.micro_batch * self.grad_accum * self.runner.world_size
 
     def steps(self) -> int:
-        """All steps of an attempt: warm-up, probe, measured, the one whose FLOPs are counted, the recorded one."""
+        """All steps of an attempt: warm-up, probe, measured, the one whose FLOPs are counted, the recorded one.
+
+        A simulated run has the first step, which creates the optimizer's state, and two more.
+        """
+        if self.device.name == "simulated":
+            return 3
         return self.protocol.warmup_steps + 1 + self.protocol.measured_steps + 1 + self.record
 
     def label(self) -> str:
@@ -192,6 +199,10 @@ def _positions(trial: Trial) -> str | None:
 
 
 def _device(trial: Trial) -> str | None:
+    if trial.device.name == "simulated":
+        return _simulated(trial)
+    if trial.device.gpu is not None:
+        return f"device.gpu belongs to device=simulated, not {trial.device.name}"
     if trial.device.name == "cuda":
         return None
     if trial.allocator.conf:
@@ -206,6 +217,28 @@ def _device(trial: Trial) -> str | None:
         return "attention flash_attention_2 needs CUDA; on device=cpu use sdpa"
     if trial.optimizer == "adamw_fused" and trial.runner.name == "deepspeed":
         return "optimizer adamw_fused with deepspeed needs CUDA; on device=cpu use adamw"
+    return None
+
+
+def _simulated(trial: Trial) -> str | None:
+    if trial.device.gpu not in {gpu.name for gpu in GPUS}:
+        names = ", ".join(sorted(gpu.name for gpu in GPUS))
+        return f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of {names}"
+    if allocator_config.parse(trial.allocator.conf).backend != "native":
+        return (
+            f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
+            "simulated; measure it on device=cuda"
+        )
+    if trial.runner.name == "deepspeed":
+        return (
+            "runner=deepspeed cannot be simulated yet; use runner=torch, trainer or custom, or measure on device=cuda"
+        )
+    if trial.runner.name == "trainer" and trial.precision == "fp16":
+        return "runner=trainer in fp16 cannot be simulated yet; use precision=bf16, or runner=torch"
+    if trial.attention == "flash_attention_2":
+        return "attention flash_attention_2 cannot be simulated; sdpa runs the same flash kernel in half precision"
+    if trial.weights == "pretrained":
+        return "weights=pretrained cannot be simulated, and would not change memory; use weights=random"
     return None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.trial import InvalidTrial, Trial
@@ -108,7 +109,12 @@ def vocabulary(trial: Trial) -> int:
 
 
 def data(trial: Trial) -> Data:
-    """Synthetic or text samples, on the host."""
+    """Synthetic or text samples, on the host: real ones also where everything else is traced on fake tensors."""
+    with _disable_current_modes():
+        return _samples(trial)
+
+
+def _samples(trial: Trial) -> Data:
     if trial.data == "synthetic":
         generator = torch.Generator().manual_seed(trial.seed)
         ids = torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)

@@ -12,7 +12,7 @@ import torch
 from harness import machine
 from harness.allocator import config as allocator_config
 from harness.trial import InvalidTrial, Trial
-from runners import build
+from runners import build, simulated
 from runners.measure import Meter
 
 RUNNERS = {
@@ -28,13 +28,16 @@ class AllocatorMismatch(RuntimeError):
 
 
 def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
-    """Train and measure; the columns on rank 0, None on the others. Raises what training raises."""
+    """Train and measure, or predict; the columns on rank 0, None on the others. Raises what training raises."""
+    runner = importlib.import_module(RUNNERS[trial.runner.name])
+    if trial.device.name == "simulated":
+        return simulated.run(trial, folder, runner)
     rank = int(os.environ.get("RANK", "0"))
     device = _device(trial)
     build.prepare(trial)
     meter = Meter(trial, folder, device, rank)
     effective = effective_allocator(trial) if device.type == "cuda" else None
-    details: dict[str, Any] = importlib.import_module(RUNNERS[trial.runner.name]).run(trial, device, meter, folder)
+    details: dict[str, Any] = runner.run(trial, device, meter, folder)
     columns = meter.columns() | details
     columns |= {
         "allocator_conf_effective": effective,

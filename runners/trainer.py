@@ -86,14 +86,16 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
         "gradient_checkpointing": trial.gradient_checkpointing,
         "bf16": trial.precision == "bf16",
         "fp16": trial.precision == "fp16",
-        "tf32": trial.precision == "tf32" or None,
-        "use_cpu": trial.device.name == "cpu",
+        "tf32": (trial.precision == "tf32" and trial.device.name == "cuda") or None,
+        "use_cpu": trial.device.name != "cuda",
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
         "dataloader_pin_memory": trial.device.name == "cuda",
         "seed": trial.seed,
     }
+    if trial.device.name == "simulated":
+        chosen["logging_nan_inf_filter"] = False  # it asks for the loss's value in every step
     if trial.gradient_checkpointing:
         chosen["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if trial.optimizer != "default":

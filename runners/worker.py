@@ -40,7 +40,7 @@ MODEL_MODULES = ("llama", "qwen2", "gpt2")
 def preload(runner: str) -> None:
     """Import what the runner will need; a module that this installation lacks is left to the trial to miss."""
     models = tuple(f"transformers.models.{name}.modeling_{name}" for name in MODEL_MODULES)
-    for name in (*PRELOAD[runner], *models, "torch.utils.flop_counter"):
+    for name in (*PRELOAD[runner], *models, "torch.utils.flop_counter", "runners.run"):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -169,7 +169,7 @@ def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, caps
     assert sweep.choose_device(["sweep=auto", "device=auto"]) == ["sweep=cuda", "device=cuda"]
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
-    assert sweep.choose_device(["sweep=auto"]) == ["sweep=cpu", "device=cpu"]
+    assert sweep.choose_device(["sweep=auto"]) == ["sweep=simulated", "device=simulated"]
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert sweep.choose_device(["device=cuda", "sweep=auto"]) == ["device=cuda", "sweep=cuda"]
     assert capsys.readouterr().err == ""

@@ -1,0 +1,262 @@
+"""CUDA's behaviour on fake CPU tensors: which operators run, in which dtype, on a card of a given generation.
+
+A CPU build of torch casts, attends, drops out and steps its optimizers in another way than CUDA does, and each of
+these changes memory. `behave` puts CUDA's ways in place while a step is traced, for any model, without a compiler:
+
+- autocast: CUDA's policy with its cast cache (aten/src/ATen/autocast_mode.cpp) on the CPU's dispatch key;
+- scaled_dot_product_attention: the flash or memory-efficient kernel that the card would pick (sdp_utils.cpp);
+- dropout and rms_norm: the fused kernels, which keep a byte mask and the reciprocal norms;
+- optimizers and gradient clipping: the foreach path, which is the default on CUDA;
+- GradScaler steps without looking at its found-inf flag, whose value does not exist;
+- `torch.autocast("cuda")` and `torch.cuda.synchronize()` do not ask for a device.
+
+Not covered: devices that a program names "cuda" (trace.py sees those), the allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+Capability = tuple[int, int]
+Kernels = Iterable[tuple[str, Callable[..., Any]]]
+
+# CUDA's autocast policy by operator; every other operator with a CUDA autocast kernel runs in fp32.
+# fmt: off
+LOWER = frozenset((
+    "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "cudnn_convolution",
+    "cudnn_convolution_transpose", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
+    "linalg_vecdot", "linalg_multi_dot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul",
+    "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+))
+PROMOTE = frozenset((
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add", "vdot",
+))
+FP32_OUTPUT = frozenset((
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+))
+# fmt: on
+
+
+@contextlib.contextmanager
+def behave(capability: Capability) -> Iterator[None]:
+    """CUDA's behaviour on a card of this compute capability, for CPU tensors, until the context is left."""
+    casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    library = torch.library.Library("aten", "IMPL")
+    changed: list[tuple[Any, str, Any]] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are overridden is the purpose
+            for key, kernels in (("AutocastCPU", _autocast(casts)), ("AutogradCPU", _fused(capability))):
+                for name, kernel in kernels:
+                    library.impl(name, kernel, key)
+        for owner, name, value in _replacements(casts):
+            changed.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(changed):
+            setattr(owner, name, value)
+        library._destroy()
+
+
+def _registered(key: str) -> set[str]:
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+def _autocast(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Kernels:
+    """CUDA's autocast kernels; operators that only the CPU casts fall through. `casts` holds the cast weights."""
+    cuda = _registered("AutocastCUDA")
+    for name in sorted(cuda):
+        yield name, _autocast_kernel(name, casts)
+    for name in sorted(_registered("AutocastCPU") - cuda):
+        yield name, torch.library.fallthrough_kernel
+
+
+def _autocast_kernel(name: str, casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    places = [argument.name for argument in operator._schema.arguments]
+    at = places.index("dtype") if name in FP32_OUTPUT and "dtype" in places else None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        lower = torch.get_autocast_dtype("cpu")
+        if at is not None and _castable(args[0]):
+            if len(args) > at:
+                args = (*args[:at], args[at] or torch.float32, *args[at + 1 :])
+            elif kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+        elif name in LOWER:
+            args, kwargs = tree_map(lambda x: cast(x, lower), (args, kwargs))
+        elif name in PROMOTE:
+            dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if _castable(x)}
+            widest = torch.float32 if torch.float32 in dtypes else lower
+            args, kwargs = tree_map(lambda x: cast(x, widest), (args, kwargs))
+        elif at is None:
+            args, kwargs = tree_map(lambda x: cast(x, torch.float32), (args, kwargs))
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return operator(*args, **kwargs)
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        if not _castable(value) or value.dtype is dtype:
+            return value
+        weight = dtype is not torch.float32 and value.dtype is torch.float32 and value.requires_grad and value.is_leaf
+        if not (weight and torch.is_autocast_cache_enabled()) or value._is_view():
+            return value.to(dtype)
+        if id(value) not in casts:
+            casts[id(value)] = (value, value.to(dtype))
+        return casts[id(value)][1]
+
+    return kernel
+
+
+def _castable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _fused(capability: Capability) -> Kernels:
+    """Composite operators that CUDA serves with one kernel."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        return _attention(capability, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if p == 0 or not train or input.numel() == 0:
+            return input
+        if p == 1:
+            return input * torch.zeros((), dtype=input.dtype)
+        dropped: torch.Tensor = aten.native_dropout(input, p, train)[0]
+        return dropped
+
+    yield "scaled_dot_product_attention", attention
+    yield "dropout", dropout
+    if hasattr(aten, "_fused_rms_norm"):  # since torch 2.9
+
+        def rms_norm(
+            input: torch.Tensor,
+            normalized_shape: list[int],
+            weight: torch.Tensor | None = None,
+            eps: float | None = None,
+        ) -> torch.Tensor:
+            normed: torch.Tensor = aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+            return normed
+
+        yield "rms_norm", rms_norm
+
+
+def _attention(
+    capability: Capability,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> torch.Tensor:
+    """What `scaled_dot_product_attention` runs on the card: flash, memory-efficient, or the plain formula.
+
+    Flash needs fp16 or bf16, no mask, heads of at most 256 and compute capability 8.0 (check_flash_*); the
+    memory-efficient kernel takes fp32 and masks, but no grouped heads, and bf16 only from 8.0.
+    """
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    width = query.size(-1)
+    same = query.dtype == key.dtype == value.dtype and width == value.size(-1)
+    modern = capability >= (8, 0)
+    four = query.dim() == key.dim() == value.dim() == 4
+    if four and same and half and modern and mask is None and width <= 256:
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        padded = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value))
+        out: torch.Tensor = aten._scaled_dot_product_flash_attention(*padded, dropout, causal, scale=scale)[0]
+        return out[..., :width] if width % 8 else out
+    aligned = width % (16 // query.element_size() if modern else 4) == 0
+    known = query.dtype is torch.float32 or (half and (modern or query.dtype is torch.float16))
+    learned = mask is not None and mask.requires_grad
+    if four and same and known and aligned and not gqa and not learned:
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        bias = None if mask is None else _bias(mask, query, key)
+        efficient: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, grad, dropout, causal, scale=scale
+        )[0]
+        return efficient
+    plain: torch.Tensor = aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa
+    )[0]
+    return plain
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 16 elements (pad_bias)."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    columns = mask.size(-1)
+    if columns > 1 and columns % 16:
+        mask = F.pad(mask, (0, -columns % 16))[..., :columns]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[Any, str, Any]]:
+    """Attributes of torch's (and transformers') Python code that ask for a CUDA device: owner, name, stand-in."""
+    autocast = torch.amp.autocast_mode.autocast
+    enter = autocast.__init__
+    clear = torch.clear_autocast_cache
+
+    def autocast_on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        dtype = torch.float16 if dtype is None and device_type == "cuda" else dtype
+        enter(self, "cpu" if device_type == "cuda" else device_type, dtype, *args, **kwargs)
+
+    def clear_casts() -> None:
+        casts.clear()
+        clear()
+
+    def step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    def swap(old: torch.Tensor, new: torch.Tensor) -> None:
+        """`Module.to` swaps fake parameters, and torch's own function refuses where fake mode watches them."""
+        old.data = new.data
+
+    def devices() -> list[str]:
+        return ["cpu", "cuda"]
+
+    yield autocast, "__init__", autocast_on_cpu
+    yield torch, "clear_autocast_cache", clear_casts
+    yield torch.utils, "swap_tensors", swap
+    yield torch.amp.GradScaler, "_maybe_opt_step", step
+    for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
+        yield owner, "_get_foreach_kernels_supported_devices", devices
+        yield owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor]
+    for name in ("_lazy_init", "synchronize", "reset_peak_memory_stats"):
+        yield torch.cuda, name, lambda *args, **kwargs: None
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
+        # it asks for the values of the positions; our samples are never packed
+        yield masks, "find_packed_sequence_indices", lambda position_ids: None

@@ -1,0 +1,185 @@
+"""device=simulated: the trial's own runner, traced on fake tensors, and the trace replayed through the allocator.
+
+The trace depends on neither the allocator's setting nor the size of the card's memory, so it is kept in the sweep's
+folder, under a hash of what it does depend on, and serves every trial that shares it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from harness import machine
+from harness.allocator import config as allocator_config
+from harness.attempt import STEPS
+from harness.gpus import Gpu, named
+from harness.trial import InvalidTrial, Trial
+from runners import build
+from runners.cuda_like import behave
+from runners.measure import Meter, backward_boundaries, plateau
+from runners.predict import Prediction, replay
+from runners.trace import Mark, Trace, Tracer
+
+FORMAT = 1  # of a kept trace; raise it when traces change
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class SimulatedOutOfMemoryError(RuntimeError):
+    """The step does not fit into the named card's memory."""
+
+
+class TraceMeter(Meter):
+    """Takes a runner's calls as Meter does, and marks phases in the trace instead of measuring."""
+
+    def __init__(self, trial: Trial, tracer: Tracer) -> None:
+        # deliberately nothing of Meter's: no device, no clock, no counters
+        self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
+
+    def built(self) -> None:
+        self.tracer.built()
+
+    def step_begin(self) -> None:
+        self.tracer.in_step = True
+
+    def step_end(self, loss: torch.Tensor | None = None) -> None:
+        self.mark("optimizer")
+        self.tracer.in_step = False
+        self.index += 1
+
+    def mark(self, phase: Any) -> None:
+        """A phase of the current step ends here."""
+        self.tracer.mark(self.index, phase)
+
+
+def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
+    """Predict the trial's memory; the row's columns.
+
+    Raises SimulatedOutOfMemoryError when it would not fit, InvalidTrial for a step that cannot be traced.
+    """
+    card = named(trial.device.gpu)
+    config = allocator_config.parse(trial.allocator.conf)
+    trace, details = _trace_kept(trial, card, folder, runner)
+    limit = card.memory_gib * GIB
+    predicted = replay(trace, config, limit)
+    _record(folder, predicted)
+    if predicted.failed is not None:
+        raise SimulatedOutOfMemoryError(_refused(predicted, card, replay(trace, config, None)))
+    return columns(predicted) | details | {
+        "gpu_name": card.name,
+        "device_total_bytes": limit,
+        "allocator_conf_effective": config.render(),
+        "torch_version": torch.__version__,
+        "cpu_threads": torch.get_num_threads(),
+        "steps_s": 0.0,
+    }  # fmt: skip
+
+
+def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
+    """Trace the runner's steps; the trace and the columns about what was built. Raises InvalidTrial if it cannot be."""
+    tracer = Tracer(card.capability)
+    meter = TraceMeter(trial, tracer)
+    build.prepare(trial)
+    try:
+        with (
+            behave(card.capability),
+            backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
+            tracer.record(),
+        ):
+            details: dict[str, Any] = runner.run(trial, torch.device("cpu"), meter, folder)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InvalidTrial(
+            f"cannot be simulated: the step asks for a tensor's value ({error.func}), which exists only on a GPU; take "
+            ".item(), boolean tests of tensors and masks by value out of the step, or measure on device=cuda"
+        ) from error
+    except (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError) as error:
+        first = str(getattr(error, "func", None) or error).strip().splitlines()[0]
+        raise InvalidTrial(
+            f"cannot be simulated: no fake implementation of {first}; register one with torch.library.register_fake, "
+            "or measure on device=cuda"
+        ) from error
+    return tracer.trace, details
+
+
+def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
+    kept = folder.parents[2] / "traces" / f"{trace_key(trial, card)}.json"
+    if kept.is_file():
+        stored = json.loads(kept.read_text())
+        stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
+        return Trace(**stored["trace"]), stored["details"]
+    trace, details = trace_trial(trial, card, folder, runner)
+    kept.parent.mkdir(exist_ok=True)
+    aside = kept.with_suffix(f".{os.getpid()}")
+    values = asdict(trace) | {"marks": [list(asdict(mark).values()) for mark in trace.marks]}
+    aside.write_text(json.dumps({"trace": values, "details": details}))
+    aside.rename(kept)
+    return trace, details
+
+
+def trace_key(trial: Trial, card: Gpu) -> str:
+    """Names what a trace depends on: all of a trial that can change it, the card's generation, versions."""
+    axes = trial.model_dump(mode="json", exclude={"allocator", "protocol", "repeat", "device"})
+    versions = [machine.version(package) for package in ("torch", "transformers", "accelerate")]
+    text = json.dumps([FORMAT, axes, card.capability, versions], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def columns(predicted: Prediction) -> dict[str, Any]:
+    """The row's memory columns; the phases are those of the last traced step."""
+    steady = [(mark, peaks) for mark, peaks in predicted.phases if mark.step]
+    last = max((mark.step or 0 for mark, _ in steady), default=0)
+
+    def most(phase: str, counter: str, step: int | None) -> int | None:
+        found = [p[counter] for mark, p in predicted.phases if mark.phase == phase and mark.step == step]
+        return max(found, default=None)
+
+    steps = sorted({mark.step for mark, _ in steady if mark.step})
+    by_step = {c: [max(p[c] for mark, p in steady if mark.step == s) for s in steps] for c in ("allocated", "reserved")}
+    return {
+        "memory_source": "simulator",
+        **{f"peak_{c}_bytes": predicted.peak[c] for c in ("allocated", "active", "requested", "reserved")},
+        "inactive_split_peak_bytes": predicted.peak["inactive_split"],
+        "reserved_unallocated_bytes": predicted.final.reserved - predicted.final.allocated,
+        **{f"peak_{name}_bytes": size for name, size in predicted.breakdown.items()},
+        **{f"load_peak_{c}_bytes": most("load", c, None) for c in ("allocated", "reserved")},
+        **{
+            f"{phase}_peak_{c}_bytes": most(phase, c, last)
+            for phase in ("forward", "backward", "optimizer")
+            for c in ("allocated", "reserved")
+        },
+        **{f"step_peak_{c}_bytes": values for c, values in by_step.items()},
+        "rank_peak_allocated_bytes": [predicted.peak["allocated"]],
+        "rank_peak_reserved_bytes": [predicted.peak["reserved"]],
+        "plateau": plateau(list(by_step["reserved"])),
+        "alloc_retries": predicted.final.num_alloc_retries,
+        "alloc_ooms": predicted.final.num_ooms,
+    }
+
+
+def _refused(predicted: Prediction, card: Gpu, without_limit: Prediction) -> str:
+    assert predicted.failed is not None and predicted.failed_request is not None
+    step, phase = predicted.failed.step, predicted.failed.phase
+    where = "while loading" if step is None else f"in the {phase} phase of step {step}"
+    return (
+        f"{card.name} ({card.memory_gib} GiB) is too small: a request of {predicted.failed_request / MIB:,.1f} MiB "
+        f"fails {where}; without a limit the run would reserve {without_limit.peak['reserved'] / GIB:,.2f} GiB"
+    )
+
+
+def _record(folder: Path, predicted: Prediction) -> None:
+    """The phases of the replay, as a worker leaves its steps: the last one is where memory ran out."""
+    lines = [json.dumps({"phase": m.phase, "at_step": m.step, "peaks": peaks}) for m, peaks in predicted.phases]
+    (folder / STEPS).write_text("".join(f"{line}\n" for line in lines))

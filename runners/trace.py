@@ -1,0 +1,194 @@
+"""The ordered stream of allocations and frees of a training run on a GPU that is not there.
+
+`Tracer` is a dispatch mode over FakeTensorMode: it notes each storage when an operator first returns it and again when
+it dies, as CUDA's caching allocator would be asked. Every fake tensor stands for one in GPU memory; host memory is
+what real tensors hold, and they stay outside: one-element constants (`torch.tensor(0.0)`, the optimizer's step
+counters) are computed with for real, larger ones become fake, "copied to the GPU", in the first operator that sees
+them. All sizes are in bytes.
+
+Not covered: CUDA's choice of operators (cuda_like.py), replaying the stream (predict.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runners.cuda_like import Capability
+
+Phase = Literal["load", "forward", "backward", "optimizer"]
+CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporaries", "workspaces")
+MATMULS = {
+    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")
+}
+KIB = 1 << 10
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The end of a phase: events before `end` and after the mark before belong to it. `step` is None while loading."""
+
+    end: int
+    step: int | None
+    phase: Phase
+
+
+@dataclass
+class Trace:
+    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
+
+    sizes: list[int] = field(default_factory=list)
+    categories: list[str] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+
+def cublas_workspace(capability: Capability) -> int:
+    """Bytes that torch allocates for each cuBLAS handle and stream (at::cuda::getChosenWorkspaceSize)."""
+    return 4096 * KIB * 8 if capability[0] == 9 else 4096 * KIB * 2 + 16 * KIB * 8
+
+
+class Tracer(TorchDispatchMode):
+    """Records storages from entry to exit; `record` is a context manager that enters all that is needed."""
+
+    def __init__(self, capability: Capability) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.in_step = False
+        self._workspace = cublas_workspace(capability)
+        self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
+        self._numbers: dict[int, int] = {}  # storage's address to its number, while it lives
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
+        self._parameters: list[torch.Tensor] = []
+        self._closed = False
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """Trace everything that runs inside."""
+        hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), self:
+                yield
+        finally:
+            hook.remove()
+            self._closed = True
+            self.trace.categories = self._categories()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and device.type == "cuda":
+            kwargs["device"] = CPU
+        if func in MATMULS:
+            self._handle()
+        tensors = list(_tensors((*args, *kwargs.values())))
+        if tensors and all(not isinstance(t, FakeTensor) and t.numel() <= 1 for t in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default and not self.in_step:
+            return 0  # the Trainer's own bookkeeping after training
+        out = func(*args, **kwargs)
+        for tensor in _tensors((out,)):
+            self._track(tensor)
+        return out
+
+    def built(self) -> None:
+        """Model and optimizer exist: what is alive now is the model."""
+        self._known["buffers"] = set(self._numbers.values())
+        # type() first: a lazy module's __class__ may import on being asked
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
+        self._known["parameters"] = {n for p in self._parameters if (n := self._number(p)) is not None}
+        self.mark(None, "load")
+
+    def mark(self, step: int | None, phase: Phase) -> None:
+        """A phase ends here."""
+        if phase == "backward":
+            grads = (p.grad for p in self._parameters)
+            self._known["gradients"] |= {n for g in grads if g is not None and (n := self._number(g)) is not None}
+        self.trace.marks.append(Mark(len(self.trace.events), step, phase))
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            for tensor in _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)):
+                number = self._number(tensor)
+                if number is not None:
+                    self._known["optimizer_state"].add(number)
+
+    def _handle(self) -> None:
+        """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good."""
+        backward = torch._C._current_graph_task_id() != -1
+        if backward not in self._threads:
+            self._threads.add(backward)
+            self._known["workspaces"].add(self._allocate(self._workspace))
+
+    def _number(self, tensor: torch.Tensor) -> int | None:
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return None
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._numbers:
+            return
+        size = storage.nbytes()
+        if size == 0:
+            return
+        self._numbers[key] = self._allocate(size)
+        self._references[key] = weakref.ref(storage, functools.partial(self._release, key))
+
+    def _allocate(self, size: int) -> int:
+        number = len(self.trace.sizes)
+        self.trace.sizes.append(size)
+        self.trace.events.append(number + 1)
+        return number
+
+    def _release(self, key: int, _reference: Any) -> None:
+        number = self._numbers.pop(key)
+        del self._references[key]
+        if not self._closed:
+            self.trace.events.append(-(number + 1))
+
+    def _categories(self) -> list[str]:
+        """What each storage was for. An activation is made in a forward phase and outlives it."""
+        trace = self.trace
+        categories = ["temporaries"] * len(trace.sizes)
+        made: dict[int, Mark] = {}
+        start = 0
+        for mark in trace.marks:
+            for event in trace.events[start : mark.end]:
+                if event > 0:
+                    made[event - 1] = mark
+                else:
+                    made.pop(-event - 1)
+            for number, origin in made.items():
+                if origin is mark and mark.phase == "forward":
+                    categories[number] = "activations"
+            start = mark.end
+        for name in ("buffers", "optimizer_state", "gradients", "parameters", "workspaces"):
+            for number in self._known[name]:
+                categories[number] = name
+        return categories
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
