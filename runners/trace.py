@@ -31,6 +31,13 @@ CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activati
 MATMULS = {
     getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")
 }
+ZEROS = {getattr(torch.ops.aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
+# Autograd's formulas fill fresh zeros in place on a GPU, and out of place where they meet a fake tensor.
+IN_PLACE = {
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+}
 KIB = 1 << 10
 CPU = torch.device("cpu")
 
@@ -72,6 +79,7 @@ class Tracer(TorchDispatchMode):
         self._references: dict[int, weakref.ref[Any]] = {}
         self._known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
         self._parameters: list[torch.Tensor] = []
+        self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
         self._closed = False
 
     @contextlib.contextmanager
@@ -93,6 +101,8 @@ class Tracer(TorchDispatchMode):
             kwargs["device"] = CPU
         if func in MATMULS:
             self._handle()
+        if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
+            func = IN_PLACE[func]
         tensors = list(_tensors((*args, *kwargs.values())))
         if tensors and all(not isinstance(t, FakeTensor) and t.numel() <= 1 for t in tensors):
             with unset_fake_temporarily():
@@ -102,6 +112,7 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
             self._track(tensor)
+        self._zeros = weakref.ref(out) if func in ZEROS else None
         return out
 
     def built(self) -> None:
@@ -129,7 +140,7 @@ class Tracer(TorchDispatchMode):
 
     def _handle(self) -> None:
         """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good."""
-        backward = torch._C._current_graph_task_id() != -1
+        backward = _in_backward()
         if backward not in self._threads:
             self._threads.add(backward)
             self._known["workspaces"].add(self._allocate(self._workspace))
@@ -184,6 +195,10 @@ class Tracer(TorchDispatchMode):
             for number in self._known[name]:
                 categories[number] = name
         return categories
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
