@@ -42,10 +42,12 @@ def _status(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0
-    table = Table("sweep", "state", "done", "total", "ok", "oom", "invalid", "failed", "last row", "unreadable")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("sweep", "state", "done", "total", "ok", "oom", "invalid", "failed", "unreadable", "last row"):
+        table.add_column(heading, no_wrap=heading != "sweep", overflow="fold")
     for one in found:
-        cells = (one.folder, one.state, one.done, one.total, one.ok, one.oom, one.invalid, one.failed, one.last_row_at)
-        table.add_row(*("" if cell is None else str(cell) for cell in cells), str(one.unreadable))
+        counts = (one.done, one.total, one.ok, one.oom, one.invalid, one.failed, one.unreadable, one.last_row_at)
+        table.add_row(Path(one.folder).name, one.state, *("" if cell is None else str(cell) for cell in counts))
     Console().print(table)
     return 0
 
