@@ -42,13 +42,14 @@ def _status(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("sweep", "state", "done", "total", "ok", "oom", "invalid", "failed", "unreadable", "last row"):
-        table.add_column(heading, no_wrap=heading != "sweep", overflow="fold")
     for one in found:
-        counts = (one.done, one.total, one.ok, one.oom, one.invalid, one.failed, one.unreadable, one.last_row_at)
-        table.add_row(Path(one.folder).name, one.state, *("" if cell is None else str(cell) for cell in counts))
-    Console().print(table)
+        parts = [
+            f"{n} {name}" for name in ("ok", "oom", "invalid", "failed", "unreadable") if (n := getattr(one, name))
+        ]
+        total = "?" if one.total is None else one.total
+        print(f"{one.folder}  {one.state}  {one.done}/{total}: {', '.join(parts) or 'no rows yet'}")
+        if one.last_row_at:
+            print(f"  last attempt began {one.last_row_at}")
     return 0
 
 
