@@ -7,7 +7,7 @@ superseded or had the wrong type is counted and said in `warnings`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,9 @@ class Table:
     source: str
     warnings: tuple[str, ...] = ()
 
-    @property
-    def ok(self) -> pd.DataFrame:
-        """The rows that finished and measured something."""
-        return self.frame[self.frame["outcome"] == "ok"]
+    def ok(self, *columns: str) -> pd.DataFrame:
+        """These columns of the rows that finished and measured something, with their trial ids."""
+        return _ok(self.frame[[*columns, "trial_id"]], self.frame["outcome"])
 
     def where(self, mask: pd.Series[bool]) -> Table:
         """The same table with fewer rows."""
@@ -59,10 +58,24 @@ class Table:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of equal settings. `settings` holds only what distinguishes the groups of its table."""
+    """Rows of equal settings, as positions in their table. `settings` holds only what distinguishes the groups."""
 
     settings: Mapping[str, Any]
-    frame: pd.DataFrame = field(repr=False)
+    source: pd.DataFrame = field(repr=False)
+    rows: np.ndarray[Any, np.dtype[np.int64]] = field(repr=False)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """All columns of the rows: a copy, made anew at each call."""
+        return self.source.iloc[self.rows]
+
+    def take(self, *columns: str) -> pd.DataFrame:
+        """Some columns of the rows."""
+        return self.source[list(columns)].iloc[self.rows]
+
+    def ok(self, *columns: str, also: Sequence[str] = ()) -> pd.DataFrame:
+        """The rows that finished and have a value in each of `columns`; with trial ids and the columns of `also`."""
+        return _ok(self.take(*columns, *also, "trial_id"), self.take("outcome")["outcome"]).dropna(subset=list(columns))
 
     @property
     def label(self) -> str:
@@ -263,6 +276,10 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return frame.reset_index(drop=True), notes
 
 
+def _ok(frame: pd.DataFrame, outcome: pd.Series[Any]) -> pd.DataFrame:
+    return frame[outcome.eq("ok").fillna(False).to_numpy(bool)]
+
+
 def groups(table: Table, x: str = "seq_len") -> list[Group]:
     """Rows of equal settings, everything but `x`, seed and repeat; largest group first.
 
@@ -282,15 +299,14 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
             alone = by.transform("nunique") == 1
             filled[name] = filled[name].where(filled[name].notna() | ~alone, by.transform("first"))
     codes, keys = _split(filled, codes, keys, list(FOUND))
-    values = frame.assign(**{name: filled[name] for name in FOUND})
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     found = []
     for rows in np.split(order, starts[1:]):
-        first = values.iloc[rows[0]]
-        settings = {key: None if pd.isna(first[key]) else first[key] for key in keys}
-        found.append(Group(settings, frame.iloc[rows]))
-    return sorted(found, key=lambda group: -len(group.frame))
+        first = {key: (filled if key in FOUND else frame)[key].iloc[rows[0]] for key in keys}
+        settings = {key: None if pd.isna(value) else value for key, value in first.items()}
+        found.append(Group(settings, frame, rows))
+    return sorted(found, key=lambda group: -len(group.rows))
 
 
 def _split(
