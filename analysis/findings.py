@@ -96,7 +96,7 @@ def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
     return found
 
 
-def _side(group: Group, source: str, most: int = 40) -> Table:
+def _side(group: Group, source: str, most: int = 16) -> Table:
     """The group as a table, with evenly spaced lengths if it has many: enough for one sentence."""
     lengths = group.take("seq_len")["seq_len"]
     different = np.sort(lengths.dropna().unique().astype(int))
@@ -167,8 +167,8 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         ("throttle_reasons", "were throttled"),
         ("foreign_processes", "shared the device with others"),
     ):
-        hit = frame[column].map(lambda v: isinstance(v, list) and len(v) > 0).astype(bool)
-        if frame[column].notna().any() and hit.any():
+        hit = frame[column].list.len().fillna(0).astype(int) > 0
+        if hit.any():
             found.append(f"{_rows(int(hit.sum()))} {what}: {_ids(frame[hit])}")
     contended = table.frame[table.frame["outcome"].eq("contended").fillna(False)]
     if len(contended):
