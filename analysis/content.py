@@ -12,7 +12,8 @@ from analysis.frontier import Limit, frontier
 from analysis.load import Table, groups
 from analysis.what_if import what_if_tables
 
-FITTED = 24  # groups; fits of more would take longer than anyone waits at the end of a sweep
+FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
+LENGTHS = 12_000  # over all fitted groups, for the same reason
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ def collect(table: Table) -> Content:
     for name, part in worlds:
         own = groups(part)
         all_groups += own
-        own_fits, own_notes = fit_table(part, limit=FITTED, found=own)
-        own_limits = frontier(part, fits=own_fits, found=own)
+        most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
+        own_fits, own_notes = fit_table(part, limit=most, found=own)
+        own_limits = frontier(part, fits=own_fits, found=own, most=most)
         plots = [*figures.of_fits(own_fits, own), *figures_rows.of_rows(own, own_limits)]
         drawn += [figures.renamed(f, name) for f in plots] if len(worlds) > 1 else plots
         found += findings.findings(part, own, own_fits)

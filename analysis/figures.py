@@ -66,7 +66,7 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
         return [key for key, value in group.settings.items() if value != base.settings.get(key)]
 
     near = [g for g in groups[1:] if len(differs(g)) == 1]
-    near.sort(key=lambda g: (differs(g)[0] not in prefer, -len(g.frame)))
+    near.sort(key=lambda g: (differs(g)[0] not in prefer, -len(g.rows)))
     shown = [base, *near[: MOST - 1]]
     return (
         shown,
@@ -138,7 +138,7 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     data, ends, reach = [], [], [0.0]
     for number, group in enumerate(shown):
         fit = having[group.label]
-        rows = group.frame.dropna(subset=["tokens_per_s", "seq_len"]).sort_values("seq_len")
+        rows = group.ok("tokens_per_s", "seq_len").sort_values("seq_len")
         x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
         at = thin(x, y)
         ids = rows["trial_id"].astype(str).to_numpy()[at]

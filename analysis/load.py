@@ -7,7 +7,7 @@ superseded or had the wrong type is counted and said in `warnings`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,9 @@ class Table:
     source: str
     warnings: tuple[str, ...] = ()
 
-    @property
-    def ok(self) -> pd.DataFrame:
-        """The rows that finished and measured something."""
-        return self.frame[self.frame["outcome"] == "ok"]
+    def ok(self, *columns: str) -> pd.DataFrame:
+        """These columns of the rows that finished and measured something, with their trial ids."""
+        return _ok(self.frame[[*columns, "trial_id"]], self.frame["outcome"])
 
     def where(self, mask: pd.Series[bool]) -> Table:
         """The same table with fewer rows."""
@@ -59,10 +58,24 @@ class Table:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of equal settings. `settings` holds only what distinguishes the groups of its table."""
+    """Rows of equal settings, as positions in their table. `settings` holds only what distinguishes the groups."""
 
     settings: Mapping[str, Any]
-    frame: pd.DataFrame = field(repr=False)
+    source: pd.DataFrame = field(repr=False)
+    rows: np.ndarray[Any, np.dtype[np.int64]] = field(repr=False)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """All columns of the rows: a copy, made anew at each call."""
+        return self.source.iloc[self.rows]
+
+    def take(self, *columns: str) -> pd.DataFrame:
+        """Some columns of the rows."""
+        return self.source[list(columns)].iloc[self.rows]
+
+    def ok(self, *columns: str, also: Sequence[str] = ()) -> pd.DataFrame:
+        """The rows that finished and have a value in each of `columns`; with trial ids and the columns of `also`."""
+        return _ok(self.take(*columns, *also, "trial_id"), self.take("outcome")["outcome"]).dropna(subset=list(columns))
 
     @property
     def label(self) -> str:
@@ -117,7 +130,8 @@ def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
         return _read_lines(file)
     nested = [name for name in table.column_names if pa.types.is_struct(table.schema.field(name).type)]
     extras = _varying_leaves(table.select([name for name in nested if name == "trial"]))
-    table = table.drop_columns([*nested, *(n for n in _NESTED if n in table.column_names and n not in nested)])
+    empty = [n for n in table.column_names if table[n].null_count == len(table)]  # cheaper to add back than to carry
+    table = table.drop_columns([n for n in table.column_names if n in {*nested, *_NESTED, *empty}])
     frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
     return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame, []
 
@@ -135,9 +149,9 @@ def _pandas_type(kind: pa.DataType) -> Any:
         return pd.Float64Dtype()
     if pa.types.is_boolean(kind):
         return pd.BooleanDtype()
-    if pa.types.is_string(kind) or pa.types.is_null(kind):
-        return pd.StringDtype()
-    return None
+    if pa.types.is_list(kind):
+        return pd.ArrowDtype(kind)
+    return pd.StringDtype()
 
 
 def _varying_leaves(table: pa.Table) -> pd.DataFrame:
@@ -181,14 +195,20 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Every registry column with its dtype; what does not convert is null and said."""
     notes: list[str] = []
     columns: dict[str, Any] = {}
+    nulls: dict[Any, Any] = {}
     for column in COLUMNS:
         if column.name in _NESTED:
             continue
-        given = frame[column.name] if column.name in frame else pd.Series(None, index=frame.index, dtype="object")
-        if column.type is list:
-            columns[column.name] = _lists(given)
+        dtype: Any = pd.ArrowDtype(_arrow_type(list, column.name)) if column.type is list else _DTYPES[column.type]
+        if column.name not in frame:
+            if dtype not in nulls:  # one array serves all columns that are unknown throughout
+                nulls[dtype] = pd.array([None] * len(frame), dtype=dtype)
+            columns[column.name] = pd.Series(nulls[dtype], index=frame.index, copy=False)
             continue
-        if str(given.dtype) != _DTYPES[column.type]:
+        given = frame[column.name]
+        if column.type is list:
+            given = given if given.dtype == dtype else _lists(given, pd.ArrowDtype(_arrow_type(list, column.name)))
+        elif str(given.dtype) != dtype:
             given, bad = _convert(given, column.type)
             if len(bad):
                 notes.append(
@@ -201,7 +221,8 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         notes.append(
             f"columns unknown to schema version {SCHEMA_VERSION}, left out: {', '.join(map(str, unknown[:8]))}"
         )
-    typed = pd.DataFrame({**columns, **{n: frame[n] for n in frame.columns if str(n).startswith(_EXTRA)}})
+    columns |= {n: frame[n] for n in frame.columns if str(n).startswith(_EXTRA)}
+    typed = pd.DataFrame(columns, copy=False)
     versions = sorted(int(v) for v in typed["schema_version"].dropna().unique())
     if versions and versions != [SCHEMA_VERSION]:
         notes.append(f"rows of schema version {', '.join(map(str, versions))}; this program knows {SCHEMA_VERSION}")
@@ -232,10 +253,8 @@ def _convert(values: pd.Series[Any], kind: type) -> tuple[pd.Series[Any], pd.Ser
     return out, values[known & pd.isna(out) & ~text.isin(["nan", "", "none", "null"])]
 
 
-def _lists(values: pd.Series[Any]) -> pd.Series[Any]:
+def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
     """Lists stay lists; text (from a CSV) is parsed as JSON; anything else is null."""
-    if values.isna().all():
-        return pd.Series(None, index=values.index, dtype="object")
 
     def one(value: Any) -> Any:
         if isinstance(value, str):
@@ -245,7 +264,12 @@ def _lists(values: pd.Series[Any]) -> pd.Series[Any]:
                 return None
         return list(value) if isinstance(value, list | np.ndarray) else None
 
-    return values.map(one)
+    found = [one(value) for value in values]
+    try:
+        array = pa.array(found, kind.pyarrow_dtype)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # a list of something else
+        array = pa.nulls(len(found), kind.pyarrow_dtype)
+    return pd.Series(array, index=values.index, dtype=kind)
 
 
 def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -255,12 +279,16 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         unfinished = set(frame.loc[~terminal, "trial_id"].dropna()) - set(frame.loc[terminal, "trial_id"].dropna())
         if unfinished:
             notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
-        frame = frame[terminal]
+        frame = frame if terminal.all() else frame[terminal]
     again = frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     if again.any():
         notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
         frame = frame[~again]
-    return frame.reset_index(drop=True), notes
+    return frame if isinstance(frame.index, pd.RangeIndex) else frame.reset_index(drop=True), notes
+
+
+def _ok(frame: pd.DataFrame, outcome: pd.Series[Any]) -> pd.DataFrame:
+    return frame[outcome.eq("ok").fillna(False).to_numpy(bool)]
 
 
 def groups(table: Table, x: str = "seq_len") -> list[Group]:
@@ -282,15 +310,14 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
             alone = by.transform("nunique") == 1
             filled[name] = filled[name].where(filled[name].notna() | ~alone, by.transform("first"))
     codes, keys = _split(filled, codes, keys, list(FOUND))
-    values = frame.assign(**{name: filled[name] for name in FOUND})
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     found = []
     for rows in np.split(order, starts[1:]):
-        first = values.iloc[rows[0]]
-        settings = {key: None if pd.isna(first[key]) else first[key] for key in keys}
-        found.append(Group(settings, frame.iloc[rows]))
-    return sorted(found, key=lambda group: -len(group.frame))
+        first = {key: (filled if key in FOUND else frame)[key].iloc[rows[0]] for key in keys}
+        settings = {key: None if pd.isna(value) else value for key, value in first.items()}
+        found.append(Group(settings, frame, rows))
+    return sorted(found, key=lambda group: -len(group.rows))
 
 
 def _split(
