@@ -12,6 +12,7 @@ from analysis.frontier import Limit, frontier
 from analysis.load import Table, groups
 
 FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
+SHOWN = 200  # groups that figures, findings and warnings look at
 LENGTHS = 12_000  # over all fitted groups, for the same reason
 
 
@@ -50,6 +51,7 @@ def collect(table: Table) -> Content:
         all_groups += own
         most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
         own_fits, own_notes = fit_table(part, limit=most, found=own)
+        own = own[:SHOWN]
         own_limits = frontier(part, fits=own_fits, found=own, most=most)
         plots = [*figures.of_fits(own_fits, own), *figures_rows.of_rows(own, own_limits)]
         drawn += [figures.renamed(f, name) for f in plots] if len(worlds) > 1 else plots
