@@ -13,6 +13,7 @@ from analysis.load import Table, groups
 from analysis.what_if import what_if_tables
 
 FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
+SHOWN = 200  # groups that figures, findings and warnings look at
 LENGTHS = 12_000  # over all fitted groups, for the same reason
 
 
@@ -51,6 +52,7 @@ def collect(table: Table) -> Content:
         all_groups += own
         most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
         own_fits, own_notes = fit_table(part, limit=most, found=own)
+        own = own[:SHOWN]
         own_limits = frontier(part, fits=own_fits, found=own, most=most)
         plots = [*figures.of_fits(own_fits, own), *figures_rows.of_rows(own, own_limits)]
         drawn += [figures.renamed(f, name) for f in plots] if len(worlds) > 1 else plots

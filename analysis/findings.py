@@ -35,10 +35,9 @@ def coverage(table: Table) -> dict[str, int]:
 
 def values(frame: pd.DataFrame, column: str, most: int = 6) -> str:
     """The different values of a column in words, or "" when none is known."""
-    found = frame[column].dropna()
-    if found.empty:
+    unique = sorted(value for value in frame[column].unique() if not pd.isna(value))
+    if not unique:
         return ""
-    unique = sorted(found.unique())
     if len(unique) > most and BY_NAME.get(column) is not None and BY_NAME[column].type in (int, float):
         return f"{unique[0]:,} to {unique[-1]:,} ({len(unique):,} values)"
     shown = ", ".join(f"{v:,}" if isinstance(v, int | np.integer) else str(v) for v in unique[:most])
@@ -164,12 +163,12 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     if resident:
         found.append(f"in {_rows(resident)} from a CPU, reserved memory is the process's resident set")
     for column, what in (
-        ("throttle_reasons", "were throttled"),
-        ("foreign_processes", "shared the device with others"),
+        ("throttle_reasons", "the GPU was throttled"),
+        ("foreign_processes", "others used the device"),
     ):
         hit = frame[column].list.len().fillna(0).astype(int) > 0
         if hit.any():
-            found.append(f"{_rows(int(hit.sum()))} {what}: {_ids(frame[hit])}")
+            found.append(f"{what} in {_rows(int(hit.sum()))}: {_ids(frame[hit])}")
     contended = table.frame[table.frame["outcome"].eq("contended").fillna(False)]
     if len(contended):
         found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")

@@ -36,6 +36,7 @@ ASKED = (
 )  # fmt: skip
 # What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
 FOUND = ("memory_source", "gpu_name", "cpu_name", "torch_version", "optimizer")
+_PIECE = 1 << 26  # bytes of a journal read at a time
 _NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
 
@@ -94,7 +95,7 @@ def load(path: Path) -> Table:
     if file.suffix == ".parquet":
         return from_frame(pa.parquet.read_table(file).to_pandas(), str(path))
     if file.suffix == ".csv":
-        return from_frame(pd.read_csv(file, dtype="string", keep_default_na=True), str(path))
+        return from_frame(_read_csv(file), str(path))
     frame, warnings = _read_journal(file)
     return from_frame(frame, str(path), warnings)
 
@@ -117,23 +118,52 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
     return Table(typed, source, tuple(notes))
 
 
-def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
-    """The journal's rows, fast where every line fits the registry, line by line where one does not."""
-    schema = pa.schema([(c.name, _arrow_type(c.type, c.name)) for c in COLUMNS if c.name not in _NESTED])
+def _read_csv(file: Path) -> pd.DataFrame:
+    """All columns as text; an empty text in quotes is an empty text, nothing at all is null."""
     try:
-        table = pa.json.read_json(
-            file,
-            read_options=pa.json.ReadOptions(block_size=1 << 24),
-            parse_options=pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer"),
+        names = pa.csv.open_csv(file).schema.names
+        as_text = pa.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, quoted_strings_can_be_null=False
         )
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        table = pa.csv.read_csv(file, convert_options=as_text)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"cannot read {file} as CSV: {str(error).splitlines()[0]}") from None
+    frame: pd.DataFrame = table.to_pandas(types_mapper=lambda _: pd.StringDtype())
+    return frame
+
+
+def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
+    """The journal's rows: fast, piece by piece, where every line fits the registry, else line by line."""
+    schema = pa.schema([(c.name, _arrow_type(c.type, c.name)) for c in COLUMNS if c.name not in _NESTED])
+    options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
+    pieces: list[pa.Table] = []
+    try:
+        with file.open("rb") as stream:
+            while piece := stream.read(_PIECE):
+                piece += stream.readline()
+                reading = pa.json.ReadOptions(block_size=1 << 23)
+                pieces.append(_slim(pa.json.read_json(pa.BufferReader(piece), reading, options)))
+        table = pa.concat_tables(pieces, promote_options="default")
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return _read_lines(file)
-    nested = [name for name in table.column_names if pa.types.is_struct(table.schema.field(name).type)]
-    extras = _varying_leaves(table.select([name for name in nested if name == "trial"]))
-    empty = [n for n in table.column_names if table[n].null_count == len(table)]  # cheaper to add back than to carry
-    table = table.drop_columns([n for n in table.column_names if n in {*nested, *_NESTED, *empty}])
+    extras = _varying(table)
+    table = table.select([name for name in table.column_names if not name.startswith(_EXTRA)])
     frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
     return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame, []
+
+
+def _slim(table: pa.Table) -> pa.Table:
+    """Without columns that are null throughout; the resolved trial as one text column per leaf, `trial.a.b`."""
+    while any(pa.types.is_struct(column.type) for column in table.columns):
+        table = table.flatten()
+    columns = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if column.null_count == len(column) or name.startswith("runner_config"):
+            continue
+        if name.startswith(_EXTRA) and pa.types.is_nested(column.type):
+            column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
+        columns[name] = column.cast(pa.string()) if name.startswith(_EXTRA) else column
+    return pa.table(columns)
 
 
 def _arrow_type(kind: type, name: str) -> pa.DataType:
@@ -154,18 +184,12 @@ def _pandas_type(kind: pa.DataType) -> Any:
     return pd.StringDtype()
 
 
-def _varying_leaves(table: pa.Table) -> pd.DataFrame:
-    """Leaves of the resolved trial that are not the same everywhere, as text columns `trial.a.b`."""
-    while any(pa.types.is_struct(column.type) for column in table.columns):
-        table = table.flatten()
+def _varying(table: pa.Table) -> pd.DataFrame:
+    """The leaves of the resolved trial that are not the same everywhere."""
     found = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        if pa.types.is_nested(column.type):
-            column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
-        elif not pa.types.is_null(column.type):
-            column = column.cast(pa.string())
-        if len(column.unique()) > 1 and name.removeprefix(_EXTRA) not in _NOT_SETTINGS:
-            found[name] = column.to_pandas().astype("string")
+    for name in table.column_names:
+        if name.startswith(_EXTRA) and name.removeprefix(_EXTRA) not in _NOT_SETTINGS and len(table[name].unique()) > 1:
+            found[name] = table[name].to_pandas().astype("string")
     return pd.DataFrame(found)
 
 
@@ -174,7 +198,7 @@ def _read_lines(file: Path) -> tuple[pd.DataFrame, list[str]]:
     rows, unreadable = journal.read(file)
     trials = pa.Table.from_pandas(_flat([row.get("trial") for row in rows]), preserve_index=False)
     frame = pd.DataFrame([{k: v for k, v in row.items() if k not in _NESTED} for row in rows])
-    extras = _varying_leaves(trials)
+    extras = _varying(trials)
     was = "were" if unreadable != 1 else "was"
     notes = [f"{unreadable} line{'s' * (unreadable != 1)} of {file.name} could not be read and {was} skipped"]
     return pd.concat([frame, extras], axis=1), notes if unreadable else []
@@ -315,7 +339,9 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
     found = []
     for rows in np.split(order, starts[1:]):
         first = {key: (filled if key in FOUND else frame)[key].iloc[rows[0]] for key in keys}
-        settings = {key: None if pd.isna(value) else value for key, value in first.items()}
+        settings = {
+            key: None if pd.isna(v) else v.item() if isinstance(v, np.generic) else v for key, v in first.items()
+        }
         found.append(Group(settings, frame, rows))
     return sorted(found, key=lambda group: -len(group.rows))
 
