@@ -86,7 +86,8 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
     for number, group in enumerate(shown):
         own = {fit.metric.column: fit for fit in fits if fit.label == group.label}
         first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
-        for fit, solid in ((first, True), (own.get("peak_reserved_bytes"), False)):
+        reserved = None if group.resident else own.get("peak_reserved_bytes")
+        for fit, solid in ((first, True), (reserved, False)):
             if fit is None:
                 continue
             name = fit.metric.label.removeprefix("peak ")
@@ -99,6 +100,8 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
         return None
     finish(plot, ends, reach)
     caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Open markers and dashes: reserved."
+    if all(group.resident for group in shown):
+        caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Live tensor bytes on a CPU."
     title = "Peak memory against sequence length"
     return Figure("memory_by_length", title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))
 
