@@ -61,10 +61,22 @@ def _parser() -> argparse.ArgumentParser:
     frontier.add_argument("--json", action="store_true")
     frontier.set_defaults(verb=_frontier)
 
+    export = verbs.add_parser("export", help="the tidy table as CSV or Parquet, by the suffix; also imports")
+    _input(export)
+    export.add_argument("out", type=Path, metavar="FILE", help="something.csv or something.parquet")
+    export.set_defaults(verb=_export)
+
+    track = verbs.add_parser("track", help="log a finished sweep to an experiment tracker")
+    _input(track)
+    track.add_argument("tracker", choices=["mlflow", "wandb", "trackio"])
+    track.add_argument("--project", default="vramsweep")
+    track.set_defaults(verb=_track)
+
     compare = verbs.add_parser("compare", help="two sets of rows; exit status 1 if B is slower or needs more memory")
     compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
     compare.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
+    compare.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's")
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(verb=_compare)
 
@@ -78,11 +90,12 @@ def _parser() -> argparse.ArgumentParser:
 def _input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rows", type=Path, metavar="ROWS", help="results folder, journal, CSV or Parquet file")
     parser.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
+    parser.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's")
 
 
 def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
     columns = [name.strip() for name in arguments.columns.split(",")] if arguments.columns else None
-    table, notes = open_rows(path or arguments.rows, columns)
+    table, notes = open_rows(path or arguments.rows, columns, arguments.mapping)
     for note in (*notes, *table.warnings):
         print(f"note: {note}", file=sys.stderr)
     return table
@@ -185,4 +198,28 @@ def _frontier(arguments: argparse.Namespace) -> int:
         _print_json([limit.as_json() for limit in limits])
     else:
         print(frontier.text(limits))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from analysis import export
+
+    writers = {".csv": export.write_csv, ".parquet": export.write_parquet}
+    writer = writers.get(arguments.out.suffix)
+    if writer is None:
+        raise UserError(f"export writes .csv or .parquet, not {arguments.out.name}")
+    table = _open(arguments)
+    try:
+        writer(table.frame, arguments.out)
+    except OSError as error:
+        raise UserError(f"cannot write {arguments.out}: {error.strerror}") from None
+    print(f"{len(table.frame):,} rows in {arguments.out}")
+    return 0
+
+
+def _track(arguments: argparse.Namespace) -> int:
+    from analysis.trackers import log
+
+    logged = log(_open(arguments), arguments.tracker, arguments.project)
+    print(f"{logged:,} rows logged to {arguments.tracker}, project {arguments.project}")
     return 0

@@ -84,8 +84,9 @@ class Comparison:
 
 def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B")) -> Comparison:
     """Pair and judge. Raises UserError when nothing can be paired, or measured rows stand against predicted ones."""
-    both = pd.concat([a.frame.assign(_set="a"), b.frame.assign(_set="b")], ignore_index=True)
-    both = both[both["outcome"].isin(["ok", "oom"])]
+    sides = [_needed(table.frame).assign(_set=name) for table, name in ((a, "a"), (b, "b"))]
+    both = pd.concat(sides, ignore_index=True)
+    both = both[both["outcome"].isin(["ok", "oom"])].reset_index(drop=True)
     predicted = [set((rows["device"] == "simulated").fillna(False)) for _, rows in both.groupby("_set")]
     if len(predicted) == 2 and predicted[0] != predicted[1]:
         raise UserError(
@@ -133,6 +134,11 @@ def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B")) -> Comparis
         only_a=sum(len(rows_b) == 0 for _, _, rows_b in cells),
         only_b=sum(len(rows_a) == 0 for _, rows_a, _ in cells),
     )
+
+
+def _needed(frame: pd.DataFrame) -> pd.DataFrame:
+    extras = [name for name in frame.columns if str(name).startswith("trial.")]
+    return frame[[*ASKED, *FOUND, *extras, *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]]
 
 
 def split(table: Table, axis: str, values: Sequence[str]) -> tuple[Table, Table]:

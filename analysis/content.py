@@ -10,8 +10,11 @@ from analysis import figures, figures_rows, findings, tables, words
 from analysis.fit import Fit, fit_table
 from analysis.frontier import Limit, frontier
 from analysis.load import Table, groups
+from analysis.what_if import what_if_tables
 
-FITTED = 24  # groups; fits of more would take longer than anyone waits at the end of a sweep
+FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
+SHOWN = 200  # groups that figures, findings and warnings look at
+LENGTHS = 12_000  # over all fitted groups, for the same reason
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,18 @@ def collect(table: Table) -> Content:
     for name, part in worlds:
         own = groups(part)
         all_groups += own
-        own_fits, own_notes = fit_table(part, limit=FITTED, found=own)
-        own_limits = frontier(part, fits=own_fits, found=own)
+        most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
+        own_fits, own_notes = fit_table(part, limit=most, found=own)
+        own = own[:SHOWN]
+        own_limits = frontier(part, fits=own_fits, found=own, most=most)
         plots = [*figures.of_fits(own_fits, own), *figures_rows.of_rows(own, own_limits)]
         drawn += [figures.renamed(f, name) for f in plots] if len(worlds) > 1 else plots
         found += findings.findings(part, own, own_fits)
         notes += own_notes
         fits += own_fits
         limits += own_limits
+    replays, replay_notes = what_if_tables(table)
+    notes += replay_notes
     predicted = figures_rows.predicted_against_measured(table)
     drawn += [predicted] if predicted else []
     sweep = findings.values(table.frame, "sweep") or table.source
@@ -72,6 +79,7 @@ def collect(table: Table) -> Content:
             ("Settings", "settings", tables.of_groups(all_groups[:60])),
             ("Fitted curves", "fits", tables.of_fits(fits)),
             ("Largest length that fits (° beyond the measured lengths)", "frontier", tables.of_limits(limits)),
+            *replays,
         ],
         fits=fits,
         limits=limits,

@@ -102,7 +102,24 @@ def fit_curve(kind: str, x: Array, y: Array, weights: Array | None = None) -> Cu
     solution = linalg.lstsq(design / size, y * root, check_finite=False)[0] / size
     if knots and np.any(solution[2:] <= 0):
         return None
-    return Curve(kind, tuple(float(v) for v in solution), knots)
+    return _polished(Curve(kind, tuple(float(v) for v in solution), knots), x, y, root)
+
+
+def _polished(curve: Curve, x: Array, y: Array, root: Array) -> Curve:
+    """The curve after Gauss-Newton steps over all parameters, knots included, as long as they lessen the error."""
+    for _ in range(3 if curve.knots else 0):
+        residuals = (y - curve.predict(x)) * root
+        jacobian = curve.jacobian(x) * root[:, None]
+        size = np.maximum(linalg.norm(jacobian, axis=0), 1e-300)
+        step = linalg.lstsq(jacobian / size, residuals, check_finite=False)[0] / size
+        after = np.array(curve.parameters) + step
+        coefficients, knots = after[: len(curve.coefficients)], after[len(curve.coefficients) :]
+        better = Curve(curve.kind, tuple(map(float, coefficients)), tuple(map(float, knots)))
+        inside = np.all(np.diff([x.min(), *knots, x.max()]) > 0) and np.all(coefficients[2:] > 0)
+        if not inside or linalg.norm((y - better.predict(x)) * root) >= linalg.norm(residuals):
+            break
+        curve = better
+    return curve
 
 
 def huber(fit: Callable[[Array], Curve | None], x: Array, y: Array, rounds: int = 30) -> Curve | None:

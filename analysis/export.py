@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -13,14 +14,14 @@ import pyarrow.parquet
 
 def flat(frame: pd.DataFrame) -> pa.Table:
     """The table with lists as JSON text, so that any reader takes it."""
-    columns = {}
+    columns: dict[str, Any] = {}
     for name in frame.columns:
         column = frame[name]
-        if column.dtype == object:
-            texts = [json.dumps(v) if isinstance(v, list) else None for v in column]
-            columns[str(name)] = pa.array(texts, pa.string())
-        else:
-            columns[str(name)] = pa.array(column, from_pandas=True)
+        array = pa.array(column, from_pandas=True)
+        if pa.types.is_list(array.type):
+            texts = [None if v is None else json.dumps(v) for v in array.to_pylist()]
+            array = pa.array(texts, pa.string())
+        columns[str(name)] = array
     return pa.table(columns)
 
 

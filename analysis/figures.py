@@ -66,7 +66,7 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
         return [key for key, value in group.settings.items() if value != base.settings.get(key)]
 
     near = [g for g in groups[1:] if len(differs(g)) == 1]
-    near.sort(key=lambda g: (differs(g)[0] not in prefer, -len(g.frame)))
+    near.sort(key=lambda g: (differs(g)[0] not in prefer, -len(g.rows)))
     shown = [base, *near[: MOST - 1]]
     return (
         shown,
@@ -86,7 +86,8 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
     for number, group in enumerate(shown):
         own = {fit.metric.column: fit for fit in fits if fit.label == group.label}
         first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
-        for fit, solid in ((first, True), (own.get("peak_reserved_bytes"), False)):
+        reserved = None if group.resident else own.get("peak_reserved_bytes")
+        for fit, solid in ((first, True), (reserved, False)):
             if fit is None:
                 continue
             name = fit.metric.label.removeprefix("peak ")
@@ -99,6 +100,8 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
         return None
     finish(plot, ends, reach)
     caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Open markers and dashes: reserved."
+    if all(group.resident for group in shown):
+        caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Live tensor bytes on a CPU."
     title = "Peak memory against sequence length"
     return Figure("memory_by_length", title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))
 
@@ -138,7 +141,7 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     data, ends, reach = [], [], [0.0]
     for number, group in enumerate(shown):
         fit = having[group.label]
-        rows = group.frame.dropna(subset=["tokens_per_s", "seq_len"]).sort_values("seq_len")
+        rows = group.ok("tokens_per_s", "seq_len").sort_values("seq_len")
         x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
         at = thin(x, y)
         ids = rows["trial_id"].astype(str).to_numpy()[at]

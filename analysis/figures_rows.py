@@ -16,6 +16,8 @@ from analysis.metrics import GIB
 
 LENGTH = "sequence length (tokens)"
 _OF_THE_DEVICE = ("foreign", "device", "allocator_conf", "weights", "data", "protocol")
+_HEAT = ("micro_batch", "seq_len", "peak_reserved_bytes", "peak_allocated_bytes", "outcome", "trial_id")
+_KINDS = ("allocator", "precision", "runner", "micro_batch")
 _PHASES = ("load", "forward", "backward", "optimizer")
 
 
@@ -40,14 +42,14 @@ def _lines(
     groups: Sequence[Group], column: str, scale: float, name: str, title: str, axis: str, caption: str,
     prefer: Sequence[str],
 ) -> Figure | None:  # fmt: skip
-    known = [g for g in groups if _ok(g, column, "seq_len")["seq_len"].nunique() > 1]
+    known = [g for g in groups if g.ok(column, "seq_len")["seq_len"].nunique() > 1]
     shown, note = figures.baseline(known, prefer)
     if not shown:
         return None
     plot = new_plot(LENGTH, axis)
     data, ends, reach = [], [], [0.0]
     for number, group in enumerate(shown):
-        rows = _ok(group, column, "seq_len")
+        rows = group.ok(column, "seq_len")
         middle = rows.groupby("seq_len")[column].median()
         x, y = middle.index.to_numpy(float), middle.to_numpy(float) / scale
         at = figures.thin(x, y)
@@ -62,10 +64,10 @@ def _lines(
 def phases(groups: Sequence[Group]) -> Figure | None:
     """Peak allocated of each phase of a step against length: the highest makes the peak."""
     columns = [f"{phase}_peak_allocated_bytes" for phase in _PHASES]
-    group = next((g for g in groups if len(_ok(g, *columns[1:], "seq_len"))), None)
+    group = next((g for g in groups if len(g.ok(*columns[1:], "seq_len"))), None)
     if group is None:
         return None
-    rows = _ok(group, *columns[1:], "seq_len")
+    rows = group.ok(*columns[1:], "seq_len", also=columns[:1])
     plot = new_plot(LENGTH, "peak allocated in the phase (GiB)")
     ends, reach = [], [0.0]
     for number, (phase, column) in enumerate(zip(_PHASES, columns, strict=True)):
@@ -85,10 +87,14 @@ def phases(groups: Sequence[Group]) -> Figure | None:
 def categories(groups: Sequence[Group]) -> Figure | None:
     """Where the device's memory goes, stacked: state, rest of the peak, cached by the allocator, outside torch."""
     need = ("load_peak_allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "seq_len")
-    group = next((g for g in groups if len(_ok(g, *need))), None)
-    if group is None or group.frame["memory_source"].eq("cpu_tensors_and_rss").any():
+    group = next((g for g in groups if len(g.ok(*need))), None)
+    if group is None or group.resident:
         return None
-    rows = _ok(group, *need).drop_duplicates("seq_len").sort_values("seq_len")
+    rows = (
+        group.ok(*need, also=("device_used_bytes", "device_baseline_bytes"))
+        .drop_duplicates("seq_len")
+        .sort_values("seq_len")
+    )
     rows = rows.iloc[np.unique(np.linspace(0, len(rows) - 1, 24).round().astype(int))]
     load, peak, reserved = (rows[c].to_numpy(float) for c in need[:3])
     used = rows["device_used_bytes"].to_numpy(float, na_value=np.nan)
@@ -123,10 +129,10 @@ def steps(groups: Sequence[Group]) -> list[Figure]:
         ("step_times", "step_times_s", 1e-3, "Step times", "step time (ms)"),
         ("plateau", "step_peak_reserved_bytes", GIB, "Has memory stopped rising?", "peak reserved of the step (GiB)"),
     ):
-        group = next((g for g in groups if _ok(g, column, "seq_len")["seq_len"].nunique() > 0), None)
+        group = next((g for g in groups if g.ok(column, "seq_len")["seq_len"].nunique() > 0), None)
         if group is None:
             continue
-        rows = _ok(group, column, "seq_len").sort_values("seq_len").drop_duplicates("seq_len")
+        rows = group.ok(column, "seq_len").sort_values("seq_len").drop_duplicates("seq_len")
         rows = rows[rows[column].map(lambda v: len(v) > 1)]
         if rows.empty:
             continue
@@ -152,7 +158,7 @@ def steps(groups: Sequence[Group]) -> list[Figure]:
 def heat_map(groups: Sequence[Group]) -> Figure | None:
     """Peak reserved (else allocated) over batch and length, with the edge beyond which it ran out of memory."""
     shown = others_equal(groups, ("micro_batch",))
-    rows = pd.concat([g.frame for g in shown]) if shown else pd.DataFrame({"outcome": []})
+    rows = pd.concat([g.take(*_HEAT) for g in shown]) if shown else pd.DataFrame({"outcome": []})
     rows = rows[rows["outcome"].isin(["ok", "oom"])]
     if rows.empty or rows["micro_batch"].nunique() < 2 or rows["seq_len"].nunique() < 2:
         return None
@@ -207,17 +213,16 @@ def _edge(plot: Any, lengths: Any, batches: Any, oom: set[tuple[int, int]]) -> N
 
 def pareto(groups: Sequence[Group]) -> Figure | None:
     """Memory against speed at one length: what is not beaten in both is joined by a line."""
-    rows = (
-        pd.concat([_ok(g, "tokens_per_s", "peak_reserved_bytes").assign(group=g.label) for g in groups])
-        if groups
-        else None
-    )
-    if rows is None or rows.empty or rows["group"].nunique() < 3:
+    if not groups:
+        return None
+    need = ("tokens_per_s", "peak_reserved_bytes", "seq_len")
+    rows = pd.concat([g.ok(*need, also=_KINDS).assign(group=g.label) for g in groups])
+    if rows["group"].nunique() < 3:
         return None
     counts = rows.groupby("seq_len")["group"].nunique()
     length = int(counts[counts == counts.max()].index.max())
     rows = rows[rows["seq_len"] == length]
-    axis = next((a for a in ("allocator", "precision", "runner", "micro_batch") if rows[a].nunique() > 1), "allocator")
+    axis = next((a for a in _KINDS if rows[a].nunique() > 1), "allocator")
     points = rows.groupby("group", sort=False).agg(
         memory=("peak_reserved_bytes", "max"), speed=("tokens_per_s", "median"), kind=(axis, "first"),
         trial_id=("trial_id", lambda ids: " ".join(map(str, ids))),
@@ -283,7 +288,7 @@ def frontier_chart(limits: Sequence[Limit], groups: Sequence[Group]) -> Figure |
 
 def predicted_against_measured(table: Table) -> Figure | None:
     """Simulated rows against measured rows of equal settings: the one figure that shows both, each on its axis."""
-    frame = table.ok
+    frame = table.ok(*dict.fromkeys(["device", "seq_len", *ASKED, "peak_reserved_bytes"]))
     simulated = frame["device"].eq("simulated").fillna(False).astype(bool)
     keys = ["seq_len", *(key for key in ASKED if key not in _OF_THE_DEVICE)]
     columns = [*keys, "peak_reserved_bytes", "trial_id", "device"]
@@ -317,11 +322,6 @@ def of_rows(groups: Sequence[Group], limits: Sequence[Limit]) -> list[Figure]:
     drawn = [unallocated(groups), mfu(groups), phases(groups), categories(groups), *steps(groups), heat_map(groups),
              pareto(groups), frontier_chart(limits, groups)]  # fmt: skip
     return [figure for figure in drawn if figure is not None]
-
-
-def _ok(group: Group, *columns: str) -> pd.DataFrame:
-    frame = group.frame
-    return frame[(frame["outcome"] == "ok").fillna(False).astype(bool)].dropna(subset=list(columns))
 
 
 def _add_line(plot: Any, x: Any, y: Any, number: int, name: str) -> None:

@@ -35,10 +35,9 @@ def coverage(table: Table) -> dict[str, int]:
 
 def values(frame: pd.DataFrame, column: str, most: int = 6) -> str:
     """The different values of a column in words, or "" when none is known."""
-    found = frame[column].dropna()
-    if found.empty:
+    unique = sorted(value for value in frame[column].unique() if not pd.isna(value))
+    if not unique:
         return ""
-    unique = sorted(found.unique())
     if len(unique) > most and BY_NAME.get(column) is not None and BY_NAME[column].type in (int, float):
         return f"{unique[0]:,} to {unique[-1]:,} ({len(unique):,} values)"
     shown = ", ".join(f"{v:,}" if isinstance(v, int | np.integer) else str(v) for v in unique[:most])
@@ -83,7 +82,7 @@ def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
     for other in shown[1:]:
         names = [str(g.settings.get("allocator")) for g in (shown[0], other)]
         try:
-            sides = [Table(g.frame, table.source) for g in (shown[0], other)]
+            sides = [_side(g, table.source) for g in (shown[0], other)]
             result = compare.compare(sides[0], sides[1], (names[0], names[1]))
         except UserError:
             continue
@@ -96,10 +95,18 @@ def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
     return found
 
 
+def _side(group: Group, source: str, most: int = 16) -> Table:
+    """The group as a table, with evenly spaced lengths if it has many: enough for one sentence."""
+    lengths = group.take("seq_len")["seq_len"]
+    different = np.sort(lengths.dropna().unique().astype(int))
+    keep = different[np.unique(np.linspace(0, len(different) - 1, min(most, len(different))).astype(int))]
+    return Table(group.source.iloc[group.rows[lengths.isin(keep).to_numpy(bool)]], source)
+
+
 def _waste(groups: Sequence[Group]) -> list[str]:
     worst: tuple[float, str] | None = None
     for group in groups[:50]:
-        rows = group.frame.dropna(subset=["reserved_unallocated_bytes", "peak_reserved_bytes", "seq_len"])
+        rows = group.ok("reserved_unallocated_bytes", "peak_reserved_bytes", "seq_len")
         if rows.empty:
             continue
         share = (rows["reserved_unallocated_bytes"] / rows["peak_reserved_bytes"]).astype(float)
@@ -114,7 +121,7 @@ def _waste(groups: Sequence[Group]) -> list[str]:
 
 
 def _fastest(table: Table) -> list[str]:
-    rows = table.ok.dropna(subset=["tokens_per_s"])
+    rows = table.ok("tokens_per_s", "seq_len", "micro_batch", "mfu").dropna(subset=["tokens_per_s"])
     if rows.empty:
         return []
     best = rows.iloc[int(np.argmax(rows["tokens_per_s"].astype(float)))]
@@ -130,7 +137,7 @@ def _fastest(table: Table) -> list[str]:
 def _edge(groups: Sequence[Group]) -> list[str]:
     found = []
     for group in groups:
-        frame = group.frame
+        frame = group.take("outcome", "seq_len")
         failed = frame.loc[(frame["outcome"] == "oom").fillna(False).astype(bool), "seq_len"].dropna()
         fitted = frame.loc[(frame["outcome"] == "ok").fillna(False).astype(bool), "seq_len"].dropna()
         if len(failed):
@@ -141,7 +148,11 @@ def _edge(groups: Sequence[Group]) -> list[str]:
 
 def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
     """What a reader must know before believing a number."""
-    frame, found = table.ok, list(table.warnings)
+    found = list(table.warnings)
+    frame = table.ok(
+        "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_iqr_s",
+        "step_median_s",
+    )  # fmt: skip
     simulated = int(frame["device"].eq("simulated").fillna(False).sum())
     if simulated:
         found.append(f"{_rows(simulated)} of {len(frame):,} {_are(simulated)} predicted by the simulator, not measured")
@@ -152,12 +163,12 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     if resident:
         found.append(f"in {_rows(resident)} from a CPU, reserved memory is the process's resident set")
     for column, what in (
-        ("throttle_reasons", "were throttled"),
-        ("foreign_processes", "shared the device with others"),
+        ("throttle_reasons", "the GPU was throttled"),
+        ("foreign_processes", "others used the device"),
     ):
-        hit = frame[column].map(lambda v: isinstance(v, list) and len(v) > 0) if len(frame) else frame[column]
+        hit = frame[column].list.len().fillna(0).astype(int) > 0
         if hit.any():
-            found.append(f"{_rows(int(hit.sum()))} {what}: {_ids(frame[hit])}")
+            found.append(f"{what} in {_rows(int(hit.sum()))}: {_ids(frame[hit])}")
     contended = table.frame[table.frame["outcome"].eq("contended").fillna(False)]
     if len(contended):
         found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")
@@ -175,8 +186,7 @@ def _spreads(frame: pd.DataFrame, groups: Sequence[Group]) -> list[str]:
     worst = 0.0
     wide = alone = cells = 0
     for group in groups[:200]:
-        rows = group.frame.loc[(group.frame["outcome"] == "ok").fillna(False).astype(bool)]
-        speed = rows.dropna(subset=["tokens_per_s", "seq_len"]).groupby("seq_len")["tokens_per_s"]
+        speed = group.ok("tokens_per_s", "seq_len").groupby("seq_len")["tokens_per_s"]
         spread = (speed.std() / speed.mean()).astype(float)
         cells += len(spread)
         alone += int((speed.size() == 1).sum())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,11 +65,18 @@ class Fit:
     chosen: Candidate
     why: str
     robust: bool
-    draws: Mapping[bool, Array] = field(repr=False)
-    residuals: Mapping[bool, Array] = field(repr=False)
     warnings: tuple[str, ...]
     phases: tuple[str, ...] = ()
     samples_per_step: float | None = None
+
+    @cached_property
+    def _drawn(self) -> tuple[dict[bool, Array], dict[bool, Array]]:
+        return bootstrap.draw(self.chosen.model, self.points, self.metric)
+
+    @property
+    def draws(self) -> Mapping[bool, Array]:
+        """Bootstrap draws of each curve's parameters, (draws, parameters); computed when first asked for."""
+        return self._drawn[0]
 
     @property
     def range(self) -> tuple[float, float]:
@@ -98,7 +106,7 @@ class Fit:
             if not at.any():
                 continue
             drawn = evaluate(self.chosen.model.kind, self.draws[key], x[at])
-            noise = random.choice(self.residuals[key], size=drawn.shape)
+            noise = random.choice(self._drawn[1][key], size=drawn.shape)
             curve[:, at] = np.percentile(drawn, [tail, 100 - tail], axis=0)
             new[:, at] = np.percentile(drawn + noise, [tail, 100 - tail], axis=0)
         low, high = self.range
@@ -124,8 +132,9 @@ def fit_table(
     found = groups(table) if found is None else found
     for group in found[:limit]:
         any_points = False
+        frame = group.take("outcome", "seq_len", "trial_id", "device_total_bytes", *metrics)
         for name in metrics:
-            points = observations(group.frame, METRICS[name], start, stop)
+            points = observations(frame, METRICS[name], start, stop)
             if len(points.x) == 0:
                 continue
             any_points = True
@@ -135,7 +144,7 @@ def fit_table(
             else:
                 fits.append(fit)
         if not any_points:
-            outcomes = ", ".join(f"{n} {o}" for o, n in group.frame["outcome"].value_counts().items())
+            outcomes = ", ".join(f"{n} {o}" for o, n in frame["outcome"].value_counts().items())
             notes.append(f"{group.label}: no measured values to fit ({outcomes})")
     if short:
         notes.append(
@@ -148,6 +157,7 @@ def fit_table(
 
 def fit_points(points: Points, metric: Metric, group: Group | None = None, robust: bool = False) -> Fit | None:
     """All candidates for these observations, and the chosen one; None with too few different x."""
+    points = points.averaged()
     folds = _blocks(points.x)
     candidates = [
         candidate for kind in NEEDS if (candidate := _candidate(kind, None, points, metric, folds, robust)) is not None
@@ -159,7 +169,6 @@ def fit_points(points: Points, metric: Metric, group: Group | None = None, robus
             extra = [_candidate(kind, modulus, points, metric, folds, robust) for kind in NEEDS]
             candidates += [candidate for candidate in extra if candidate is not None]
     chosen, why = choose(candidates)
-    draws, residuals = bootstrap.draw(chosen.model, points, metric)
     warnings = [*points.warnings, *_censoring_remarks(chosen.model, points, metric)]
     return Fit(
         metric=metric,
@@ -170,11 +179,11 @@ def fit_points(points: Points, metric: Metric, group: Group | None = None, robus
         chosen=chosen,
         why=why,
         robust=robust,
-        draws=draws,
-        residuals=residuals,
         warnings=tuple(warnings),
-        samples_per_step=_samples(group.frame) if group and not metric.memory else None,
-        phases=_phases(chosen.model, group.frame) if group and metric.memory else (),
+        samples_per_step=_samples(group.ok("tokens_per_s", "step_median_s", "seq_len"))
+        if group and not metric.memory
+        else None,
+        phases=_phases(chosen.model, group) if group and metric.memory else (),
     )
 
 
@@ -327,9 +336,8 @@ def _censoring_remarks(model: Model, points: Points, metric: Metric) -> list[str
     return [text]
 
 
-def _samples(frame: pd.DataFrame) -> float | None:
+def _samples(rows: pd.DataFrame) -> float | None:
     """Sequences per step over all ranks, from what the rows say about speed; null if they disagree."""
-    rows = frame.dropna(subset=["tokens_per_s", "step_median_s", "seq_len"])
     ratio = (rows["tokens_per_s"] * rows["step_median_s"] / rows["seq_len"]).to_numpy(float)
     if not len(ratio):
         return None
@@ -338,12 +346,12 @@ def _samples(frame: pd.DataFrame) -> float | None:
     return float(whole) if whole >= 1 and abs(middle - whole) < 0.1 * whole else None
 
 
-def _phases(model: Model, frame: pd.DataFrame) -> tuple[str, ...]:
+def _phases(model: Model, group: Group) -> tuple[str, ...]:
     """For each piece of the first curve, the phase whose peak is largest in most of its rows; "" where unknown."""
     curve: Curve = next(iter(model.curves.values()))
     names = ("load", "forward", "backward", "optimizer")
     columns = [f"{name}_peak_allocated_bytes" for name in names]
-    rows = frame[(frame["outcome"] == "ok") & frame["seq_len"].notna()].dropna(subset=columns[1:])
+    rows = group.ok("seq_len", *columns[1:], also=columns[:1])
     peaks = rows[columns].to_numpy(float, na_value=-1.0)
     largest = np.argmax(peaks, axis=1) if len(rows) else np.empty(0, dtype=int)
     x = rows["seq_len"].to_numpy(float)

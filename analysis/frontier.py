@@ -68,8 +68,9 @@ def frontier(
     for group in (groups(table, axis) if found is None else found)[:most]:
         fit = None
         basis = ""
+        frame = group.take("outcome", "seq_len", "micro_batch", "trial_id", "device_total_bytes", *_LIMITING)
         for name in _LIMITING:
-            points = observations(group.frame, METRICS[name], axis=axis)
+            points = observations(frame, METRICS[name], axis=axis)
             if len(points.x):
                 basis = METRICS[name].label
                 known = (f for f in fits if f.label == group.label and f.metric.column == name)
@@ -79,7 +80,7 @@ def frontier(
             continue
         curves = _curves(fit) if fit else None
         for size in sizes:
-            limits.append(_limit(group.frame, group.label, group.settings, axis, size, fit, curves, basis, name))
+            limits.append(_limit(frame, group.label, group.settings, axis, size, fit, curves, basis, name))
     return limits
 
 

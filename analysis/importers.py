@@ -1,9 +1,13 @@
-"""Rows from elsewhere: a bare CSV with named columns. Foreign rows keep their origin and are marked."""
+"""Rows from elsewhere: bare or mapped CSV, optimum-benchmark reports, Hugging Face trainer states.
+
+Foreign rows keep their origin in `foreign`, are never grouped with our own, and what a file does not say is null.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pandas as pd
 
 from analysis.load import Table, from_frame, load
 from analysis.metrics import GIB, METRICS, MIB
+from harness import journal
 from harness.errors import UserError
 from harness.row import BY_NAME
 
@@ -25,25 +30,155 @@ _UNITS: dict[str, tuple[str, float]] = {
 _BARE = ("seq_len", "peak_active_mib", "peak_reserved_mib", "iterations_per_s")
 
 
-def open_rows(path: Path, columns: Sequence[str] | None = None) -> tuple[Table, list[str]]:
-    """A table from our own files or from a bare CSV, and what was assumed.
+def open_rows(path: Path, columns: Sequence[str] | None = None, mapping: Path | None = None) -> tuple[Table, list[str]]:
+    """A table from our own files or from a foreign one, and what was assumed.
 
     A CSV without header needs `columns`; four numbers a line are read as length, active MiB, reserved MiB,
     iterations/s, and that is said. Raises UserError.
     """
+    if path.suffix == ".json" and path.is_file():
+        return read_json(path)
+    if path.is_dir() and not (path / journal.NAME).exists():
+        reports = sorted([*path.rglob("benchmark_report.json"), *path.rglob("trainer_state.json")])
+        if reports:
+            tables = [read_json(report) for report in reports]
+            frame = pd.concat([table.frame for table, _ in tables], ignore_index=True)
+            return from_frame(frame, str(path)), sorted({note for _, notes in tables for note in notes})
     if path.suffix != ".csv" or not path.is_file():
         return load(path), []
     with path.open(encoding="utf-8", errors="replace") as stream:
         first = [cell.strip() for cell in stream.readline().split(",")]
     if {"trial_id", "outcome"} <= set(first):
         return load(path), []
-    return read_csv(path, columns, first)
+    return read_csv(path, columns, first, _mapping(mapping) if mapping else {})
 
 
-def read_csv(path: Path, columns: Sequence[str] | None, first: Sequence[str]) -> tuple[Table, list[str]]:
+def _mapping(path: Path) -> dict[str, Any]:
+    """`{"our_column": "their column"}`; for a name also `{"from": name, "scale": 1048576}` or `{"value": 4}`."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the mapping {path}: {error}") from None
+    known = {*BY_NAME, *_UNITS, "iterations_per_s"}
+    if not isinstance(found, dict) or not set(found) <= known:
+        unknown = ", ".join(sorted(set(found) - known)) if isinstance(found, dict) else "not an object"
+        raise UserError(f"{path}: a mapping names our columns and theirs; not known: {unknown}")
+    return found
+
+
+def read_json(path: Path) -> tuple[Table, list[str]]:
+    """optimum-benchmark's `benchmark_report.json` or Hugging Face's `trainer_state.json`. Raises UserError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    if isinstance(found, dict) and "log_history" in found:
+        return _trainer_state(found, path)
+    if isinstance(found, dict) and ("train" in found or "report" in found):
+        return _optimum(found, path)
+    raise UserError(f"{path} is neither a benchmark_report.json with a train section nor a trainer_state.json")
+
+
+def _optimum(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]:
+    """Its `train` section: memory in MB (10^6 bytes, summed over devices), seconds of single steps, warm-up left out.
+
+    Throughput is taken from the latencies, not from the report: dividing all steps' volume by the mean step is wrong
+    by the number of steps.
+    """
+    report = found.get("report", found)
+    train = report.get("train") or {}
+    config = found.get("config") or _sibling(path, "benchmark_config.json")
+    scenario, backend = (config.get(name) or {} for name in ("scenario", "backend"))
+    shapes = scenario.get("dataset_shapes") or scenario.get("input_shapes") or {}
+    arguments = scenario.get("training_arguments") or {}
+    memory, latency = train.get("memory") or {}, train.get("latency") or {}
+    times = [float(v) for v in latency.get("values") or []]
+    batch = arguments.get("per_device_train_batch_size") or shapes.get("batch_size")
+    length = shapes.get("sequence_length")
+    accum = arguments.get("gradient_accumulation_steps")
+    row: dict[str, Any] = {
+        "model": backend.get("model"),
+        "device": {"cuda": "cuda", "cpu": "cpu"}.get(str(backend.get("device"))),
+        "precision": {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16_pure"}.get(
+            str(backend.get("dtype") or backend.get("torch_dtype"))
+        ),
+        "seq_len": length,
+        "micro_batch": batch,
+        "grad_accum": accum,
+        "peak_allocated_bytes": _scaled(memory.get("max_allocated"), 1e6),
+        "peak_reserved_bytes": _scaled(memory.get("max_reserved"), 1e6),
+        "device_used_bytes": _scaled(memory.get("max_global_vram"), 1e6),
+        "step_times_s": times or None,
+        "step_median_s": float(np.median(times)) if times else None,
+        "measured_steps": len(times) or None,
+        "elapsed_s": sum(times) if times else None,
+    }
+    if times and length and batch:
+        row["tokens_per_s"] = float(length) * float(batch) * float(accum or 1) * len(times) / sum(times)
+    notes = ["optimum-benchmark: memory is summed over processes; its own throughput was not used"]
+    if not length:
+        notes.append("no sequence length in the report or in benchmark_config.json beside it")
+    return _foreign([row], path), notes
+
+
+def _sibling(path: Path, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads((path.parent / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _trainer_state(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]:
+    """The training summary of `log_history`: memory deltas where `skip_memory_metrics=False` put them, and speed.
+
+    The peak is what the Trainer saw: allocated before, plus its increase, plus the peak above that.
+    """
+    merged: dict[str, Any] = {}
+    for entry in found["log_history"]:
+        if "train_runtime" in entry:
+            merged |= entry
+    parts = [merged.get(k) for k in ("before_init_mem_gpu", "init_mem_gpu_alloc_delta", "train_mem_gpu_alloc_delta",
+                                     "train_mem_gpu_peaked_delta")]  # fmt: skip
+    if parts[2] is None or parts[3] is None:
+        raise UserError(
+            f"{path} holds no GPU memory; train with skip_memory_metrics=False, so that train_mem_gpu_* is in its log"
+        )
+    steps = found.get("global_step")
+    row = {
+        "micro_batch": found.get("train_batch_size"),
+        "device": "cuda",
+        "peak_allocated_bytes": sum(int(p or 0) for p in parts),
+        "measured_steps": steps,
+        "elapsed_s": merged.get("train_runtime"),
+        "samples_per_s": merged.get("train_samples_per_second"),
+        "step_median_s": 1.0 / merged["train_steps_per_second"] if merged.get("train_steps_per_second") else None,
+        "tokens_per_s": merged.get("train_tokens_per_second"),
+    }
+    return _foreign([row], path), [
+        "trainer_state.json names no sequence length; add it with a CSV export and a mapping"
+    ]
+
+
+def _scaled(value: Any, factor: float) -> int | None:
+    return None if value is None else round(float(value) * factor)
+
+
+def _foreign(rows: list[dict[str, Any]], path: Path) -> Table:
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    for number, row in enumerate(rows, 1):
+        row |= {"foreign": f"{path.parent.name}/{path.name}", "outcome": "ok", "trial_id": f"{digest}-{number}"}
+    return from_frame(pd.DataFrame(rows), str(path))
+
+
+def read_csv(
+    path: Path, columns: Sequence[str] | None, first: Sequence[str], mapping: Mapping[str, Any]
+) -> tuple[Table, list[str]]:
     """A foreign CSV, with or without header, as a table."""
     notes = []
     header = not any(_number(cell) for cell in first)
+    if mapping and not header:
+        raise UserError(f"{path} has no header, so a mapping has no names to refer to; use --columns")
     if columns is None and not header:
         if len(first) != len(_BARE):
             raise UserError(
@@ -57,7 +192,21 @@ def read_csv(path: Path, columns: Sequence[str] | None, first: Sequence[str]) ->
     if len(names) != len(first):
         raise UserError(f"{path} has {len(first)} columns, --columns names {len(names)}: {', '.join(names)}")
     frame = pd.read_csv(path, header=0 if header else None, names=names, dtype="string", skipinitialspace=True)
-    return from_columns(frame, str(path), notes), notes
+    return from_columns(_mapped(frame, mapping, path) if mapping else frame, str(path), notes), notes
+
+
+def _mapped(frame: pd.DataFrame, mapping: Mapping[str, Any], path: Path) -> pd.DataFrame:
+    columns: dict[str, Any] = {}
+    for ours, theirs in mapping.items():
+        rule = theirs if isinstance(theirs, dict) else {"from": theirs}
+        if "value" in rule:
+            columns[ours] = pd.Series([rule["value"]] * len(frame))
+            continue
+        if rule.get("from") not in frame:
+            raise UserError(f"{path} has no column {rule.get('from')!r}; it has {', '.join(map(str, frame.columns))}")
+        column = frame[str(rule["from"])]
+        columns[ours] = pd.to_numeric(column, errors="coerce") * float(rule["scale"]) if "scale" in rule else column
+    return pd.DataFrame(columns)
 
 
 def _number(text: str) -> bool:

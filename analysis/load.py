@@ -7,7 +7,7 @@ superseded or had the wrong type is counted and said in `warnings`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ ASKED = (
 )  # fmt: skip
 # What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
 FOUND = ("memory_source", "gpu_name", "cpu_name", "torch_version", "optimizer")
+_PIECE = 1 << 26  # bytes of a journal read at a time
 _NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
 
@@ -47,10 +48,9 @@ class Table:
     source: str
     warnings: tuple[str, ...] = ()
 
-    @property
-    def ok(self) -> pd.DataFrame:
-        """The rows that finished and measured something."""
-        return self.frame[self.frame["outcome"] == "ok"]
+    def ok(self, *columns: str) -> pd.DataFrame:
+        """These columns of the rows that finished and measured something, with their trial ids."""
+        return _ok(self.frame[[*columns, "trial_id"]], self.frame["outcome"])
 
     def where(self, mask: pd.Series[bool]) -> Table:
         """The same table with fewer rows."""
@@ -59,10 +59,29 @@ class Table:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of equal settings. `settings` holds only what distinguishes the groups of its table."""
+    """Rows of equal settings, as positions in their table. `settings` holds only what distinguishes the groups."""
 
     settings: Mapping[str, Any]
-    frame: pd.DataFrame = field(repr=False)
+    source: pd.DataFrame = field(repr=False)
+    rows: np.ndarray[Any, np.dtype[np.int64]] = field(repr=False)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """All columns of the rows: a copy, made anew at each call."""
+        return self.source.iloc[self.rows]
+
+    def take(self, *columns: str) -> pd.DataFrame:
+        """Some columns of the rows."""
+        return self.source[list(columns)].iloc[self.rows]
+
+    @property
+    def resident(self) -> bool:
+        """Whether reserved is the resident set of a process on a CPU, which says little beside tensor bytes."""
+        return bool(self.take("memory_source")["memory_source"].eq("cpu_tensors_and_rss").any())
+
+    def ok(self, *columns: str, also: Sequence[str] = ()) -> pd.DataFrame:
+        """The rows that finished and have a value in each of `columns`; with trial ids and the columns of `also`."""
+        return _ok(self.take(*columns, *also, "trial_id"), self.take("outcome")["outcome"]).dropna(subset=list(columns))
 
     @property
     def label(self) -> str:
@@ -81,7 +100,7 @@ def load(path: Path) -> Table:
     if file.suffix == ".parquet":
         return from_frame(pa.parquet.read_table(file).to_pandas(), str(path))
     if file.suffix == ".csv":
-        return from_frame(pd.read_csv(file, dtype="string", keep_default_na=True), str(path))
+        return from_frame(_read_csv(file), str(path))
     frame, warnings = _read_journal(file)
     return from_frame(frame, str(path), warnings)
 
@@ -104,22 +123,52 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
     return Table(typed, source, tuple(notes))
 
 
-def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
-    """The journal's rows, fast where every line fits the registry, line by line where one does not."""
-    schema = pa.schema([(c.name, _arrow_type(c.type, c.name)) for c in COLUMNS if c.name not in _NESTED])
+def _read_csv(file: Path) -> pd.DataFrame:
+    """All columns as text; an empty text in quotes is an empty text, nothing at all is null."""
     try:
-        table = pa.json.read_json(
-            file,
-            read_options=pa.json.ReadOptions(block_size=1 << 24),
-            parse_options=pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer"),
+        names = pa.csv.open_csv(file).schema.names
+        as_text = pa.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True, quoted_strings_can_be_null=False
         )
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        table = pa.csv.read_csv(file, convert_options=as_text)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"cannot read {file} as CSV: {str(error).splitlines()[0]}") from None
+    frame: pd.DataFrame = table.to_pandas(types_mapper=lambda _: pd.StringDtype())
+    return frame
+
+
+def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
+    """The journal's rows: fast, piece by piece, where every line fits the registry, else line by line."""
+    schema = pa.schema([(c.name, _arrow_type(c.type, c.name)) for c in COLUMNS if c.name not in _NESTED])
+    options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
+    pieces: list[pa.Table] = []
+    try:
+        with file.open("rb") as stream:
+            while piece := stream.read(_PIECE):
+                piece += stream.readline()
+                reading = pa.json.ReadOptions(block_size=1 << 23)
+                pieces.append(_slim(pa.json.read_json(pa.BufferReader(piece), reading, options)))
+        table = pa.concat_tables(pieces, promote_options="default")
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return _read_lines(file)
-    nested = [name for name in table.column_names if pa.types.is_struct(table.schema.field(name).type)]
-    extras = _varying_leaves(table.select([name for name in nested if name == "trial"]))
-    table = table.drop_columns([*nested, *(n for n in _NESTED if n in table.column_names and n not in nested)])
+    extras = _varying(table)
+    table = table.select([name for name in table.column_names if not name.startswith(_EXTRA)])
     frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
     return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame, []
+
+
+def _slim(table: pa.Table) -> pa.Table:
+    """Without columns that are null throughout; the resolved trial as one text column per leaf, `trial.a.b`."""
+    while any(pa.types.is_struct(column.type) for column in table.columns):
+        table = table.flatten()
+    columns = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if column.null_count == len(column) or name.startswith("runner_config"):
+            continue
+        if name.startswith(_EXTRA) and pa.types.is_nested(column.type):
+            column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
+        columns[name] = column.cast(pa.string()) if name.startswith(_EXTRA) else column
+    return pa.table(columns)
 
 
 def _arrow_type(kind: type, name: str) -> pa.DataType:
@@ -135,23 +184,17 @@ def _pandas_type(kind: pa.DataType) -> Any:
         return pd.Float64Dtype()
     if pa.types.is_boolean(kind):
         return pd.BooleanDtype()
-    if pa.types.is_string(kind) or pa.types.is_null(kind):
-        return pd.StringDtype()
-    return None
+    if pa.types.is_list(kind):
+        return pd.ArrowDtype(kind)
+    return pd.StringDtype()
 
 
-def _varying_leaves(table: pa.Table) -> pd.DataFrame:
-    """Leaves of the resolved trial that are not the same everywhere, as text columns `trial.a.b`."""
-    while any(pa.types.is_struct(column.type) for column in table.columns):
-        table = table.flatten()
+def _varying(table: pa.Table) -> pd.DataFrame:
+    """The leaves of the resolved trial that are not the same everywhere."""
     found = {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        if pa.types.is_nested(column.type):
-            column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
-        elif not pa.types.is_null(column.type):
-            column = column.cast(pa.string())
-        if len(column.unique()) > 1 and name.removeprefix(_EXTRA) not in _NOT_SETTINGS:
-            found[name] = column.to_pandas().astype("string")
+    for name in table.column_names:
+        if name.startswith(_EXTRA) and name.removeprefix(_EXTRA) not in _NOT_SETTINGS and len(table[name].unique()) > 1:
+            found[name] = table[name].to_pandas().astype("string")
     return pd.DataFrame(found)
 
 
@@ -160,7 +203,7 @@ def _read_lines(file: Path) -> tuple[pd.DataFrame, list[str]]:
     rows, unreadable = journal.read(file)
     trials = pa.Table.from_pandas(_flat([row.get("trial") for row in rows]), preserve_index=False)
     frame = pd.DataFrame([{k: v for k, v in row.items() if k not in _NESTED} for row in rows])
-    extras = _varying_leaves(trials)
+    extras = _varying(trials)
     was = "were" if unreadable != 1 else "was"
     notes = [f"{unreadable} line{'s' * (unreadable != 1)} of {file.name} could not be read and {was} skipped"]
     return pd.concat([frame, extras], axis=1), notes if unreadable else []
@@ -181,14 +224,20 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Every registry column with its dtype; what does not convert is null and said."""
     notes: list[str] = []
     columns: dict[str, Any] = {}
+    nulls: dict[Any, Any] = {}
     for column in COLUMNS:
         if column.name in _NESTED:
             continue
-        given = frame[column.name] if column.name in frame else pd.Series(None, index=frame.index, dtype="object")
-        if column.type is list:
-            columns[column.name] = _lists(given)
+        dtype: Any = pd.ArrowDtype(_arrow_type(list, column.name)) if column.type is list else _DTYPES[column.type]
+        if column.name not in frame:
+            if dtype not in nulls:  # one array serves all columns that are unknown throughout
+                nulls[dtype] = pd.array([None] * len(frame), dtype=dtype)
+            columns[column.name] = pd.Series(nulls[dtype], index=frame.index, copy=False)
             continue
-        if str(given.dtype) != _DTYPES[column.type]:
+        given = frame[column.name]
+        if column.type is list:
+            given = given if given.dtype == dtype else _lists(given, pd.ArrowDtype(_arrow_type(list, column.name)))
+        elif str(given.dtype) != dtype:
             given, bad = _convert(given, column.type)
             if len(bad):
                 notes.append(
@@ -201,7 +250,8 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         notes.append(
             f"columns unknown to schema version {SCHEMA_VERSION}, left out: {', '.join(map(str, unknown[:8]))}"
         )
-    typed = pd.DataFrame({**columns, **{n: frame[n] for n in frame.columns if str(n).startswith(_EXTRA)}})
+    columns |= {n: frame[n] for n in frame.columns if str(n).startswith(_EXTRA)}
+    typed = pd.DataFrame(columns, copy=False)
     versions = sorted(int(v) for v in typed["schema_version"].dropna().unique())
     if versions and versions != [SCHEMA_VERSION]:
         notes.append(f"rows of schema version {', '.join(map(str, versions))}; this program knows {SCHEMA_VERSION}")
@@ -232,10 +282,8 @@ def _convert(values: pd.Series[Any], kind: type) -> tuple[pd.Series[Any], pd.Ser
     return out, values[known & pd.isna(out) & ~text.isin(["nan", "", "none", "null"])]
 
 
-def _lists(values: pd.Series[Any]) -> pd.Series[Any]:
+def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
     """Lists stay lists; text (from a CSV) is parsed as JSON; anything else is null."""
-    if values.isna().all():
-        return pd.Series(None, index=values.index, dtype="object")
 
     def one(value: Any) -> Any:
         if isinstance(value, str):
@@ -245,7 +293,12 @@ def _lists(values: pd.Series[Any]) -> pd.Series[Any]:
                 return None
         return list(value) if isinstance(value, list | np.ndarray) else None
 
-    return values.map(one)
+    found = [one(value) for value in values]
+    try:
+        array = pa.array(found, kind.pyarrow_dtype)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # a list of something else
+        array = pa.nulls(len(found), kind.pyarrow_dtype)
+    return pd.Series(array, index=values.index, dtype=kind)
 
 
 def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -255,12 +308,16 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         unfinished = set(frame.loc[~terminal, "trial_id"].dropna()) - set(frame.loc[terminal, "trial_id"].dropna())
         if unfinished:
             notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
-        frame = frame[terminal]
+        frame = frame if terminal.all() else frame[terminal]
     again = frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     if again.any():
         notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
         frame = frame[~again]
-    return frame.reset_index(drop=True), notes
+    return frame if isinstance(frame.index, pd.RangeIndex) else frame.reset_index(drop=True), notes
+
+
+def _ok(frame: pd.DataFrame, outcome: pd.Series[Any]) -> pd.DataFrame:
+    return frame[outcome.eq("ok").fillna(False).to_numpy(bool)]
 
 
 def groups(table: Table, x: str = "seq_len") -> list[Group]:
@@ -282,15 +339,16 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
             alone = by.transform("nunique") == 1
             filled[name] = filled[name].where(filled[name].notna() | ~alone, by.transform("first"))
     codes, keys = _split(filled, codes, keys, list(FOUND))
-    values = frame.assign(**{name: filled[name] for name in FOUND})
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     found = []
     for rows in np.split(order, starts[1:]):
-        first = values.iloc[rows[0]]
-        settings = {key: None if pd.isna(first[key]) else first[key] for key in keys}
-        found.append(Group(settings, frame.iloc[rows]))
-    return sorted(found, key=lambda group: -len(group.frame))
+        first = {key: (filled if key in FOUND else frame)[key].iloc[rows[0]] for key in keys}
+        settings = {
+            key: None if pd.isna(v) else v.item() if isinstance(v, np.generic) else v for key, v in first.items()
+        }
+        found.append(Group(settings, frame, rows))
+    return sorted(found, key=lambda group: -len(group.rows))
 
 
 def _split(

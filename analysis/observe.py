@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,15 @@ class Points:
     bound_x: Array
     bound_y: Array
     warnings: tuple[str, ...] = ()
+
+    def averaged(self, most: int = 5000) -> Points:
+        """The same with the mean of each x if there are more than `most` rows: fits then cost what the lengths cost."""
+        if len(self.x) <= most:
+            return self
+        x, first = np.unique(self.x, return_index=True)
+        means = np.asarray(pd.Series(self.y).groupby(self.x).mean(), dtype=float)
+        note = f"{len(self.x):,} rows were averaged per length for the fit"
+        return replace(self, x=x, y=means, ids=tuple(self.ids[i] for i in first), warnings=(*self.warnings, note))
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,8 @@ def observations(
     ids = tuple(frame["trial_id"].to_numpy()[measured][order].astype(str))
     warnings: list[str] = []
     if metric.memory and len(xs):
-        spread = pd.Series(ys).groupby(xs).agg(np.ptp)
+        repeats = pd.Series(ys).groupby(xs)
+        spread = repeats.max() - repeats.min()
         unequal = spread[spread > 0]
         if len(unequal):
             warnings.append(

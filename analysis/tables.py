@@ -24,7 +24,7 @@ def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
     """One line per group: how many rows of each outcome, range of lengths, memory and speed at the longest length."""
     lines = []
     for group in groups:
-        frame = group.frame
+        frame = group.take("outcome", "seq_len", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_s")
         done = frame[(frame["outcome"] == "ok").fillna(False).astype(bool)]
         line = {"settings": group.label, "ok": str(len(done))}
         line["oom"] = str(int((frame["outcome"] == "oom").sum()))

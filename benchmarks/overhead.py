@@ -79,22 +79,23 @@ def overhead(runner: dict[str, Any], precision: str, isolation: str, lengths: li
         }
 
 
-def instruments(rounds: int, steps: int) -> dict[str, float]:
+def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float]:
     """Measured steps of our loop against a bare one's, alternating in one process; the median of the rounds' ratios."""
     import torch
 
     from harness import trial as trials
     from runners import build
-    from runners.measure import Meter
+    from runners.measure import Clock, Meter
 
-    trial = trials.parse(tiny(seq_len=128, protocol={"name": "x", "warmup_steps": 1, "measured_steps": steps}))
-    device = torch.device("cpu")
-    net = build.model(trial, device)
+    protocol = {"name": "x", "warmup_steps": 1, "measured_steps": steps}
+    trial = trials.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))
+    place = torch.device(device)
+    net = build.model(trial, place)
     optimizer = build.optimizer(trial, net.parameters())
     data = build.data(trial)
 
     def step(index: int) -> torch.Tensor:
-        batch = {k: v.to(device) for k, v in data.batch(index, trial.micro_batch).items()}
+        batch = {k: v.to(place, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
         loss: torch.Tensor = net(**batch).loss
         loss.backward()
         optimizer.step()
@@ -102,15 +103,15 @@ def instruments(rounds: int, steps: int) -> dict[str, float]:
         return loss
 
     def bare() -> float:
-        times = []
+        clock = Clock(place)
+        clock.mark()
         for index in range(steps):
-            began = time.perf_counter()
             step(index)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
+            clock.mark()
+        return statistics.median(clock.times())
 
     def metered(folder: Path) -> float:
-        meter = Meter(trial, folder, device, 0)
+        meter = Meter(trial, folder, place, 0)
         meter.built()
         for index in range(trial.steps()):
             meter.step_begin()

@@ -42,11 +42,14 @@ def _status(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0
-    table = Table("sweep", "state", "done", "total", "ok", "oom", "invalid", "failed", "last row", "unreadable")
     for one in found:
-        cells = (one.folder, one.state, one.done, one.total, one.ok, one.oom, one.invalid, one.failed, one.last_row_at)
-        table.add_row(*("" if cell is None else str(cell) for cell in cells), str(one.unreadable))
-    Console().print(table)
+        parts = [
+            f"{n} {name}" for name in ("ok", "oom", "invalid", "failed", "unreadable") if (n := getattr(one, name))
+        ]
+        total = "?" if one.total is None else one.total
+        print(f"{one.folder}  {one.state}  {one.done}/{total}: {', '.join(parts) or 'no rows yet'}")
+        if one.last_row_at:
+            print(f"  last attempt began {one.last_row_at}")
     return 0
 
 

@@ -84,7 +84,6 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
         "allocator_conf_effective": config.render(),
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
-        "steps_s": 0.0,
     }  # fmt: skip
 
 

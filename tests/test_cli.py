@@ -37,15 +37,12 @@ def test_a_multirun_with_lists_ranges_and_groups() -> None:
     assert {t["allocator"]["conf"] for t in trials} == {"", "expandable_segments:True"}  # type: ignore[index]
 
 
-def test_every_group_s_every_option_composes_and_says_what_it_is() -> None:
-    words = ["-m", "device=cuda,cpu"]
-    for group in ("allocator", "precision", "protocol"):
-        names = [p.stem for p in sorted((ROOT / "conf" / group).glob("*.yaml")) if p.stem != "custom"]
-        words.append(f"{group}={','.join(names)}")
-    found = planned(*words)
-    assert len(found) == 2 * 7 * 5 * 4
-    reasons = {str(t["reason"]) for t in found if t["state"] == "invalid" and t["trial"]["device"]["name"] == "cuda"}  # type: ignore[index]
-    assert reasons <= {"None"}, reasons
+@pytest.mark.parametrize(("group", "count"), [("allocator", 7), ("precision", 5), ("protocol", 4)])
+def test_every_option_of_a_group_composes_and_can_run_on_cuda(group: str, count: int) -> None:
+    names = [p.stem for p in sorted((ROOT / "conf" / group).glob("*.yaml")) if p.stem != "custom"]
+    found = planned("-m", "device=cuda", f"{group}={','.join(names)}")
+    assert len(found) == count
+    assert {str(t["reason"]) for t in found} == {"None"}
 
 
 def test_the_trainer_s_own_batch_is_the_default_and_can_be_overridden() -> None:

@@ -45,7 +45,9 @@ def test_a_row_of_a_gpu(run_sweep: Run) -> None:
     (row,) = run_sweep(cuda(precision="bf16"), isolation="warm")
     assert row["memory_source"] == "cuda_allocator"
     assert row["peak_requested_bytes"] <= row["peak_allocated_bytes"] <= row["peak_active_bytes"]
-    assert row["peak_active_bytes"] <= row["peak_reserved_bytes"] < row["device_used_bytes"] <= row["device_total_bytes"]
+    assert (
+        row["peak_active_bytes"] <= row["peak_reserved_bytes"] < row["device_used_bytes"] <= row["device_total_bytes"]
+    )
     assert len(row["step_peak_reserved_bytes"]) == row["measured_steps"]
     assert row["gpu_name"]
     assert row["gpu_uuid"].startswith("GPU-")

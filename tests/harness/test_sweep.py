@@ -138,11 +138,12 @@ def test_what_would_only_happen_again_is_not_retried(tmp_path: Path, evidence: E
 
 def test_a_busy_gpu_is_contended_and_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = machine.Gpu(0, "NVIDIA H100", "GPU-1", "1", 80 << 30, 9 << 30, (4711,))
-    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [card])
+    monkeypatch.setattr(machine, "gpus", lambda: [card])
     row, slept, _ = run_fake(tmp_path, [], retries=1, device={"name": "cuda"})
     assert row["outcome"] == "contended"
     assert row["foreign_processes"] == [4711]
-    assert slept == [5]
+    looks = [0.2, 0.5, 1.0, 0.0]  # the worker before may take a moment to leave the device
+    assert slept == [*looks, 5, *looks]
 
 
 def test_a_killed_template_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +218,8 @@ def test_the_worker_sees_the_allocator_setting_and_only_that_name() -> None:
     environ = attempt.environment("expandable_segments:True", "cuda", base)
     assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "PYTORCH_ALLOC_CONF" not in environ
+    assert attempt.environment("", "cuda", base, ["GPU-a", "GPU-b"])["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert attempt.environment("", "cpu", base)["CUDA_VISIBLE_DEVICES"] == ""
     assert "PYTORCH_CUDA_ALLOC_CONF" not in attempt.environment("", "cuda", base)
 
 

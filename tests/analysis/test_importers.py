@@ -1,0 +1,148 @@
+"""Foreign files, export and trackers."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import synthetic
+
+from analysis import cli
+from analysis.importers import open_rows
+from analysis.load import load
+from harness.errors import UserError
+
+MIB = 2**20
+
+
+def test_a_bare_csv_of_four_numbers_is_read_and_what_was_assumed_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "bare.csv"
+    file.write_text("128, 100, 120, 2.0\n256, 110, 130, 1.0\n256, 110, 130, 1.1\n")
+    table, notes = open_rows(file)
+    assert "seq_len, peak_active_mib, peak_reserved_mib, iterations_per_s" in notes[0]
+    assert table.frame["peak_active_bytes"].tolist() == [100 * MIB, 110 * MIB, 110 * MIB]
+    assert table.frame["tokens_per_s"].tolist() == pytest.approx([256.0, 256.0, 281.6])
+    assert set(table.frame["foreign"]) == {"bare.csv"}
+    assert table.frame["peak_allocated_bytes"].isna().all()
+
+
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    file = tmp_path / "bare.csv"
+    file.write_text("128,4,1.5\n256,4,2.5\n")
+    table, _ = open_rows(file, ["seq_len", "micro_batch", "peak_allocated_gib"])
+    assert table.frame["peak_allocated_bytes"].tolist() == [1536 * MIB, 2560 * MIB]
+    assert table.frame["micro_batch"].tolist() == [4, 4]
+    with pytest.raises(UserError, match="--columns names 2"):
+        open_rows(file, ["seq_len", "micro_batch"])
+    with pytest.raises(UserError, match="name its 3 columns"):
+        open_rows(file)
+
+
+def test_a_mapping_file_names_columns_units_and_constants(tmp_path: Path) -> None:
+    file, mapping = tmp_path / "theirs.csv", tmp_path / "mapping.json"
+    file.write_text("Length,VRAM (GB),it/s\n128,1.5,2\n256,2.5,1\n512,n/a,1\n")
+    mapping.write_text(
+        json.dumps(
+            {
+                "seq_len": "Length",
+                "peak_allocated_bytes": {"from": "VRAM (GB)", "scale": 1e9},
+                "iterations_per_s": {"from": "it/s", "scale": 0.5},
+                "micro_batch": {"value": 8},
+                "model": {"value": "theirs"},
+            }
+        )
+    )
+    table, _ = open_rows(file, mapping=mapping)
+    assert table.frame["peak_allocated_bytes"].tolist()[:2] == [1_500_000_000, 2_500_000_000]
+    assert pd.isna(table.frame["peak_allocated_bytes"].iloc[2])
+    assert table.frame["step_median_s"].tolist() == [1.0, 2.0, 2.0]
+    assert table.frame["tokens_per_s"].iloc[0] == 128 * 8
+    mapping.write_text('{"sequence": "Length"}')
+    with pytest.raises(UserError, match="not known: sequence"):
+        open_rows(file, mapping=mapping)
+
+
+def test_optimum_benchmark_throughput_is_taken_from_the_step_times(tmp_path: Path) -> None:
+    memory = {"unit": "MB", "max_allocated": 1000.0, "max_reserved": 1200.0, "max_global_vram": 1500.0}
+    train = {"memory": memory, "latency": {"values": [0.5, 0.5]}, "throughput": {"value": 999.0}}
+    (tmp_path / "benchmark_report.json").write_text(json.dumps({"overall": {}, "warmup": {}, "train": train}))
+    config = {
+        "backend": {"model": "gpt2", "device": "cuda", "torch_dtype": "float32"},
+        "scenario": {
+            "dataset_shapes": {"sequence_length": 64},
+            "training_arguments": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+        },
+    }
+    (tmp_path / "benchmark_config.json").write_text(json.dumps(config))
+    table, notes = open_rows(tmp_path)
+    row = table.frame.iloc[0]
+    assert row["tokens_per_s"] == 2 * 3 * 64 / 0.5
+    assert (row["peak_allocated_bytes"], row["device_used_bytes"]) == (1_000_000_000, 1_500_000_000)
+    assert (row["model"], row["precision"], row["device"]) == ("gpt2", "fp32", "cuda")
+    assert row["foreign"].endswith("benchmark_report.json") and pd.isna(row["protocol"])
+    assert "its own throughput was not used" in notes[0]
+
+
+def test_trainer_state_needs_its_memory_metrics(tmp_path: Path) -> None:
+    file = tmp_path / "trainer_state.json"
+    summary = {"step": 9, "train_runtime": 4.5, "train_samples_per_second": 16.0, "train_steps_per_second": 2.0}
+    state = {"global_step": 9, "train_batch_size": 8, "log_history": [{"loss": 1.0}, summary]}
+    file.write_text(json.dumps(state))
+    with pytest.raises(UserError, match="skip_memory_metrics=False"):
+        open_rows(file)
+    gpu = {"before_init_mem_gpu": 10, "init_mem_gpu_alloc_delta": 20, "train_mem_gpu_alloc_delta": 30}
+    state["log_history"] = [{**summary, **gpu, "train_mem_gpu_peaked_delta": 40}]
+    file.write_text(json.dumps(state))
+    row = open_rows(file)[0].frame.iloc[0]
+    assert (row["peak_allocated_bytes"], row["micro_batch"], row["step_median_s"]) == (100, 8, 0.5)
+
+
+def test_a_file_that_is_none_of_these_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(UserError, match="neither"):
+        open_rows(tmp_path / "x.json")
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="no column seq_len"):
+        open_rows(tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_an_export_reads_back_as_the_same_table(tmp_path: Path, suffix: str) -> None:
+    folder = synthetic.write(tmp_path / "sweep", synthetic.sweep(lengths=(128, 8192), batches=(1, 4)))
+    out = tmp_path / f"table.{suffix}"
+    assert cli.main(["export", str(folder), str(out)]) == 0
+    pd.testing.assert_frame_equal(load(out).frame, load(folder).frame)
+
+
+def test_trackers_get_settings_and_results_of_every_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[dict[str, object]] = []
+
+    class Run:
+        def __init__(self, **given: object) -> None:
+            runs.append(given)
+
+        def log(self, results: dict[str, float]) -> None:
+            runs[-1]["results"] = results
+
+        def finish(self) -> None:
+            runs[-1]["finished"] = True
+
+    fake = types.ModuleType("wandb")
+    fake.init = Run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128, 8192), batches=(4,), repeats=1))
+    assert cli.main(["track", str(folder), "wandb"]) == 0
+    assert len(runs) == 4 and all(run["finished"] for run in runs)
+    assert runs[0]["config"]["allocator"] == "default"  # type: ignore[index]
+    assert runs[0]["results"]["peak_reserved_bytes"] > 2**30  # type: ignore[index]
+    assert runs[1]["config"]["outcome"] == "oom" and runs[1]["results"] == {}  # type: ignore[index]
+
+
+def test_a_tracker_that_is_not_installed_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
+    assert cli.main(["track", str(folder), "trackio"]) == 2

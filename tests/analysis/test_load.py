@@ -1,0 +1,118 @@
+"""Rows to a table: what is read, what is refused, what is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import synthetic
+
+from analysis import load
+from harness.errors import UserError
+from harness.row import complete
+
+
+def test_a_torn_last_line_is_skipped_and_said(tmp_path: Path) -> None:
+    folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128, 256), batches=(1,), repeats=1))
+    with (folder / "journal.jsonl").open("a") as stream:
+        stream.write('{"trial_id": "torn", "seq_l')
+    table = load.load(folder)
+    assert len(table.frame) == 4
+    assert "1 line of journal.jsonl could not be read and was skipped" in table.warnings
+
+
+def test_the_fast_way_and_the_tolerant_way_agree(tmp_path: Path) -> None:
+    folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128, 256, 4096), batches=(1, 4)))
+    fast = load.load(folder).frame
+    with (folder / "journal.jsonl").open("a") as stream:
+        stream.write("{torn")
+    slow = load.load(folder).frame
+    pd.testing.assert_frame_equal(fast, slow[fast.columns], check_dtype=True)
+
+
+def test_only_the_last_terminal_row_of_a_trial_counts() -> None:
+    first = complete({"trial_id": "a", "terminal": False, "outcome": "crash", "attempt": 1})
+    second = complete({"trial_id": "a", "terminal": True, "outcome": "ok", "attempt": 2, "seq_len": 8})
+    again = complete({"trial_id": "a", "terminal": True, "outcome": "oom", "attempt": 3, "seq_len": 8})
+    running = complete({"trial_id": "b", "terminal": False, "outcome": "timeout", "attempt": 1})
+    table = load.from_frame(pd.DataFrame([first, second, again, running]), "test")
+    assert list(table.frame["outcome"]) == ["oom"]
+    assert any("1 trial not finished" in note for note in table.warnings)
+    assert any("superseded" in note for note in table.warnings)
+
+
+def test_text_and_nan_where_numbers_should_be_become_unknown_and_are_said(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(
+        "trial_id,outcome,terminal,seq_len,peak_allocated_bytes,tokens_per_s\n"
+        "a,ok,true,128,1000,nan\nb,ok,true,lots,2000,inf\nc,ok,true,512,12.5,3\n"
+    )
+    table = load.load(file)
+    assert table.frame["seq_len"].isna().tolist() == [False, True, False]
+    assert table.frame["tokens_per_s"].isna().tolist() == [True, True, False]
+    assert any("seq_len" in note and "'lots'" in note for note in table.warnings)
+    assert any("peak_allocated_bytes" in note and "12.5" in note for note in table.warnings)
+    assert not any("nan" in note for note in table.warnings)
+
+
+def test_rows_of_another_schema_version_are_read_and_said(tmp_path: Path) -> None:
+    rows = synthetic.sweep(lengths=(128,), batches=(1,), repeats=1)
+    newer = {**rows[1], "schema_version": 2, "brand_new": 3}
+    newer.pop("hfu")
+    folder = synthetic.write(tmp_path, [rows[0], newer])
+    table = load.load(folder)
+    assert len(table.frame) == 2
+    assert any("brand_new" in note for note in table.warnings)
+    assert any("schema version 1, 2" in note for note in table.warnings)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "not json\n", '{"trial_id": "a", "terminal": false}\n'])
+def test_a_journal_without_finished_rows_is_a_user_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "journal.jsonl").write_text(text)
+    with pytest.raises(UserError, match="nothing to analyse"):
+        load.load(tmp_path)
+
+
+def test_groups_split_on_settings_and_never_mix_predicted_foreign_and_measured() -> None:
+    base = synthetic.sweep(lengths=(128, 256), batches=(1, 2), repeats=2)
+    simulated = synthetic.sweep(lengths=(128, 256), batches=(1, 2), repeats=2, device="simulated")
+    foreign = synthetic.sweep(lengths=(128, 256), batches=(1, 2), repeats=2, foreign="x.csv")
+    foreign = [{**row, "trial_id": "f" + row["trial_id"]} for row in foreign]
+    table = load.from_frame(pd.DataFrame([*base, *simulated, *foreign]), "test")
+    found = load.groups(table)
+    assert len(found) == 12
+    for group in found:
+        for name in ("device", "foreign", "memory_source", "allocator", "micro_batch"):
+            assert group.frame[name].nunique(dropna=False) == 1
+    assert sum(len(group.rows) for group in found) == len(table.frame)
+
+
+def test_a_setting_that_only_the_resolved_trial_holds_splits_groups(tmp_path: Path) -> None:
+    rows = [
+        {**row, "trial_id": f"{row['trial_id']}-{rank}", "trial": {"lora": {"rank": rank}, "seq_len": row["seq_len"]}}
+        for rank in (8, 64)
+        for row in synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",), repeats=1)
+    ]
+    found = load.groups(load.load(synthetic.write(tmp_path, rows)))
+    assert [group.label for group in found] == ["lora.rank 8", "lora.rank 64"]
+
+
+def test_rows_that_ran_out_of_memory_join_the_group_of_equal_settings() -> None:
+    table = load.from_frame(pd.DataFrame(synthetic.sweep(batches=(4,), allocators=("default",))), "test")
+    assert table.frame.loc[table.frame["outcome"] == "oom", "gpu_name"].isna().all()
+    assert len(load.groups(table)) == 1
+
+
+def test_labels_show_only_what_varies() -> None:
+    assert load.label(
+        {"allocator": "default", "micro_batch": 4, "gradient_checkpointing": True, "zero_stage": None}
+    ) == ("default · batch 4 · gradient checkpointing · no zero stage")
+    assert load.label({}) == "all rows"
+
+
+def test_the_synthetic_fixture_says_in_every_row_that_it_is_one(tmp_path: Path) -> None:
+    folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
+    for line in (folder / "journal.jsonl").read_text().splitlines():
+        assert "not a measurement" in json.loads(line)["notes"][0]

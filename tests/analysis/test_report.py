@@ -1,0 +1,168 @@
+"""Figures, tables, report and paper folder: from good rows, bad rows and hostile rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic
+
+from analysis import cli, figures, tables
+from analysis.content import collect
+from analysis.load import Table, from_frame
+from harness.row import Row, complete
+
+
+def table(rows: list[Row]) -> Table:
+    return from_frame(pd.DataFrame(rows), "test")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A results folder with a report, made through the command line, without static images."""
+    rows = synthetic.sweep(batches=(1, 2, 4))
+    rows[0] = {**rows[0], "throttle_reasons": ["sw_power_cap"], "plateau": False}
+    path = synthetic.write(tmp_path_factory.mktemp("results") / "sweep", rows)
+    assert cli.main(["report", str(path), "--images", "none"]) == 0
+    return path
+
+
+def test_every_figure_of_the_issue_is_drawn_with_its_data_and_their_rows(folder: Path) -> None:
+    names = {path.stem for path in (folder / "figures").glob("*.html")}
+    assert names == {
+        "memory_by_length", "allocators", "throughput", "reserved_unallocated", "mfu", "memory_by_phase",
+        "memory_by_category", "step_times", "plateau", "heat_map", "pareto", "frontier",
+    }  # fmt: skip
+    known = {json.loads(line)["trial_id"] for line in (folder / "journal.jsonl").read_text().splitlines()}
+    for name in names:
+        data = pd.read_csv(folder / "figures" / f"{name}.csv")
+        ids = data["trial_ids" if name == "frontier" else "trial_id"].dropna()
+        assert len(ids)
+        assert {one for text in ids for one in text.split()} <= known
+
+
+def test_axes_have_units_and_lines_have_markers() -> None:
+    content = collect(table(synthetic.sweep()))
+    for figure in content.figures:
+        axes = (figure.plot.layout.xaxis.title.text, figure.plot.layout.yaxis.title.text)
+        assert all("(" in text or text == "measured step" for text in axes), figure.name
+
+
+def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> None:
+    both = [*synthetic.sweep(batches=(1,)), *synthetic.sweep(batches=(1,), device="simulated", seed=1)]
+    content = collect(table(both))
+    names = {figure.name for figure in content.figures}
+    assert {"memory_by_length_measured_on_cuda", "memory_by_length_predicted", "predicted_against_measured"} <= names
+    for figure in content.figures:
+        if figure.name.endswith("_predicted") and "trial_id" in figure.data:
+            ids = " ".join(figure.data["trial_id"].astype(str)).split()
+            assert all(one.startswith("si") for one in ids)
+    assert any("predicted by the simulator" in warning for warning in content.warnings)
+    assert all(fit.points.ids[0][:2] == fit.points.ids[-1][:2] for fit in content.fits)
+
+
+def test_thinning_keeps_ends_and_extremes() -> None:
+    x = np.arange(100_000.0)
+    y = np.sin(x)
+    y[12_345] = 9
+    at = figures.thin(x, y)
+    assert len(at) <= figures.POINTS
+    assert {0, 12_345, 99_999} <= set(at.tolist())
+
+
+def test_the_report_says_what_was_found_and_warns(folder: Path) -> None:
+    page = (folder / "report.html").read_text()
+    assert "Allocator expandable against default: peak reserved SMALLER" in page
+    assert "the GPU was throttled in 1 row: cudef-b1-s128-r0" in page
+    assert "memory was still rising at the end of 1 row" in page
+    assert "python -m harness sweep -m model=made-up seq_len=128" in page
+    assert "<strong>104</strong> ok" in page and "<strong>16</strong> oom" in page
+    assert re.search(r"plotly\.js v\d", page)
+
+
+def test_html_in_a_model_name_is_text_everywhere() -> None:
+    from analysis.page import render
+
+    evil = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    rows = [
+        *synthetic.sweep(batches=(1,), model=evil, sweep=evil, reason=evil),
+        *[{**r, "trial_id": "o" + r["trial_id"]} for r in synthetic.sweep(batches=(1,))],
+    ]
+    page = render(collect(table(rows)))
+    assert evil not in page
+    assert "<img src=x" not in page
+    assert "alert(1)" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("one row", synthetic.sweep(lengths=(128,), batches=(1,), allocators=("default",), repeats=1)),
+        ("all out of memory", synthetic.sweep(device_gib=1)),
+        ("nothing measured", [complete({"trial_id": "a", "terminal": True, "outcome": "invalid", "reason": "no"})]),
+        ("no lengths", [{**r, "seq_len": None} for r in synthetic.sweep(lengths=(128,), batches=(1,))]),
+    ],
+)
+def test_what_can_still_be_shown_is_shown(name: str, rows: list[Row], tmp_path: Path) -> None:
+    path = synthetic.write(tmp_path, rows)
+    assert cli.main(["report", str(path), "--images", "none"]) == 0
+    page = (path / "report.html").read_text()
+    assert "Rows and how to reproduce them" in page
+    if name == "all out of memory":
+        assert "120</strong> oom" in page and "no measured values to fit" in page
+
+
+def test_ten_thousand_groups_are_counted_and_some_are_drawn() -> None:
+    base = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",), repeats=1)
+    frame = pd.DataFrame(base * 10_000)
+    frame["micro_batch"] = np.repeat(np.arange(10_000), 3) + 1
+    frame["trial_id"] = [f"t{i}" for i in range(len(frame))]
+    content = collect(from_frame(frame, "test"))
+    assert any("10,000 groups of equal settings; the 24 with most rows were fitted" in w for w in content.warnings)
+    assert len(content.figures) >= 5
+
+
+def test_paper_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("analysis.report.figures.images", lambda *_: ["no pdf figures: install Chromium"])
+    assert cli.main(["paper", str(folder), "--out", str(tmp_path)]) == 0
+    assert r"\toprule" in (tmp_path / "tables" / "fits.tex").read_text()
+    assert "| settings |" in (tmp_path / "tables" / "settings.md").read_text()
+    assert "least squares" in (tmp_path / "methods.txt").read_text()
+    assert json.loads((tmp_path / "environment.json").read_text())["coverage"] == {"ok": 104, "oom": 16}
+
+
+def test_without_a_browser_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_browser(*_: object, **__: object) -> None:
+        raise RuntimeError("Chrome not found\nand much more")
+
+    monkeypatch.setattr("plotly.io.write_images", no_browser)
+    drawn = collect(table(synthetic.sweep(batches=(1,)))).figures[:1]
+    assert figures.images(drawn, tmp_path, ["png"]) == [
+        "no png figures (Chrome not found): install Chromium, for example apt-get install chromium"
+    ]
+
+
+def test_tables_escape_what_their_language_reads() -> None:
+    frame = pd.DataFrame({"name": ["a_b & 50 % | x"], "GiB": ["1.5"]})
+    assert r"a\_b \& 50 \% | x & 1.5 \\" in tables.latex(frame, "A_1", "t")
+    assert r"a_b & 50 % \| x | 1.5" in tables.markdown(frame)
+    assert "---:" in tables.markdown(frame)
+
+
+def test_user_errors_are_one_line_and_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path / "none")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    path = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
+    assert cli.main(["report", str(path), "--images", "gif"]) == 2
+    assert cli.main(["fit", str(path)]) == 2
+    assert "nothing could be fitted" in capsys.readouterr().err
+
+
+def test_every_table_has_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["fit", str(folder)], ["frontier", str(folder)], ["compare", str(folder), "--by", "micro_batch=1,2"]):
+        cli.main([*argv, "--json"])
+        assert json.loads(capsys.readouterr().out)
