@@ -10,7 +10,9 @@ these changes memory. `behave` puts CUDA's ways in place while a step is traced,
 - GradScaler steps without looking at its found-inf flag, whose value does not exist;
 - `torch.autocast("cuda")` and `torch.cuda.synchronize()` do not ask for a device.
 
-Not covered: devices that a program names "cuda" (trace.py sees those), the allocator.
+- a device that the program names "cuda" is the CPU, where the fake tensors are.
+
+Not covered: the allocator, and what is traced (trace.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
@@ -68,11 +71,29 @@ def behave(capability: Capability) -> Iterator[None]:
         for owner, name, value in _replacements(casts):
             changed.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
-        yield
+        with CudaIsHere():
+            yield
     finally:
         for owner, name, value in reversed(changed):
             setattr(owner, name, value)
         library._destroy()
+
+
+class CudaIsHere(TorchFunctionMode):
+    """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*map(_on_cpu, args), **{key: _on_cpu(value) for key, value in (kwargs or {}).items()})
+
+
+def _on_cpu(value: Any) -> Any:
+    if (isinstance(value, torch.device) and value.type == "cuda") or (
+        isinstance(value, str) and value.partition(":")[0] == "cuda"
+    ):
+        return torch.device("cpu")
+    return value
 
 
 def _registered(key: str) -> set[str]:

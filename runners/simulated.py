@@ -104,11 +104,13 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             f"cannot be simulated: the step asks for a tensor's value ({error.func}), which exists only on a GPU; take "
             ".item(), boolean tests of tensors and masks by value out of the step, or measure on device=cuda"
         ) from error
-    except (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError) as error:
-        first = str(getattr(error, "func", None) or error).strip().splitlines()[0]
+    except (UnsupportedOperatorException, UnsupportedFakeTensorException, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "fake impl" not in str(error):  # what custom operators say
+            raise
+        what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
         raise InvalidTrial(
-            f"cannot be simulated: no fake implementation of {first}; register one with torch.library.register_fake, "
-            "or measure on device=cuda"
+            f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
+            "torch.library.register_fake, or measure on device=cuda"
         ) from error
     return tracer.trace, details
 

@@ -39,7 +39,6 @@ IN_PLACE = {
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
 }
 KIB = 1 << 10
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,7 @@ class Tracer(TorchDispatchMode):
             self.trace.categories = self._categories()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if device is not None and device.type == "cuda":
-            kwargs["device"] = CPU
+        kwargs = kwargs or {}
         if func in MATMULS:
             self._handle()
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():

@@ -1,0 +1,111 @@
+"""device=simulated end to end, and against what others measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, TARGETS, Run, tiny
+
+from harness import gpus, trial
+from harness.allocator import recording, restore
+from harness.allocator.config import AllocatorConfig
+from harness.allocator.replay import replay_as_recorded
+from runners import custom, predict, simulated
+from runners import trainer as hf_trainer
+
+DEVICE = {"name": "simulated", "gpu": "a100-80gb"}
+PARTS = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "temporaries",
+    "workspaces",
+    "rounding",
+)
+MEASURED = ("tokens_per_s", "elapsed_s", "step_times_s", "device_used_bytes", "mfu", "gpu_power_w", "loss_first")
+
+
+def target(function: str, **over: Any) -> dict[str, Any]:
+    runner = {"name": "custom", "target": f"{TARGETS / 'on_cuda.py'}:{function}"}
+    return tiny(device=DEVICE, runner=runner, **over)
+
+
+def allocator(name: str, conf: str) -> dict[str, Any]:
+    return tiny(device=DEVICE, allocator={"name": name, "conf": conf})
+
+
+def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> None:
+    small = tiny(device={"name": "simulated", "gpu": "t4-16gb"}, seq_len=4096, micro_batch=512)
+    rows = run_sweep(
+        allocator("default", ""),
+        allocator("expandable", "expandable_segments:True"),
+        allocator("async", "backend:cudaMallocAsync"),
+        tiny(device={"name": "simulated", "gpu": "voodoo2"}),
+        small,
+        isolation="warm",
+    )
+    assert [row["outcome"] for row in rows] == ["ok", "ok", "invalid", "invalid", "oom"]
+    assert len(list((tmp_path / "t" / "traces").glob("*.json"))) == 2
+    for row in rows[:2]:
+        assert row["memory_source"] == "simulator"
+        assert sum(row[f"peak_{part}_bytes"] for part in PARTS) == row["peak_allocated_bytes"]
+        assert row["load_peak_allocated_bytes"] <= row["peak_allocated_bytes"] <= row["peak_reserved_bytes"]
+        assert all(row[name] is None for name in MEASURED)
+        assert row["simulated_gpu"] == "a100-80gb"
+    assert rows[0]["peak_allocated_bytes"] == rows[1]["peak_allocated_bytes"]
+    assert [row["allocator_conf_effective"] for row in rows[:2]] == ["", "expandable_segments:True"]
+    assert "cannot be simulated" in rows[2]["reason"]
+    assert "a100-80gb" in rows[3]["reason"]
+    assert "t4-16gb (16 GiB) is too small" in rows[4]["reason"]
+    assert rows[4]["phase"] == "step 0, forward"
+
+
+def test_custom_targets_run_as_they_are_or_say_why_not(run_sweep: Run) -> None:
+    rows = run_sweep(
+        target("asks_for_a_value"),
+        target("unknown_operator"),
+        target("selects_by_value"),
+        *(target("documented", precision=precision) for precision in ("fp32", "bf16", "fp16")),
+        isolation="warm",
+    )
+    assert [row["outcome"] for row in rows] == ["invalid"] * 3 + ["ok"] * 3
+    assert ".item()" in rows[0]["reason"]
+    assert "register_fake" in rows[1]["reason"]
+    assert "vramsweep_tests" in rows[1]["reason"]
+    assert "value" in rows[2]["reason"]
+    for row in rows[3:]:
+        assert row["peak_parameters_bytes"] == 4 * row["parameters"] == 4 * (64 * 256 * 2 + 256 + 64)
+
+
+def test_gpt2_with_the_trainer_s_defaults_of_transformers_4(tmp_path: Path) -> None:
+    """A user's measurement on torch 2.9.1, transformers 4.57.3, whose Trainer leaves the model's key/value cache on."""
+    values = tiny(
+        seq_len=512, micro_batch=8, runner={"name": "trainer", "options": {"use_cache": True}}, device=DEVICE
+    )  # fmt: skip
+    values["model"] = yaml.safe_load((ROOT / "conf/model/gpt2.yaml").read_text())
+    trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("rtx3090-24gb"), tmp_path, hf_trainer)
+    peak = predict.replay(trace, AllocatorConfig(), None).peak
+    assert peak["allocated"] == pytest.approx(8_450_177.5 * 1024, rel=0.01)
+    assert peak["reserved"] == pytest.approx(9_154_560 * 1024, rel=0.01)
+
+
+@pytest.mark.parametrize(("length", "precision"), [(128, "fp32"), (512, "bf16")])
+def test_against_recordings_of_a_decoder_model(tmp_path: Path, length: int, precision: str) -> None:
+    name = f"snapshots/results_medium_{length}_training_memory_snapshot.pickle"
+    path = ROOT.parent / "shared" / "data" / name
+    if not path.is_file():
+        pytest.skip("the public recordings are not here")
+    recorded = recording.load(path)
+    measured = replay_as_recorded(recorded, restore.undo(recorded))
+    values = tiny(seq_len=length, micro_batch=4, precision=precision, device=DEVICE)
+    values["runner"] = {"name": "custom", "target": f"{TARGETS / 'decoder_lm.py'}:build"}
+    trace, details = simulated.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, custom)
+    predicted = predict.replay(trace, AllocatorConfig(), None)
+    assert predicted.peak["allocated"] == pytest.approx(measured.peak_allocated, rel=0.005)
+    assert predicted.peak["reserved"] == pytest.approx(measured.peak_reserved, rel=0.01)
+    assert predicted.breakdown["parameters"] == 4 * details["parameters"]

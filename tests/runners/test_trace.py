@@ -1,0 +1,181 @@
+"""Tracing: every byte has a category, and CUDA's kernels are the ones that run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness import gpus, trial
+from harness.allocator.config import AllocatorConfig, parse
+from runners import cuda_like, simulated, torch_loop
+from runners.predict import replay
+from runners.trace import CATEGORIES, Trace, Tracer, cublas_workspace
+
+A100 = gpus.named("a100-80gb")
+
+
+def traced(folder: Path, **over: Any) -> tuple[Trace, dict[str, Any]]:
+    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over))
+    return simulated.trace_trial(chosen, A100, folder, torch_loop)
+
+
+def total(trace: Trace, category: str) -> int:
+    return sum(size for size, name in zip(trace.sizes, trace.categories, strict=True) if name == category)
+
+
+def test_the_model_s_state_is_exact_to_the_byte(tmp_path: Path) -> None:
+    trace, details = traced(tmp_path)
+    weights = 4 * details["parameters"]
+    assert total(trace, "parameters") == weights
+    assert total(trace, "gradients") == 3 * weights  # three steps, set to none after each
+    assert total(trace, "optimizer_state") == 2 * weights  # the step counters are on the host
+    fused, _ = traced(tmp_path, optimizer="adamw_fused")
+    counters = Counter(fused.categories)["parameters"] * 4
+    assert total(fused, "optimizer_state") == 2 * weights + counters
+
+
+def test_the_stream_is_consistent(tmp_path: Path) -> None:
+    trace, _ = traced(tmp_path)
+    alive: set[int] = set()
+    for event in trace.events:
+        if event > 0:
+            assert event not in alive
+            alive.add(event)
+        else:
+            alive.remove(-event)
+    assert [(m.step, m.phase) for m in trace.marks[:4]] == [
+        (None, "load"), (0, "forward"), (0, "backward"), (0, "optimizer"),
+    ]  # fmt: skip
+    assert len(trace.marks) == 10
+    assert set(trace.categories) <= set(CATEGORIES)
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True", "max_split_size_mb:128"])
+def test_the_breakdown_sums_to_the_peak(tmp_path: Path, conf: str) -> None:
+    trace, _ = traced(tmp_path)
+    predicted = replay(trace, parse(conf), None)
+    assert sum(predicted.breakdown.values()) == predicted.peak["allocated"]
+    assert predicted.peak["requested"] <= predicted.peak["allocated"] <= predicted.peak["reserved"]
+    assert predicted.failed is None
+    short = replay(trace, parse(conf), predicted.peak["reserved"] - (1 << 20))
+    assert short.failed is not None
+    assert short.failed_request
+
+
+def test_checkpointing_accumulation_and_half_precision(tmp_path: Path) -> None:
+    def peak(**over: Any) -> int:
+        return replay(traced(tmp_path, seq_len=512, micro_batch=4, **over)[0], AllocatorConfig(), None).peak[
+            "allocated"
+        ]
+
+    plain = peak()
+    assert peak(gradient_checkpointing=True) < plain
+    assert peak(precision="bf16") < plain
+    assert peak(precision="fp16") < plain
+    assert peak(precision="bf16", attention="eager") > peak(precision="bf16")
+    accumulated, _ = traced(tmp_path, grad_accum=2)
+    assert Counter(m.phase for m in accumulated.marks) == {"load": 1, "forward": 6, "backward": 6, "optimizer": 3}
+
+
+def test_workspaces() -> None:
+    assert cublas_workspace((9, 0)) == 33_554_432
+    assert cublas_workspace((8, 9)) == 8_519_680
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that reach the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def ran(capability: tuple[int, int], work: Callable[[], Any]) -> tuple[list[str], Any]:
+    operators = Operators()
+    with cuda_like.behave(capability), FakeTensorMode(), operators:
+        result = work()
+    return operators.names, result
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "masked", "kernel"),
+    [
+        ((8, 0), torch.bfloat16, False, "_scaled_dot_product_flash_attention"),
+        ((8, 0), torch.bfloat16, True, "_scaled_dot_product_efficient_attention"),
+        ((8, 0), torch.float32, False, "_scaled_dot_product_efficient_attention"),
+        ((7, 5), torch.float16, False, "_scaled_dot_product_efficient_attention"),
+        ((7, 5), torch.bfloat16, False, "bmm"),
+    ],
+)
+def test_attention_is_the_card_s(capability: tuple[int, int], dtype: torch.dtype, masked: bool, kernel: str) -> None:
+    def work() -> torch.Tensor:
+        q, k, v = (torch.empty(2, 4, 24, 64, dtype=dtype, requires_grad=True) for _ in range(3))
+        mask = torch.ones(24, 24, dtype=torch.bool) if masked else None
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked)
+        out.sum().backward()
+        assert q.grad is not None
+        return out
+
+    names, out = ran(capability, work)
+    assert kernel in names
+    assert out.shape == (2, 4, 24, 64)
+
+
+def test_autocast_is_cuda_s() -> None:
+    def work() -> tuple[torch.dtype, ...]:
+        weight, x = torch.empty(8, 8, requires_grad=True), torch.empty(4, 8)
+        with torch.autocast("cuda", torch.bfloat16):
+            y = F.linear(x, weight)
+            again = x @ weight
+            normed = F.layer_norm(y, (8,))
+            return y.dtype, again.dtype, normed.dtype, y.softmax(-1).dtype, y.sum().dtype, (y + x).dtype
+
+    names, dtypes = ran((8, 0), work)
+    assert dtypes == (torch.bfloat16, torch.bfloat16, *[torch.float32] * 4)
+    assert (
+        names.count("_to_copy") == 5
+    )  # the weight once, x twice, y for the norm and for softmax; sum casts as it goes
+
+
+def test_the_policy_names_only_operators_that_cuda_casts() -> None:
+    known = cuda_like._registered("AutocastCUDA")
+    assert (cuda_like.LOWER | cuda_like.PROMOTE | cuda_like.FP32_OUTPUT) - known <= {"linalg_vecdot", "prod.dim_int"}
+
+
+def test_dropout_keeps_a_byte_mask_and_optimizers_run_foreach() -> None:
+    def work() -> None:
+        x = torch.nn.Parameter(torch.empty(16))
+        F.dropout(x, 0.1).sum().backward()
+        torch.nn.utils.clip_grad_norm_([x], 1.0)
+        torch.optim.AdamW([x]).step()
+
+    operators = Operators()
+    with cuda_like.behave((8, 0)), Tracer((8, 0)).record(), operators:
+        work()
+    assert "native_dropout" in operators.names
+    assert any(name.startswith("_foreach_norm") for name in operators.names)
+    assert any(name.startswith("_foreach_addcdiv") for name in operators.names)
+
+
+def test_behaviour_ends_with_its_context() -> None:
+    before = torch.cuda.synchronize, torch.clear_autocast_cache, torch.amp.autocast_mode.autocast.__init__
+    with cuda_like.behave((8, 0)):
+        assert torch.cuda.synchronize is not before[0]
+    assert before == (torch.cuda.synchronize, torch.clear_autocast_cache, torch.amp.autocast_mode.autocast.__init__)
+    operators = Operators()
+    with operators:
+        F.dropout(torch.ones(4, requires_grad=True), 0.5)
+    assert "native_dropout" not in operators.names

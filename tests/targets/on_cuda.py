@@ -1,0 +1,44 @@
+"""Custom targets that name the device "cuda": one as docs/custom.md writes it, others that cannot be simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def documented(trial: Any, change: Any = lambda loss: loss) -> Any:
+    device = torch.device(trial.device.name)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(device)
+    optimizer = torch.optim.AdamW(net.parameters())
+    scaler = torch.amp.GradScaler("cuda", enabled=trial.precision == "fp16")
+
+    def step(batch: Any) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=trial.precision == "bf16"):
+            loss = change(net(batch).square().mean())
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        return loss
+
+    return net, optimizer, step, lambda index: torch.randn(4, 64, device=device)
+
+
+def asks_for_a_value(trial: Any) -> Any:
+    return documented(trial, lambda loss: loss * 2 if loss.item() > 1 else loss)
+
+
+def selects_by_value(trial: Any) -> Any:
+    return documented(trial, lambda loss: torch.stack([loss, loss])[torch.stack([loss, loss]) > 0].sum())
+
+
+def unknown_operator(trial: Any) -> Any:
+    @torch.library.custom_op("vramsweep_tests::same", mutates_args=())
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    same.register_autograd(lambda context, grad: grad)
+    return documented(trial, same)
