@@ -38,7 +38,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt
 
-sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu, ARGS=
+sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu|simulated, ARGS=
 	$(PY) -m harness sweep $(GRID)
 
 plan: $(READY)  ## list the sweep's trials, rejections and an estimated time

@@ -314,7 +314,7 @@ def _state(p: Planned, todo: set[str]) -> str:
 def _speed(planned: Sequence[Planned]) -> float | None:
     """FLOP/s to reckon with: a third of the GPU's published peak, or what numpy reaches on this CPU."""
     trial = next((p.trial for p in planned if p.trial), None)
-    if trial is None:
+    if trial is None or trial.device.name == "simulated":
         return None
     if trial.device.name == "cuda":
         cards = machine.visible_gpus(dict(os.environ))
