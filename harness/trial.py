@@ -16,7 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from harness.allocator import config as allocator_config
 from harness.errors import UserError
@@ -69,6 +76,12 @@ class DeviceAxis(_Frozen):
 
     name: Literal["cuda", "cpu", "simulated"]
     gpu: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_null(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Measured trials keep the ids that they had before there were simulated ones."""
+        values: dict[str, Any] = handler(self)
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class ProtocolAxis(_Frozen):
