@@ -115,7 +115,9 @@ def categories(groups: Sequence[Group]) -> Figure | None:
             x=x, y=values / GIB, name=name, marker={"color": COLOURS[number], "pattern": {"shape": patterns[number]}},
             hovertemplate="%{x} tokens: %{y:.3~f} GiB<extra>" + name + "</extra>",
         )  # fmt: skip
-    plot.update_layout(barmode="stack", showlegend=True, legend={"y": 1.02, "yanchor": "bottom"}, bargap=0.15)
+    plot.update_layout(
+        barmode="stack", showlegend=True, legend={"yref": "paper", "y": 1.02, "yanchor": "bottom"}, bargap=0.15
+    )
     plot.update_xaxes(type="category")
     data = pd.DataFrame({"seq_len": rows["seq_len"], **parts, "trial_id": rows["trial_id"]})
     caption = f"One row per length ({group.label}). Outside torch: device used minus baseline minus reserved."
@@ -244,7 +246,7 @@ def pareto(groups: Sequence[Group]) -> Figure | None:
             marker={"color": COLOURS[number], "symbol": MARKERS[number], "size": 10}, text=mine["group"].map(escape),
             hovertemplate="%{text}<br>%{x:.3~f} GiB, %{y:,.4~g} tokens/s<extra></extra>",
         )  # fmt: skip
-    plot.update_layout(showlegend=len(kinds) > 1, legend={"y": 1.02, "yanchor": "bottom"})
+    plot.update_layout(showlegend=len(kinds) > 1, legend={"yref": "paper", "y": 1.02, "yanchor": "bottom"})
     plot.update_yaxes(rangemode="tozero")
     plot.update_xaxes(tickformat=",~g")
     return Figure(
