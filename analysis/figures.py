@@ -364,7 +364,7 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
     for figure in figures:
         for kind in formats:
             small = kind == "pdf"
-            legend = [a.text for a in figure.plot.layout.annotations if a.name == "direct"]
+            legend = [str(a.text) for a in figure.plot.layout.annotations if a.name == "direct"]
             lines = len(legend) if any(len(text) > 22 for text in legend) else (len(legend) + 1) // 2
             plots.append(
                 column_width(figure.plot) if small else go.Figure(figure.plot).update_layout(paper_bgcolor="#fff")
