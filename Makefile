@@ -22,7 +22,7 @@ endif
 GRID = -m model=$(MODEL) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep plan status doctor report test lint format bench
+.PHONY: help setup sweep plan status doctor report paper test lint format gpu-check bench
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ doctor: $(READY)  ## check machine, driver, torch build, disk, foreign GPU proce
 report: $(READY)  ## figures and report again: RESULTS=results/SWEEP
 	$(PY) -m analysis report $(RESULTS)
 
+paper: $(READY)  ## PDF figures, LaTeX tables, CSV, methods text: RESULTS=results/SWEEP
+	$(PY) -m analysis paper $(RESULTS)
+
 test: $(READY)  ## run the tests
 	$(PY) -m pytest
 
@@ -64,6 +67,9 @@ lint: $(READY)  ## ruff and mypy --strict
 format: $(READY)  ## let ruff rewrite
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+gpu-check: $(READY)  ## prove it on a real card, in nine minutes: OUT=results/reference/NAME
+	$(PY) benchmarks/gpu_check.py $(OUT)
 
 bench: $(READY)  ## overhead per trial, cold and warm, and of the instruments
 	$(PY) benchmarks/overhead.py

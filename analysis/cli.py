@@ -79,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's")
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(verb=_compare)
+
+    timeline = verbs.add_parser("timeline", help="draw the what-if table of a replayed recording")
+    timeline.add_argument("data", type=Path, help="the table as JSON, with timelines")
+    timeline.add_argument("out", type=Path, help="the HTML page to write")
+    timeline.set_defaults(verb=_timeline)
     return parser
 
 
@@ -98,6 +103,13 @@ def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    from analysis.timeline import draw
+
+    draw(arguments.data, arguments.out)
+    return 0
 
 
 def _fit(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from analysis import figures, figures_rows, findings, tables, words
 from analysis.fit import Fit, fit_table
 from analysis.frontier import Limit, frontier
 from analysis.load import Table, groups
+from analysis.what_if import what_if_tables
 
 FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
 SHOWN = 200  # groups that figures, findings and warnings look at
@@ -59,6 +60,8 @@ def collect(table: Table) -> Content:
         notes += own_notes
         fits += own_fits
         limits += own_limits
+    replays, replay_notes = what_if_tables(table)
+    notes += replay_notes
     predicted = figures_rows.predicted_against_measured(table)
     drawn += [predicted] if predicted else []
     sweep = findings.values(table.frame, "sweep") or table.source
@@ -76,6 +79,7 @@ def collect(table: Table) -> Content:
             ("Settings", "settings", tables.of_groups(all_groups[:60])),
             ("Fitted curves", "fits", tables.of_fits(fits)),
             ("Largest length that fits (° beyond the measured lengths)", "frontier", tables.of_limits(limits)),
+            *replays,
         ],
         fits=fits,
         limits=limits,

@@ -86,7 +86,8 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
     for number, group in enumerate(shown):
         own = {fit.metric.column: fit for fit in fits if fit.label == group.label}
         first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
-        for fit, solid in ((first, True), (own.get("peak_reserved_bytes"), False)):
+        reserved = None if group.resident else own.get("peak_reserved_bytes")
+        for fit, solid in ((first, True), (reserved, False)):
             if fit is None:
                 continue
             name = fit.metric.label.removeprefix("peak ")
@@ -99,6 +100,8 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
         return None
     finish(plot, ends, reach)
     caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Open markers and dashes: reserved."
+    if all(group.resident for group in shown):
+        caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Live tensor bytes on a CPU."
     title = "Peak memory against sequence length"
     return Figure("memory_by_length", title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))
 
@@ -336,7 +339,10 @@ def column_width(plot: go.Figure) -> go.Figure:
     labels = [a for a in small.layout.annotations if a.name == "direct"]
     small.layout.annotations = [a for a in small.layout.annotations if a.name != "direct"]
     small.update_layout(
-        showlegend=bool(labels), margin={"l": 50, "r": 10, "t": 10, "b": 44}, font={"size": 11, "color": "#000"}
+        showlegend=bool(labels) or bool(plot.layout.showlegend),
+        legend={"yref": "container", "y": 0, "yanchor": "bottom"},
+        margin={"l": 50, "r": 10, "t": 10, "b": 44},
+        font={"size": 11, "color": "#000"},
     )
     return small
 
@@ -364,11 +370,12 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
     for figure in figures:
         for kind in formats:
             small = kind == "pdf"
-            legend = [str(a.text) for a in figure.plot.layout.annotations if a.name == "direct"]
-            lines = len(legend) if any(len(text) > 22 for text in legend) else (len(legend) + 1) // 2
-            plots.append(
+            plot: Any = (
                 column_width(figure.plot) if small else go.Figure(figure.plot).update_layout(paper_bgcolor="#fff")
             )
+            plots.append(plot)
+            names = [str(trace.name) for trace in plot.data if plot.layout.showlegend and trace.showlegend is not False]
+            lines = len(names) if any(len(name) > 22 for name in names) else (len(names) + 1) // 2
             files.append(folder / f"{figure.name}.{kind}")
             sizes.append((COLUMN[0], COLUMN[1] + 17 * lines) if small else BLOG)
     try:

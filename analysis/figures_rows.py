@@ -88,7 +88,7 @@ def categories(groups: Sequence[Group]) -> Figure | None:
     """Where the device's memory goes, stacked: state, rest of the peak, cached by the allocator, outside torch."""
     need = ("load_peak_allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "seq_len")
     group = next((g for g in _with(groups, *need) if len(g.ok(*need))), None)
-    if group is None or group.take("memory_source")["memory_source"].eq("cpu_tensors_and_rss").any():
+    if group is None or group.resident:
         return None
     rows = (
         group.ok(*need, also=("device_used_bytes", "device_baseline_bytes"))

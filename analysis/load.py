@@ -74,6 +74,11 @@ class Group:
         """Some columns of the rows."""
         return self.source[list(columns)].iloc[self.rows]
 
+    @property
+    def resident(self) -> bool:
+        """Whether reserved is the resident set of a process on a CPU, which says little beside tensor bytes."""
+        return bool(self.take("memory_source")["memory_source"].eq("cpu_tensors_and_rss").any())
+
     def ok(self, *columns: str, also: Sequence[str] = ()) -> pd.DataFrame:
         """The rows that finished and have a value in each of `columns`; with trial ids and the columns of `also`."""
         return _ok(self.take(*columns, *also, "trial_id"), self.take("outcome")["outcome"]).dropna(subset=list(columns))

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,7 @@ from harness.outcome import Evidence
 
 PR_SET_CHILD_SUBREAPER = 36
 TEMPLATES = 8  # kept alive at once; each holds about a third of a GiB, most of it shared with nobody
-SPEC, RESULT, STEPS = "spec.json", "result.json", "steps.jsonl"
+SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
 
 
 class Worker(Protocol):
@@ -58,11 +58,12 @@ class Attempted:
     duration_s: float
 
 
-def environment(conf: str, device: str, base: Mapping[str, str]) -> dict[str, str]:
+def environment(conf: str, device: str, base: Mapping[str, str], gpus: Sequence[str] = ()) -> dict[str, str]:
     """A worker's environment: `base` with the allocator's setting in place of any that is there.
 
     PYTORCH_CUDA_ALLOC_CONF is the name that every supported torch reads; the newer PYTORCH_ALLOC_CONF is cleared, since
-    torch 2.9.1 ignores settings given under it.
+    torch 2.9.1 ignores settings given under it. Only `gpus` (uuids, one a rank) are left visible: the Trainer would
+    spread a batch over all that it sees.
     """
     environ = {k: v for k, v in base.items() if k not in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
     if conf:
@@ -71,8 +72,8 @@ def environment(conf: str, device: str, base: Mapping[str, str]) -> dict[str, st
     environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a spinning OpenMP team is 80 times slower on a busy machine
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if device == "cpu":
-        environ["CUDA_VISIBLE_DEVICES"] = ""
+    if gpus or device == "cpu":  # cuda without a known GPU (a MIG slice, no NVML) keeps what the user has set
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return environ
 
 

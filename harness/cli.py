@@ -42,11 +42,14 @@ def _status(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0
-    table = Table("sweep", "state", "done", "total", "ok", "oom", "invalid", "failed", "last row", "unreadable")
     for one in found:
-        cells = (one.folder, one.state, one.done, one.total, one.ok, one.oom, one.invalid, one.failed, one.last_row_at)
-        table.add_row(*("" if cell is None else str(cell) for cell in cells), str(one.unreadable))
-    Console().print(table)
+        parts = [
+            f"{n} {name}" for name in ("ok", "oom", "invalid", "failed", "unreadable") if (n := getattr(one, name))
+        ]
+        total = "?" if one.total is None else one.total
+        print(f"{one.folder}  {one.state}  {one.done}/{total}: {', '.join(parts) or 'no rows yet'}")
+        if one.last_row_at:
+            print(f"  last attempt began {one.last_row_at}")
     return 0
 
 
@@ -69,10 +72,22 @@ def _doctor(argv: Sequence[str]) -> int:
     return int(any(check.level == "problem" for check in checks))
 
 
-def _replay(argv: Sequence[str]) -> int:
-    from harness.allocator import cli
+def _columns(argv: Sequence[str]) -> int:
+    from harness.row import COLUMNS, markdown_table
 
-    return cli.main(list(argv))
+    parser = argparse.ArgumentParser(prog="vramsweep columns", description="What the columns of a row mean.")
+    parser.add_argument("--json", action="store_true")
+    if parser.parse_args(argv).json:
+        print(json.dumps([asdict(column) | {"type": column.type.__name__} for column in COLUMNS], indent=1))
+    else:
+        print(markdown_table(), end="")
+    return 0
+
+
+def _replay(argv: Sequence[str]) -> int:
+    from harness.allocator.cli import main as replay
+
+    return replay(list(argv))
 
 
 VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
@@ -80,12 +95,15 @@ VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plan": (_plan, "list a sweep's trials, the impossible ones with reasons, and an estimated time"),
     "status": (_status, "how far a running or finished sweep is"),
     "doctor": (_doctor, "check machine, driver, torch build, disk and foreign GPU processes"),
+    "columns": (_columns, "what the columns of a row mean"),
     "replay": (_replay, "replay a recording of PyTorch's allocator under other settings"),
 }
 ANALYSIS = {
     "report": "figures, tables and report of a sweep",
     "fit": "fit peak memory or speed against sequence length",
+    "frontier": "the largest length per batch, or batch per length, that fits",
     "compare": "compare two sets of rows",
+    "paper": "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
 }
 
 

@@ -40,18 +40,21 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("v100-32gb", ("V100", "32GB"), 32, 15.7 * TERA, None, 125 * TERA, None),
     Gpu("v100-16gb", ("V100",), 16, 15.7 * TERA, None, 125 * TERA, None),
     Gpu("t4-16gb", ("T4",), 16, 8.1 * TERA, None, 65 * TERA, None),
-    Gpu("rtx4090-24gb", ("RTX 4090",), 24, 82.6 * TERA, 82.6 * TERA, 165.2 * TERA, 165.2 * TERA),
-    Gpu("rtx3090-24gb", ("RTX 3090",), 24, 35.6 * TERA, 35.6 * TERA, 71 * TERA, 71 * TERA),
+    Gpu("rtx4090-24gb", ("RTX", "4090"), 24, 82.6 * TERA, 82.6 * TERA, 165.2 * TERA, 165.2 * TERA),
+    Gpu("rtx3090-24gb", ("RTX", "3090"), 24, 35.6 * TERA, 35.6 * TERA, 71 * TERA, 71 * TERA),
 )
+
+
+# A name with one of these is another product than the one without, and none of those is listed.
+VARIANTS = {"Ti", "D", "SUPER", "Laptop", "Max"}
 
 
 def find(device_name: str) -> Gpu | None:
     """The product a driver's device name ("NVIDIA H100 80GB HBM3") stands for, or None if it is not listed."""
-    words = device_name.replace("-", " ").split()
-    for gpu in GPUS:
-        if all(part in words if " " not in part else part in device_name for part in gpu.match):
-            return gpu
-    return None
+    words = set(device_name.replace("-", " ").split())
+    if words & VARIANTS:
+        return None
+    return next((gpu for gpu in GPUS if words.issuperset(gpu.match)), None)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

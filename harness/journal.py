@@ -45,9 +45,14 @@ class Journal:
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             self._write(b"\n")
 
-    def append(self, row: Row) -> None:
-        """Store one row, checked against the schema. Raises RowError (schema) or UserError (disk)."""
-        self._write(json.dumps(complete(row), separators=(",", ":"), allow_nan=False).encode() + b"\n")
+    def append(self, row: Row) -> Row:
+        """Store one row, checked against the schema, and return it with every column.
+
+        Raises RowError (schema) or UserError (disk).
+        """
+        whole = complete(row)
+        self._write(json.dumps(whole, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        return whole
 
     def _write(self, data: bytes) -> None:
         try:

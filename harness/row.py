@@ -172,6 +172,7 @@ COLUMNS: tuple[Column, ...] = (
         ("host", str, "", ""),
         ("git_commit", str, "", "commit of the harness, with +dirty if its files were changed"),
         ("runner_config", dict, "", "configuration that the runner generated and used (DeepSpeed, Trainer)"),
+        ("recording", str, "", "allocator events of one untimed step, a file in the sweep's folder, for `replay`"),
         ("notes", list, "", "what a reader of the row should know"),
     ),
 )  # fmt: skip

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness import machine, outcome, plan
-from harness.attempt import Launcher, environment, steps
+from harness.attempt import RECORDING, Launcher, environment, steps
 from harness.errors import UserError
 from harness.gpus import peak_flops
 from harness.journal import Journal, read, succeeded, terminal
@@ -126,6 +126,9 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
                     row = run_trial(item, settings, folder, journal, launcher, time.sleep)
                     finished[item.trial_id] = row
                     progress.show(row, item)
+            except OSError as error:
+                where = f"{folder}: {error.strerror}"
+                raise UserError(f"cannot write under {where}; finished rows are safe, mend it and rerun") from None
             except KeyboardInterrupt:
                 print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
                 raise SystemExit(130) from None
@@ -153,16 +156,16 @@ def run_trial(
     base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts()
     if item.trial is None:
         row = base | plan.invalid_row(item) | {"started_at": _now(), "isolation": None}
-        journal.append(row)
-        return row
+        return journal.append(row)
     trial = item.trial
-    environ = environment(trial.allocator.conf, trial.device.name, os.environ)
+    cards = machine.visible_gpus(dict(os.environ))[: trial.runner.world_size] if trial.device.name == "cuda" else []
+    environ = environment(trial.allocator.conf, trial.device.name, os.environ, [card.uuid for card in cards])
     number = _attempts(folder / "attempts" / item.trial_id)
     for tries in range(settings.retries + 1):
         number += 1
         place = folder / "attempts" / item.trial_id / str(number)
         row = base | plan.axes(item) | {"trial_id": item.trial_id, "attempt": number, "started_at": _now()}
-        foreign = _foreign() if trial.device.name == "cuda" else ()
+        foreign = _foreign(cards, sleep)
         if foreign:
             evidence = outcome.Evidence(foreign=foreign)
         else:
@@ -180,9 +183,10 @@ def run_trial(
             "reason": reason,
             "terminal": final,
             "phase": None if kind is Outcome.OK else _phase(place),
-            "foreign_processes": list(foreign) if trial.device.name == "cuda" else None,
+            "foreign_processes": list(foreign) if cards else None,
+            "recording": str((place / RECORDING).relative_to(folder)) if (place / RECORDING).exists() else None,
         }
-        journal.append(row)
+        row = journal.append(row)
         if final:
             break
         sleep(settings.backoff_s * 2**tries)
@@ -205,9 +209,16 @@ def _phase(place: Path) -> str | None:
     return "step 0" if records[-1].get("event") == "train" else "load"
 
 
-def _foreign() -> tuple[int, ...]:
-    """Compute processes on the GPUs we may use; between attempts none of them is ours."""
-    return tuple(pid for card in machine.visible_gpus(dict(os.environ)) for pid in card.processes)
+def _foreign(cards: Sequence[machine.Gpu], sleep: Callable[[float], None]) -> tuple[int, ...]:
+    """Compute processes on the trial's GPUs; between attempts none is ours, but the last may take a moment to go."""
+    uuids = {card.uuid for card in cards}
+    found: tuple[int, ...] = ()
+    for wait in (0.2, 0.5, 1.0, 0.0):
+        found = tuple(pid for card in machine.gpus() if card.uuid in uuids for pid in card.processes) if uuids else ()
+        if not found:
+            return ()
+        sleep(wait)
+    return found
 
 
 def _now() -> str:

@@ -78,7 +78,10 @@ class ProtocolAxis(_Frozen):
 
 
 class Trial(_Frozen):
-    """One combination of axes, fully resolved. `fingerprints` maps each local file it names to its SHA-256."""
+    """One combination of axes, fully resolved. `fingerprints` maps each local file it names to its SHA-256.
+
+    `record` adds one untimed step whose allocator events are kept, for `replay`.
+    """
 
     model: ModelAxis
     seq_len: int = Field(ge=1)
@@ -95,6 +98,7 @@ class Trial(_Frozen):
     weights: Literal["random", "pretrained"] = "random"
     data: str = "synthetic"
     seed: int = 0
+    record: bool = False
     repeat: int = Field(default=0, ge=0)
     fingerprints: dict[str, str] = {}
 
@@ -107,8 +111,8 @@ class Trial(_Frozen):
         return self.micro_batch * self.grad_accum * self.runner.world_size
 
     def steps(self) -> int:
-        """All steps of an attempt: warm-up, the probe step, the measured ones, the step whose FLOPs are counted."""
-        return self.protocol.warmup_steps + 1 + self.protocol.measured_steps + 1
+        """All steps of an attempt: warm-up, probe, measured, the one whose FLOPs are counted, the recorded one."""
+        return self.protocol.warmup_steps + 1 + self.protocol.measured_steps + 1 + self.record
 
     def label(self) -> str:
         """Short text for progress lines."""
@@ -207,6 +211,8 @@ def _device(trial: Trial) -> str | None:
 
 def _allocator(trial: Trial) -> str | None:
     conf = allocator_config.parse(trial.allocator.conf)
+    if trial.record and (trial.device.name != "cuda" or conf.backend != "native"):
+        return "record=true needs device=cuda and PyTorch's native allocator: no other keeps a history of its events"
     found = allocator_config.problems(conf, _version("torch"))
     return f"allocator {trial.allocator.name}: {found[0]}" if found else None
 

@@ -23,15 +23,20 @@ Samples = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Data:
-    """Samples of `seq_len` token ids each, on the host, and the share of their tokens that is padding."""
+    """Samples of `seq_len` token ids each, on the host, and the share of their tokens that is padding.
+
+    With `pinned`, batches are in page-locked memory: a copy from pageable memory would wait for the device.
+    """
 
     samples: Samples
     padding_fraction: float
+    pinned: bool = False
 
     def batch(self, index: int, size: int) -> dict[str, torch.Tensor]:
         """Micro-batch number `index`: tensors of shape (size, seq_len)."""
         chosen = [self.samples[(index * size + i) % len(self.samples)] for i in range(size)]
-        return {key: torch.stack([sample[key] for sample in chosen]) for key in chosen[0]}
+        batch = {key: torch.stack([sample[key] for sample in chosen]) for key in chosen[0]}
+        return {key: value.pin_memory() for key, value in batch.items()} if self.pinned else batch
 
 
 def prepare(trial: Trial) -> None:
@@ -112,7 +117,7 @@ def data(trial: Trial) -> Data:
     if trial.data == "synthetic":
         generator = torch.Generator().manual_seed(trial.seed)
         ids = torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)
-        return Data([{"input_ids": row, "labels": row} for row in ids], 0.0)
+        return Data([{"input_ids": row, "labels": row} for row in ids], 0.0, trial.device.name == "cuda")
     return _text(trial)
 
 
@@ -130,7 +135,7 @@ def _text(trial: Trial) -> Data:
     ids, mask = encoded["input_ids"], encoded["attention_mask"]
     labels = ids.masked_fill(mask == 0, -100)
     samples = [{"input_ids": i, "attention_mask": m, "labels": t} for i, m, t in zip(ids, mask, labels, strict=True)]
-    return Data(samples, 1 - float(mask.float().mean()))
+    return Data(samples, 1 - float(mask.float().mean()), trial.device.name == "cuda")
 
 
 def _lines(name: str) -> list[str]:

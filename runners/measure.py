@@ -3,9 +3,9 @@
 A runner calls `Meter.built` once model and optimizer exist, then `step_begin` and `step_end` around each optimizer
 step; the meter counts the steps and knows what each is for:
 
-    warm-up ... | probe | measured ...                | count
-    timed on    | phase | only a mark at each boundary, | FLOPs, after every
-    the host    | peaks | one synchronise at the end    | peak has been read
+    warm-up ... | probe | measured ...                  | count              | record, if asked for
+    timed on    | phase | only a mark at each boundary, | FLOPs, after every | every event of the
+    the host    | peaks | one synchronise at the end    | peak has been read | CUDA allocator
 
 Not covered: how training is driven (torch_loop, trainer, deepspeed_zero, custom), what columns mean (harness/row.py).
 """
@@ -26,12 +26,13 @@ import pynvml
 import torch
 
 from harness import machine
-from harness.attempt import STEPS
+from harness.attempt import RECORDING, STEPS
 from harness.gpus import peak_flops
 from harness.trial import Trial
 from runners.dispatch import FlopCount, LiveBytes
 
 Peaks = dict[str, int | None]
+RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 
 
@@ -229,6 +230,8 @@ class Meter:
         self.probe = protocol.warmup_steps
         self.last_measured = self.probe + protocol.measured_steps
         self.count = self.last_measured + 1
+        self.record = self.count + 1 if trial.record else None
+        self.recording = folder / RECORDING
         self.index = 0
         self.nvml = Nvml(device)
         self.baseline = self.nvml.used()
@@ -266,6 +269,8 @@ class Meter:
             self._enter_probe()
         elif self.index == self.count:
             self._enter_count()
+        elif self.index == self.record and self.rank == 0:
+            torch.cuda.memory._record_memory_history(context=None, max_entries=RECORDED_EVENTS)
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         """The optimizer step has been issued."""
@@ -283,6 +288,9 @@ class Meter:
             self.step_peaks.append(self._take())
         elif self.index == self.count:
             self._leave()
+        elif self.index == self.record and self.rank == 0:
+            torch.cuda.memory._dump_snapshot(str(self.recording))
+            torch.cuda.memory._record_memory_history(enabled=None)
         if self.index <= self.probe or self.index == self.count:
             self._spent += time.perf_counter() - self._began
         self._record({"step": self.index, "at_s": time.perf_counter()})

@@ -26,7 +26,7 @@ class Block:
         self.free = False
         self.expandable = expandable
         self.mapped = mapped
-        self.born = 0  # searches of the pool before this block was put there; its age counts from here
+        self.born = 0  # searches of the pool before it was freed; its age counts from here (of unsplit blocks only)
 
     @property
     def split(self) -> bool:

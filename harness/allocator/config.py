@@ -464,7 +464,7 @@ def _unknown(name: str) -> str:
 
 def _typed(settings: Mapping[str, Any], name: str, kind: type) -> Any:
     value = settings[name]
-    if not isinstance(value, kind):
+    if not isinstance(value, (kind, int) if kind is float else kind):
         raise AllocatorConfigError(f"allocator_settings: {name} is {value!r:.60}, expected {kind.__name__}")
     return value
 

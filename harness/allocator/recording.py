@@ -23,7 +23,8 @@ _STATES = {
     "active_awaiting_free": "pending",  # its name in older releases
     "inactive": "free",
 }
-_MAX_ADDRESS = 1 << 64
+_MAX_NUMBER = 1 << 64
+_MAX_SIZE = 1 << 47  # what a process can address
 HOW_TO_RECORD = "call torch.cuda.memory._record_memory_history() before the steps to record and _dump_snapshot() after"
 
 
@@ -154,14 +155,15 @@ def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int
     if kind not in ("small", "large"):
         raise RecordingError(f"{where} has segment_type {kind!r:.40}, expected small or large")
     pool = entry.get("segment_pool_id", (0, 0))
-    if not isinstance(pool, tuple) or len(pool) != 2:
+    if not isinstance(pool, tuple) or [type(part) for part in pool] != [int, int]:
         raise RecordingError(f"{where} has segment_pool_id {pool!r:.40}, expected two numbers")
     pieces: list[Piece] = []
     at = addr
     for raw in _list(entry.get("blocks"), f"{where}: blocks"):
-        if not isinstance(raw, dict) or raw.get("state") not in _STATES:
+        known = raw.get("state") if isinstance(raw, dict) else None
+        state = _STATES.get(known) if isinstance(known, str) else None
+        if state is None:
             raise RecordingError(f"{where} has a block that is not a dict with a known state")
-        state = _STATES[raw["state"]]
         length = _whole(raw, "size", where)
         if length == 0 or raw.get("address", at) != at:
             raise RecordingError(f"{where}: its blocks do not follow one another")
@@ -190,6 +192,9 @@ def _list(value: Any, what: str) -> list[Any]:
 
 def _whole(entry: Mapping[str, Any], key: str, where: str) -> int:
     value = entry.get(key)
-    if type(value) is not int or not 0 <= value < _MAX_ADDRESS:
-        raise RecordingError(f"{where}: {key} is {value!r:.40}, expected a number of 0 or more")
+    largest = _MAX_SIZE if key.endswith("size") else _MAX_NUMBER
+    if type(value) is not int or not 0 <= value < largest:
+        raise RecordingError(
+            f"{where}: {key} is {value!r:.40}, expected a number from 0 to 2**{largest.bit_length() - 1}"
+        )
     return value

@@ -189,12 +189,13 @@ class _Undo:
     def made_for(self, addr: int) -> bool:
         """Whether the live block at `addr` can only have been served by a new segment, as it is alone in one that
         max_split_size_mb would keep from it had it been cached."""
-        found, size = self.span_at(addr), self.live[addr].size
+        found, block = self.span_at(addr), self.live[addr]
         max_split = self.config.max_split_size_mb
         if max_split is None or found is None or found[0] != addr or found[1].expandable:
             return False
-        alone = not self._in_use(addr + size, found[1].size - size)
-        return alone and size < max_split * MIB <= found[1].size
+        alone = not self._in_use(addr + block.size, found[1].size - block.size)
+        rounded = round_request(block.requested, self.config.roundup_power2_divisions)
+        return alone and rounded < max_split * MIB <= found[1].size
 
     def start(self, private: list[int], first: int) -> Start:
         spans = sorted(self.spans.items())

@@ -138,7 +138,6 @@ class Simulator:
         ):
             remainder = Block(pool, block.addr + rounded, rest, block.expandable)
             remainder.free = True
-            remainder.born = self._searches
             remainder.prev, remainder.next = block, block.next
             if block.next is not None:
                 block.next.prev = remainder
@@ -256,6 +255,8 @@ class Simulator:
     def adopt(self, private: int, stream: int, small: bool, is_expandable: bool, pieces: Sequence["Piece"]) -> None:
         """Take over a segment (or range of expandable address space) that exists already, before any request."""
         pool = self.pool(private, stream, small)
+        if is_expandable:
+            self._simple_search = False  # the setting may have been switched off since
         before: Block | None = None
         for piece in pieces:
             block = Block(pool, piece.addr, piece.size, is_expandable, mapped=piece.state != "unmapped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def test_halving_is_coarse_to_fine() -> None:
 @given(st.integers(3, 200), st.integers(2, 50))
 def test_any_beginning_of_the_order_covers_the_range_evenly(count: int, cut: int) -> None:
     seen = sorted(plan.halving(count)[: min(cut, count)])
-    gaps = [b - a for a, b in zip(seen, seen[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(seen)]
     assert max(gaps) <= 4 * max(1, min(gaps)) + 1
 
 

@@ -46,7 +46,9 @@ def test_a_whole_number_is_a_float() -> None:
 
 
 def test_the_documented_columns_are_the_registry() -> None:
-    assert markdown_table() in (Path(ROOT) / "README.md").read_text(), "run: python -m harness columns --write"
+    assert markdown_table() in (Path(ROOT) / "README.md").read_text(), (
+        "replace the table by the output of: python -m harness columns"
+    )
 
 
 def test_outcomes_are_the_design_s() -> None:

@@ -65,6 +65,8 @@ CUDA = {"device": {"name": "cuda"}}
     ("values", "reason"),
     [
         (tiny(seq_len=0), "seq_len = 0"),
+        (tiny(record=True), "record=true needs device=cuda"),
+        (tiny(**CUDA, record=True, allocator={"name": "a", "conf": "backend:cudaMallocAsync"}), "native allocator"),
         (tiny(seq_len="long"), "seq_len = 'long'"),
         (tiny(seq_len=4097), "longer than tiny's 4096 positions"),
         (tiny(micro_batch=0), "micro_batch = 0"),

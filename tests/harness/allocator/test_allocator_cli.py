@@ -54,7 +54,10 @@ def test_the_figure_is_drawn_by_another_process(tmp_path, capsys):
         ([str(SMALL), "--device", "4"], "has no events of device 4, only of 0"),
         ([str(SMALL), "--max-file-size", "1KiB"], "raise the limit with --max-file-size"),
         ([str(SMALL), "--speed"], "unrecognized arguments: --speed (try --help)"),
-        ([str(SMALL), "--figure", "/nonexistent-folder/x.html"], "the figure could not be drawn: cannot write"),
+        (
+            [str(SMALL), "--figure", "/nonexistent-folder/x.html"],
+            "the figure could not be drawn: analysis: cannot write",
+        ),
         ([], "the following arguments are required: file (try --help)"),
     ],
 )

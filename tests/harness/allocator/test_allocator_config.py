@@ -49,6 +49,50 @@ def test_settings_in_force_read_back(config):
     assert differences(config, from_settings(settings_of(config))) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        ("large_segment_size_mb:20,max_split_size_mb:20", True),
+        ("large_segment_size_mb:20,max_split_size_mb:19", False),
+        ("large_segment_size_mb:11,max_split_size_mb:11", True),
+        ("large_segment_size_mb:10", False),
+        ("max_split_size_mb:32,large_segment_size_mb:64", False),
+        ("large_segment_size_mb:20,max_non_split_rounding_mb:20", True),
+        ("large_segment_size_mb:20,max_non_split_rounding_mb:19", False),
+        ("garbage_collection_threshold:0.99", True),
+        ("garbage_collection_threshold:1.0", False),
+        ("garbage_collection_threshold:0", False),
+        ("expandable_segments:True,", True),
+        ("expandable_segments:true", False),
+        ("roundup_power2_divisions:16", True),
+        ("roundup_power2_divisions:0", False),
+        ("roundup_power2_divisions:3", False),
+        ("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]", True),
+        ("roundup_power2_divisions:[256:0]", True),
+        ("roundup_power2_divisions:[256:3]", False),
+        ("roundup_power2_divisions:[250:2]", False),
+        ("roundup_power2_divisions:[]", True),
+        ("pinned_max_round_threshold_mb:0,pinned_max_cached_size_mb:0", True),
+    ],
+)
+def test_torch_itself_agrees(text, accepted):
+    torch = pytest.importorskip("torch", reason="compared where torch 2.12 or newer is installed")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
+        pytest.skip(f"torch {torch.__version__} does not know every option here")
+
+    def accepts(read):
+        try:
+            read(text)
+        except ValueError:  # torch's; ours is a UserError
+            return False
+        except AllocatorConfigError:
+            return False
+        return True
+
+    assert accepts(parse) is accepted
+    assert accepts(torch._C._accelerator_setAllocatorSettings) is accepted
+
+
 def test_fields_are_the_options():
     assert [o.name for o in OPTIONS] == list(AllocatorConfig.__dataclass_fields__)
 
@@ -186,6 +230,7 @@ def test_settings_that_did_not_take_show():
     ("settings", "message"),
     [
         ({"PYTORCH_CUDA_ALLOC_CONF": 3}, "is not text"),
+        ({"garbage_collection_threshold": None}, "garbage_collection_threshold is None, expected float"),
         ({"max_split_size": "big"}, "max_split_size is 'big', expected int"),
         ({"roundup_power2_divisions": {"1": 0}}, "roundup_power2_divisions is not complete"),
     ],

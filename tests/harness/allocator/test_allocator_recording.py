@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from test_allocator_simulator import OPERATIONS
 
 from harness.allocator import recording, safepickle
+from harness.allocator.config import parse
 from harness.allocator.recording import RecordingError
-from harness.allocator.replay import what_if
+from harness.allocator.replay import replay_as_recorded, replay_under, what_if
 from harness.allocator.restore import undo
 from harness.allocator.safepickle import UnsafePickle
 from harness.errors import UserError
@@ -154,8 +155,9 @@ def mutate(path: str, value: object):
         (mutate("device_traces.0.5.action", "teleport"), "x: event 5 has the unknown action 'teleport'"),
         (mutate("device_traces.0.5.action", []), "x: event 5 has the unknown action []"),
         (mutate("device_traces.0.5", 7), "x: event 5 is not a dict"),
-        (mutate("device_traces.0.5.addr", "0x1"), "x: event 5: addr is '0x1', expected a number of 0 or more"),
+        (mutate("device_traces.0.5.addr", "0x1"), "x: event 5: addr is '0x1', expected a number from 0 to 2**64"),
         (mutate("device_traces.0.5.size", -1), "x: event 5: size is -1"),
+        (mutate("device_traces.0.5.size", 1 << 50), "x: event 5: size is 1125899906842624, expected a number from 0"),
         (mutate("device_traces.0.5.size", True), "x: event 5: size is True"),
         (mutate("segments.0.total_size", 1), "x: segment 0: its blocks add up to"),
         (mutate("segments.0.segment_type", "huge"), "x: segment 0 has segment_type 'huge'"),
@@ -177,6 +179,52 @@ def test_events_that_do_not_lead_to_the_final_state(snapshot):
     snapshot["device_traces"][0].append(snapshot["device_traces"][0][1] | {"action": "alloc", "addr": 123})
     with pytest.raises(RecordingError, match=r"the recording and its final state disagree"):
         undo(recording.check(snapshot, "x"))
+
+
+def test_fuzzed_contents_give_a_recording_or_a_clear_error(snapshot):
+    """The same for the plain data: values of the wrong kind or size anywhere but in stack frames."""
+    rng = random.Random(4)
+    odd = [
+        None,
+        -1,
+        0,
+        1,
+        512,
+        2**63,
+        2**64,
+        "x",
+        "alloc",
+        "segment_free",
+        "segment_map",
+        "oom",
+        [],
+        {},
+        (1,),
+        1.5,
+        True,
+    ]
+    data = pickle.dumps(snapshot)
+    for _ in range(400):
+        changed = pickle.loads(data)
+        places: list = []
+        walk(changed, places)
+        for container, key in rng.sample(places, 2):
+            container[key] = rng.choice(odd)
+        try:
+            loaded = recording.check(changed, "x")
+            start = undo(loaded)
+            replay_as_recorded(loaded, start)
+            replay_under(loaded, start, parse("expandable_segments:True"), 1 << 30)
+        except UserError as error:
+            assert len(str(error)) < 600
+
+
+def walk(container, places: list) -> None:
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        if key != "frames":
+            places.append((container, key))
+            if isinstance(value, dict | list):
+                walk(value, places)
 
 
 def test_several_devices_are_chosen_by_number(snapshot):

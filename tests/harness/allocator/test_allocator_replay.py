@@ -12,10 +12,11 @@ from test_allocator_simulator import OPERATIONS
 from harness.allocator import recording
 from harness.allocator.config import MIB, parse
 from harness.allocator.recording import SEGMENT_ACTIONS, check
-from harness.allocator.replay import TIMELINE_POINTS, Timeline, replay_as_recorded, replay_under, what_if
+from harness.allocator.replay import replay_as_recorded, replay_under, what_if
 from harness.allocator.restore import undo
 from harness.allocator.search import grid, rank
 from harness.allocator.simulator import Simulator
+from harness.allocator.timeline import TIMELINE_POINTS, Timeline
 from harness.errors import UserError
 
 TESTS = Path(__file__).parents[2]
@@ -173,6 +174,18 @@ def test_a_start_that_does_not_fit_is_said():
     loaded = check(recorder.snapshot(keep=1), "own")
     row = replay_under(loaded, undo(loaded), parse(""), 40 * MIB)
     assert str(row.out_of_memory).startswith("rebuilding the starting state: ")
+
+
+def test_a_recording_made_under_a_memory_fraction():
+    recorder = record([("malloc", 30 * MIB, 0), ("free", 0, 0), ("malloc", 40 * MIB, 0)], limit=60 * MIB)
+    snapshot = recorder.snapshot()
+    snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] = "per_process_memory_fraction:0.5"
+    loaded = check(snapshot, "own")
+    start = undo(loaded)
+    assert replay_as_recorded(loaded, start).match.exact  # the retry's releases look like empty_cache
+    known = replay_as_recorded(loaded, start, 60 * MIB)
+    assert known.match.exact
+    assert (known.retries, known.settings) == (1, "per_process_memory_fraction:0.5")
 
 
 def test_bad_settings_are_refused_before_the_recording_is_replayed():

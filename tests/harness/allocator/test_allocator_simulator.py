@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.allocator.blocks import Block
 from harness.allocator.config import MIB, parse
-from harness.allocator.simulator import OutOfMemory, SegmentEvent, Simulator
+from harness.allocator.simulator import OutOfMemory, Piece, SegmentEvent, Simulator
 from harness.errors import UserError
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
@@ -132,7 +132,7 @@ def check_invariants(simulator: Simulator) -> None:
         assert simulator.reserved <= simulator.limit
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(OPERATIONS, CONFIGS, LIMITS)
 def test_invariants_hold_and_everything_returns(operations, config, limit):
     simulator = Simulator(parse(config), limit)
@@ -148,7 +148,7 @@ def test_invariants_hold_and_everything_returns(operations, config, limit):
     assert all_blocks(simulator) == []
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(OPERATIONS, CONFIGS, LIMITS)
 def test_agrees_with_the_slow_reference(operations, config, limit):
     events: list[SegmentEvent] = []
@@ -266,6 +266,16 @@ def test_max_split_frees_just_enough_before_a_retry():
     assert simulator.num_alloc_retries == 0
 
 
+@pytest.mark.parametrize(("request_", "reused"), [(19 * MIB, False), (40 * MIB, False), (41 * MIB, True)])
+def test_an_oversize_block_serves_only_what_nearly_fills_it(request_, reused):
+    """Not less than max_split_size, and not 20 MiB or more below the block's size (max_non_split_rounding)."""
+    simulator, events = made("max_split_size_mb:20", 60 * MIB)
+    simulator.free(0)
+    simulator.malloc("next", request_)
+    assert (len(events) == 1) is reused
+    assert simulator.allocated == (60 * MIB if reused else 20 * MIB if request_ < 20 * MIB else request_)
+
+
 def test_garbage_collection_needs_a_limit_and_frees_the_oldest():
     sizes = (30 * MIB, 40 * MIB, 50 * MIB)
     simulator, events = made("garbage_collection_threshold:0.5", *sizes, limit=200 * MIB)
@@ -291,6 +301,13 @@ def test_expandable_maps_pages_and_reuses_a_grown_range():
     simulator.free(1)
     simulator.empty_cache()
     assert events[-1] == ("segment_unmap", events[0][1], 60 * MIB, 0)
+
+
+def test_with_the_setting_off_expandable_blocks_are_left_alone():
+    simulator, events = made("")
+    simulator.adopt(0, 0, False, True, [Piece(1 << 56, 40 * MIB, "free"), Piece((1 << 56) + 40 * MIB, MIB, "unmapped")])
+    simulator.malloc("new", 30 * MIB)
+    assert [kind for kind, *_ in events] == ["segment_alloc"]
 
 
 def test_reserved_but_unallocated_is_taken_at_one_moment():

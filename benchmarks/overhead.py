@@ -1,0 +1,194 @@
+"""Overhead per trial, cold and warm, beside a plain subprocess per length; and what the instruments themselves cost.
+
+    python benchmarks/overhead.py [--trials 6] [--json FILE]
+
+Everything runs on CPU with the tiny model, in one go on one machine, so that the ratios are comparable even where the
+absolute times are not. Overhead of a trial is its wall time minus all its training steps. "plain" is the script that
+people write: one interpreter for each length, which imports, builds, trains and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["PYTHONPATH"] = str(ROOT)
+
+from conftest import custom, tiny  # noqa: E402
+
+from harness import attempt, machine, plan  # noqa: E402
+from harness.attempt import Launcher  # noqa: E402
+
+PLAIN = """
+import sys, time, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+config = AutoConfig.for_model("qwen2", **{config})
+model = AutoModelForCausalLM.from_config(config)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+began = time.perf_counter()
+for _ in range({steps}):
+    ids = torch.randint(512, ({batch}, {length}))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(time.perf_counter() - began)
+"""
+PROTOCOL = {"name": "brief", "warmup_steps": 1, "measured_steps": 3}
+
+
+def plain(lengths: list[int]) -> list[float]:
+    """Overhead in seconds of a plain script per length."""
+    found = []
+    for length in lengths:
+        code = PLAIN.format(config=tiny()["model"]["config"], steps=6, batch=2, length=length)
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        found.append(time.perf_counter() - began - float(done.stdout))
+    return found
+
+
+def overhead(runner: dict[str, Any], precision: str, isolation: str, lengths: list[int]) -> dict[str, float]:
+    """Median overhead of a trial, and the one-time cost of the template, in seconds."""
+    values = [tiny(seq_len=n, runner=runner, precision=precision, protocol=PROTOCOL) for n in lengths]
+    with tempfile.TemporaryDirectory() as scratch, Launcher(isolation, Path(scratch) / "log") as launcher:
+        found, walls = [], []
+        for number, item in enumerate(plan.order(plan.expand(values, 1))):
+            environ = attempt.environment("", "cpu", os.environ)
+            began = time.perf_counter()
+            done = launcher.attempt({"trial": item.resolved}, Path(scratch) / str(number), environ, runner["name"], 120)
+            walls.append(time.perf_counter() - began)
+            result = done.evidence.result or {}
+            if "values" not in result:
+                raise SystemExit(f"a trial failed: {done.evidence}")
+            found.append(done.duration_s - result["values"]["steps_s"])
+        return {
+            "median_s": statistics.median(found),
+            "template_s": max(0.0, walls[0] - found[0]) if isolation == "warm" else 0.0,
+        }
+
+
+def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float]:
+    """Measured steps of our loop against a bare one's, alternating in one process; the median of the rounds' ratios."""
+    import torch
+
+    from harness import trial as trials
+    from runners import build
+    from runners.measure import Clock, Meter
+
+    protocol = {"name": "x", "warmup_steps": 1, "measured_steps": steps}
+    trial = trials.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))
+    place = torch.device(device)
+    net = build.model(trial, place)
+    optimizer = build.optimizer(trial, net.parameters())
+    data = build.data(trial)
+
+    def step(index: int) -> torch.Tensor:
+        batch = {k: v.to(place, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
+        loss: torch.Tensor = net(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def bare() -> float:
+        clock = Clock(place)
+        clock.mark()
+        for index in range(steps):
+            step(index)
+            clock.mark()
+        return statistics.median(clock.times())
+
+    def metered(folder: Path) -> float:
+        meter = Meter(trial, folder, place, 0)
+        meter.built()
+        for index in range(trial.steps()):
+            meter.step_begin()
+            meter.step_end(step(index))
+        return float(meter.columns()["step_median_s"])
+
+    with tempfile.TemporaryDirectory() as scratch:
+        metered(Path(scratch))
+        pairs = []
+        for number in range(rounds):  # each goes first in every other round
+            if number % 2:
+                base = bare()
+                pairs.append((metered(Path(scratch)), base))
+            else:
+                pairs.append((metered(Path(scratch)), bare()))
+    ratios = [a / b for a, b in pairs]
+    return {
+        "bare_step_ms": 1000 * statistics.median(b for _, b in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+    }
+
+
+def parent_cpu() -> float:
+    """The parent's own CPU time over wall time while a worker measures for about six seconds."""
+    with tempfile.TemporaryDirectory() as scratch, Launcher("warm", Path(scratch) / "log") as launcher:
+        os.environ["SLEEPY_LOG"] = str(Path(scratch) / "clock")
+        protocol = {"name": "x", "warmup_steps": 1, "measured_steps": 200}
+        items = plan.order(plan.expand([custom("good"), custom("sleepy", protocol=protocol)], 1))
+        items.sort(key=lambda p: p.trial.steps() if p.trial else 0)
+        environ = attempt.environment("", "cpu", os.environ)
+        launcher.attempt({"trial": items[0].resolved}, Path(scratch) / "first", environ, "custom", 120)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        began = time.perf_counter()
+        launcher.attempt({"trial": items[1].resolved}, Path(scratch) / "second", environ, "custom", 120)
+        wall = time.perf_counter() - began
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / wall
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=6)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    lengths = [32 * (n + 1) for n in range(arguments.trials)]
+    runners = {
+        "torch": ({"name": "torch"}, "fp32"),
+        "trainer": ({"name": "trainer"}, "fp32"),
+        "deepspeed": ({"name": "deepspeed", "zero_stage": 2, "options": SMALL_BUCKETS}, "bf16"),
+    }
+    report: dict[str, Any] = {
+        "machine": {"cpu": machine.cpu_name(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {name: machine.version(name) for name in ("torch", "transformers", "deepspeed")},
+        "trials": arguments.trials,
+        "plain_script_overhead_s": statistics.median(plain(lengths)),
+        "overhead": {},
+    }
+    for name, (runner, precision) in runners.items():
+        cold = overhead(runner, precision, "cold", lengths)
+        warm = overhead(runner, precision, "warm", lengths)
+        report["overhead"][name] = {
+            "cold_s": cold["median_s"],
+            "warm_s": warm["median_s"],
+            "template_once_s": warm["template_s"],
+            "warm_over_cold": warm["median_s"] / cold["median_s"],
+        }
+    report["instruments"] = instruments(rounds=15, steps=40)
+    report["parent_cpu_share"] = parent_cpu()
+    text = json.dumps(report, indent=1)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+
+
+SMALL_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}}
+
+if __name__ == "__main__":
+    main()

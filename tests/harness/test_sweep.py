@@ -1,0 +1,251 @@
+"""Sweeps with real worker processes, and everything that can happen to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import ROOT, SETTINGS, TARGETS, Run, custom, tiny
+
+from harness import attempt, journal, machine, plan, status, sweep
+from harness.errors import UserError
+from harness.journal import Journal
+from harness.outcome import Evidence
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("isolation", ["cold", "warm"])
+def test_each_fault_is_its_outcome_and_the_sweep_goes_on(
+    run_sweep: Run, isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORPHAN", str(tmp_path / "orphan.pid"))
+    names = ["killed", "hangs", "raises", "oom", "exits", "host_oom", "orphan", "good"]
+    if isolation == "cold":  # the slow way: what differs from the warm one
+        names = ["killed", "hangs", "orphan", "good"]
+    values = [custom(name, seed=n) for n, name in enumerate(names)]
+    rows = run_sweep(*values, tiny(seq_len=0), isolation=isolation, timeout_s=12 if isolation == "cold" else 6)
+    outcomes = dict(zip(names, [row["outcome"] for row in rows], strict=False))
+    expected = {
+        "killed": "crash",
+        "hangs": "timeout",
+        "raises": "crash",
+        "oom": "oom",
+        "exits": "bad_result",
+        "host_oom": "host_oom",
+        "orphan": "ok",
+        "good": "ok",
+    }
+    assert outcomes == {name: expected[name] for name in names}
+    assert rows[-1]["outcome"] == "invalid"
+    assert rows[-1]["attempt"] == 0
+    by_name = dict(zip(names, rows, strict=False))
+    assert by_name["killed"]["exit_code"] == -signal.SIGKILL
+    assert by_name["killed"]["phase"] == "step 1"  # the steps before were on disk
+    assert by_name["killed"]["peak_allocated_bytes"] is None
+    assert by_name["good"]["phase"] is None
+    assert gone(int((tmp_path / "orphan.pid").read_text()))
+    assert not (set(psutil.Process().children(recursive=True)) - _before)
+
+
+_before = set(psutil.Process().children(recursive=True))
+
+
+def test_finished_trials_are_skipped_and_changed_ones_run(run_sweep: Run, tmp_path: Path) -> None:
+    one, two = custom("good", seed=1), custom("good", seed=2)
+    first = run_sweep(one, isolation="warm")
+    before = (tmp_path / "t" / journal.NAME).read_bytes()
+    again = run_sweep(one, two, isolation="warm")
+    assert again[0]["started_at"] == first[0]["started_at"]
+    after = (tmp_path / "t" / journal.NAME).read_bytes()
+    assert after.startswith(before)
+    assert len(after.splitlines()) == 2
+    run_sweep(one, two, isolation="warm")
+    assert (tmp_path / "t" / journal.NAME).read_bytes() == after
+
+
+def test_a_passing_fault_is_retried_and_both_attempts_are_rows(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONCE", str(tmp_path / "once"))
+    (row,) = run_sweep(custom("killed_once"), isolation="warm", retries=2)
+    assert (row["outcome"], row["attempt"], row["terminal"]) == ("ok", 2, True)
+    rows, _ = journal.read(tmp_path / "t")
+    assert [(r["outcome"], r["attempt"], r["terminal"]) for r in rows] == [("crash", 1, False), ("ok", 2, True)]
+
+
+class FakeLauncher:
+    """Answers attempts from a list of evidence, without a process."""
+
+    isolation = "warm"
+
+    def __init__(self, *evidence: Evidence) -> None:
+        self.evidence = list(evidence)
+
+    def attempt(self, spec: Any, folder: Path, environ: Any, runner: str, deadline_s: float) -> attempt.Attempted:
+        return attempt.Attempted(self.evidence.pop(0), 1.0)
+
+
+def run_fake(folder: Path, evidence: list[Evidence], retries: int, **over: Any) -> tuple[Any, list[float], list[Any]]:
+    slept: list[float] = []
+    (item,) = plan.order(plan.expand([tiny(**over)], 1))
+    chosen = plan.Settings(**(SETTINGS | {"retries": retries, "backoff_s": 5}))
+    with Journal(folder) as book:
+        row = sweep.run_trial(item, chosen, folder, book, FakeLauncher(*evidence), slept.append)  # type: ignore[arg-type]
+    return row, slept, journal.read(folder)[0]
+
+
+def test_retries_have_a_limit_and_back_off(tmp_path: Path) -> None:
+    killed = Evidence(exit_code=-9)
+    row, slept, rows = run_fake(tmp_path, [killed] * 4, retries=3)
+    assert row["outcome"] == "crash"
+    assert slept == [5, 10, 20]
+    assert [r["terminal"] for r in rows] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        Evidence(exit_code=1, result={"error": {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}}),
+        Evidence(expired=True, deadline_s=1),
+        Evidence(exit_code=1, result={"error": {"type": "ValueError", "message": "deterministic"}}),
+    ],
+)
+def test_what_would_only_happen_again_is_not_retried(tmp_path: Path, evidence: Evidence) -> None:
+    row, slept, rows = run_fake(tmp_path, [evidence], retries=3)
+    assert row["terminal"]
+    assert slept == []
+    assert len(rows) == 1
+
+
+def test_a_busy_gpu_is_contended_and_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = machine.Gpu(0, "NVIDIA H100", "GPU-1", "1", 80 << 30, 9 << 30, (4711,))
+    monkeypatch.setattr(machine, "gpus", lambda: [card])
+    row, slept, _ = run_fake(tmp_path, [], retries=1, device={"name": "cuda"})
+    assert row["outcome"] == "contended"
+    assert row["foreign_processes"] == [4711]
+    looks = [0.2, 0.5, 1.0, 0.0]  # the worker before may take a moment to leave the device
+    assert slept == [*looks, 5, *looks]
+
+
+def test_a_killed_template_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pidfile = tmp_path / "pid"
+    monkeypatch.setenv("PIDFILE", str(pidfile))
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from conftest import *; from harness import plan, sweep; from pathlib import Path\n"
+        "s = plan.Settings(**(SETTINGS | {'isolation': 'warm', 'retries': 0}))\n"
+        "items = plan.order(plan.expand([custom('slow_start', seed=1), custom('good', seed=2)], 1))\n"
+        "items.sort(key=lambda p: p.trial.seed)\n"
+        f"sweep.run(items, s, Path({str(tmp_path / 't')!r}))",
+    ]
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    parent = subprocess.Popen(command, env=environ)
+    wait_for(lambda: pidfile.exists() and pidfile.read_text() != "")
+    worker = int(pidfile.read_text())
+    template = psutil.Process(worker).ppid()
+    assert template != parent.pid
+    os.kill(template, signal.SIGKILL)
+    assert parent.wait(60) == 0
+    wait_for(lambda: gone(worker))
+    rows, _ = journal.read(tmp_path / "t")
+    assert [(r["outcome"], r["reason"]) for r in rows] == [
+        ("crash", "the template process died, and the worker with it"),
+        ("ok", None),
+    ]
+
+
+@pytest.mark.parametrize("isolation", ["cold", "warm"])
+def test_a_killed_parent_leaves_no_orphan_and_no_torn_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
+) -> None:
+    pidfile = tmp_path / "pid"
+    monkeypatch.setenv("PIDFILE", str(pidfile))
+    target = f"{TARGETS / 'faults.py'}:slow_start"
+    command = [sys.executable, "-m", "harness", "sweep", "model=tiny", "device=cpu", "runner=custom", "name=t"]
+    command += [f"runner.target={target}", f"results={tmp_path}", f"isolation={isolation}", "report=false"]
+    parent = subprocess.Popen(command, cwd=ROOT)
+    wait_for(lambda: pidfile.exists() and pidfile.read_text() != "")
+    family = [p.pid for p in psutil.Process(parent.pid).children(recursive=True)]
+    assert int(pidfile.read_text()) in family
+    assert status.read(tmp_path / "t").state == "running"
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: all(gone(pid) for pid in family))
+    assert status.read(tmp_path / "t").state == "stopped"
+    assert journal.read(tmp_path / "t") == ([], 0)
+
+
+def test_an_interrupted_sweep_ends_its_worker_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pidfile = tmp_path / "pid"
+    monkeypatch.setenv("PIDFILE", str(pidfile))
+    target = f"{TARGETS / 'faults.py'}:slow_start"
+    command = [sys.executable, "-m", "harness", "sweep", "model=tiny", "device=cpu", "runner=custom", "name=t"]
+    command += [f"runner.target={target}", f"results={tmp_path}", "report=false", "isolation=cold"]
+    parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: pidfile.exists() and pidfile.read_text() != "")
+    parent.send_signal(signal.SIGTERM)
+    _, err = parent.communicate(timeout=60)
+    assert parent.returncode == 130
+    assert "the same command goes on from here" in err
+    assert "Traceback" not in err
+    wait_for(lambda: gone(int(pidfile.read_text())))
+
+
+def test_the_worker_sees_the_allocator_setting_and_only_that_name() -> None:
+    base = {"PYTORCH_ALLOC_CONF": "old", "PYTORCH_CUDA_ALLOC_CONF": "older", "HOME": "/h"}
+    environ = attempt.environment("expandable_segments:True", "cuda", base)
+    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in environ
+    assert attempt.environment("", "cuda", base, ["GPU-a", "GPU-b"])["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert attempt.environment("", "cpu", base)["CUDA_VISIBLE_DEVICES"] == ""
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in attempt.environment("", "cuda", base)
+
+
+def test_a_template_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
+    with attempt.Launcher("warm", tmp_path / "log") as launcher, pytest.raises(UserError, match="log"):
+        launcher.attempt({}, tmp_path / "a", {"PATH": "", "PYTHONHOME": "/nowhere"}, "torch", 1)
+
+
+def test_unreadable_results_are_bad_results(tmp_path: Path) -> None:
+    for text, problem in (("{", "cannot be read"), ("[]", "holds neither"), ('{"x": 1}', "holds neither")):
+        (tmp_path / attempt.RESULT).write_text(text)
+        result, found = attempt.read_result(tmp_path)
+        assert result is None
+        assert problem in str(found)
+
+
+def test_steps_of_a_killed_worker_are_read_up_to_the_torn_line(tmp_path: Path) -> None:
+    (tmp_path / attempt.STEPS).write_text('{"event": "load"}\n{"step": 0}\n{"st')
+    assert attempt.steps(tmp_path) == [{"event": "load"}, {"step": 0}]
+
+
+def test_status_of_a_finished_sweep(run_sweep: Run, tmp_path: Path) -> None:
+    run_sweep(tiny(seq_len=0), tiny(micro_batch=0))
+    found = status.read(tmp_path / "t")
+    assert (found.state, found.done, found.total, found.invalid) == ("finished", 2, 2, 2)
+    with (tmp_path / "t" / journal.NAME).open("a") as file:
+        file.write('{"torn')
+    assert status.read(tmp_path / "t").unreadable == 1
+    assert json.loads((tmp_path / "t" / sweep.PLAN).read_text())["trials"]

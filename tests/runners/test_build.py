@@ -1,0 +1,113 @@
+"""Models, text data and pretrained weights from local folders; no hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, tiny
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from harness import trial as trials
+from runners import build
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "conf" / "model").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_models_have_the_parameters_they_claim(file: Path) -> None:
+    values = yaml.safe_load(file.read_text())
+    if values["model_type"] is None:
+        return
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(values["model_type"], **values["config"]))
+    net.tie_weights()
+    assert build.parameters(net) == values["parameters"]
+    assert net.config.max_position_embeddings == values["max_positions"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved tiny model with a tokenizer of whole words, and a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    words = {word: n for n, word in enumerate(["<eos>", "<unk>", "a", "b", "c"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
+    torch.manual_seed(7)
+    values = tiny()["model"]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **values["config"])).save_pretrained(path)
+    (path / "text.txt").write_text("a b c\n\na b c a b c a b c a b c a b c\n")
+    return path
+
+
+def hub(folder: Path, **over: Any) -> trials.Trial:
+    model = {"name": "mine", "model_type": None, "config": {}, "path": str(folder), "max_positions": None}
+    values = tiny(**over)
+    values["model"] = model
+    return trials.parse(values)
+
+
+def test_text_is_padded_and_truncated_and_padding_is_counted_and_ignored(folder: Path) -> None:
+    data = build.data(hub(folder, seq_len=8, data=str(folder / "text.txt")))
+    assert data.padding_fraction == pytest.approx(5 / 16)
+    batch = data.batch(0, 2)
+    assert batch["input_ids"].shape == (2, 8)
+    assert batch["labels"][0].tolist() == [2, 3, 4, -100, -100, -100, -100, -100]
+    assert batch["input_ids"][1].tolist() == [2, 3, 4, 2, 3, 4, 2, 3]
+
+
+def test_pretrained_weights_are_loaded_and_random_ones_are_not(folder: Path) -> None:
+    saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    loaded = build.model(hub(folder, weights="pretrained"), CPU).state_dict()
+    fresh = build.model(hub(folder), CPU).state_dict()
+    name = "model.embed_tokens.weight"
+    assert torch.equal(saved[name], loaded[name])
+    assert not torch.equal(saved[name], fresh[name])
+
+
+def test_the_id_follows_the_files(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a\n")
+    one = hub(folder, data=str(text))
+    assert set(one.fingerprints) == {str(text), str(folder / "config.json")}
+    text.write_text("b\n")
+    assert hub(folder, data=str(text)).fingerprints != one.fingerprints
+
+
+def test_what_the_hub_model_cannot_do_is_invalid(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(trials.InvalidTrial, match="4096 positions"):
+        build.model(hub(folder, seq_len=5000), CPU)
+    with pytest.raises(trials.InvalidTrial, match=r"model\.path"):
+        build.model(hub(tmp_path), CPU)
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(trials.InvalidTrial, match="holds no text"):
+        build.data(hub(folder, data=str(tmp_path / "empty.txt")))
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(trials.InvalidTrial, match="no_such"):
+        build.model(trials.parse(tiny(model={"model_type": "no_such"})), CPU)
+
+
+def test_batches_cycle_through_the_pool_and_depend_on_the_seed() -> None:
+    data = build.data(trials.parse(tiny()))
+    again = build.data(trials.parse(tiny()))
+    other = build.data(trials.parse(tiny(seed=1)))
+    assert torch.equal(data.batch(3, 2)["input_ids"], again.batch(3, 2)["input_ids"])
+    assert not torch.equal(data.batch(3, 2)["input_ids"], other.batch(3, 2)["input_ids"])
+    assert torch.equal(data.batch(0, 2)["input_ids"], data.batch(build.POOL // 2, 2)["input_ids"])
+
+
+def test_tf32_is_on_only_when_asked_for() -> None:
+    cuda = {"device": {"name": "cuda"}}
+    build.prepare(trials.parse(tiny(**cuda, precision="tf32")))
+    assert torch.backends.cuda.matmul.allow_tf32
+    build.prepare(trials.parse(tiny()))
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32

@@ -1,0 +1,180 @@
+"""Every runner on the tiny model, in real workers, on CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run, custom, tiny
+
+from harness import journal
+from harness.row import Row
+
+
+def deepspeed(stage: int, **over: Any) -> dict[str, Any]:
+    runner = {"name": "deepspeed", "zero_stage": stage, "offload_optimizer": False, "offload_param": False}
+    # buckets of DeepSpeed's default size would be 2 GB of zeros each
+    small = {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}
+    runner["options"] = {"zero_optimization": small}
+    return tiny(runner=runner | over.pop("runner", {}), **over)
+
+
+def same_but_for_the_machine(row: Row) -> Row:
+    """What must not depend on how the process was started: everything but time, resident sets and bookkeeping."""
+    kept = ("memory_source", "outcome", "optimizer", "attention_effective", "parameters", "runner_config", "trial_id")
+    columns = {k: v for k, v in row.items() if "allocated" in k or "flops" in k or k.startswith("loss") or k in kept}
+    return {k: v for k, v in columns.items() if v is not None}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Row]]:
+    """One row for each runner and isolation."""
+    from conftest import SETTINGS
+
+    from harness import plan, sweep
+
+    values = {"torch": tiny(), "trainer": tiny(runner={"name": "trainer"}), "deepspeed": deepspeed(2, precision="bf16")}
+    rows: dict[str, dict[str, Row]] = {}
+    for isolation in ("cold", "warm"):
+        folder = tmp_path_factory.mktemp(isolation)
+        expanded = plan.expand(values.values(), 1)
+        chosen = plan.Settings(**(SETTINGS | {"isolation": isolation}))
+        done, _ = sweep.run(plan.order(expanded), chosen, folder)
+        rows[isolation] = {name: done[trials[0].trial_id] for name, trials in zip(values, expanded, strict=True)}
+    return rows
+
+
+@pytest.mark.parametrize("runner", ["torch", "trainer", "deepspeed"])
+def test_cold_and_warm_give_equal_rows(both: dict[str, dict[str, Row]], runner: str) -> None:
+    cold, warm = (both[isolation][runner] for isolation in ("cold", "warm"))
+    assert cold["outcome"] == "ok", cold["reason"]
+    assert same_but_for_the_machine(cold) == same_but_for_the_machine(warm)
+    assert cold["isolation"] == "cold"
+    assert warm["isolation"] == "warm"
+
+
+def test_the_same_training_whoever_drives_it(both: dict[str, dict[str, Row]]) -> None:
+    plain, trainer = both["cold"]["torch"], both["cold"]["trainer"]
+    for name in ("parameters", "model_flops_per_token", "hardware_flops_per_token"):
+        assert plain[name] == trainer[name], name
+    assert plain["parameters"] == 119360
+    assert trainer["runner_config"]["max_grad_norm"] == 1.0  # the Trainer's own default, not ours
+
+
+def test_a_row_of_the_torch_runner(both: dict[str, dict[str, Row]]) -> None:
+    row = both["cold"]["torch"]
+    linear = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160) + 512 * 64
+    attention = 2 * 2 * 2 * 32 * 64
+    # transformers 4.57 also rotates positions with a small matrix product
+    assert row["model_flops_per_token"] == pytest.approx(3 * (2 * linear + attention), rel=1e-4)
+    state = 119360 * 4  # parameters, gradients and Adam's two moments are alive when the backward pass ends
+    assert row["optimizer_peak_allocated_bytes"] >= 4 * state
+    assert row["peak_allocated_bytes"] == max(
+        row[f"{p}_peak_allocated_bytes"] for p in ("forward", "backward", "optimizer")
+    )
+    assert row["peak_reserved_bytes"] > row["peak_allocated_bytes"]
+    assert row["mfu"] is None  # no published peak of this CPU
+    assert row["gpu_name"] is None
+    assert row["allocator_conf_effective"] is None
+    assert row["alloc_retries"] is None
+    assert len(row["step_times_s"]) == row["measured_steps"] == 2
+    assert len(row["warmup_step_times_s"]) == 1
+    assert row["tokens_per_s"] == pytest.approx(2 * 32 * 2 / sum(row["step_times_s"]))
+    assert row["samples_per_s"] == pytest.approx(row["tokens_per_s"] / 32)
+    assert 0 < row["overhead_s"] < row["duration_s"]
+
+
+def test_throughput_agrees_with_the_target_s_own_clock(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A harness that is off by the number of steps, or by one step, is off by far more than the tolerance."""
+    log = tmp_path / "clock"
+    monkeypatch.setenv("SLEEPY_LOG", str(log))
+    began = time.perf_counter()
+    (row,) = run_sweep(custom("sleepy", protocol={"warmup_steps": 2, "measured_steps": 8}))
+    wall = time.perf_counter() - began
+    own = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(own) == 2 + 1 + 8 + 1
+    elapsed = own[10] - own[2]  # from the end of the probe step to the end of the last measured one
+    assert row["elapsed_s"] == pytest.approx(elapsed, rel=0.05)
+    assert row["tokens_per_s"] == pytest.approx(8 * 2 * 32 / elapsed, rel=0.05)
+    assert row["elapsed_s"] < wall
+    assert len(row["step_times_s"]) == 8
+    assert min(row["step_times_s"]) >= 0.03
+
+
+def test_deepspeed_stages_offload_and_two_ranks(run_sweep: Run) -> None:
+    rows = run_sweep(
+        deepspeed(0, precision="fp32"),
+        deepspeed(1, precision="bf16"),
+        deepspeed(3, precision="bf16"),
+        deepspeed(2, precision="bf16", runner={"offload_optimizer": True}),
+        deepspeed(3, precision="bf16", runner={"offload_optimizer": True, "offload_param": True}),
+        deepspeed(2, precision="bf16", runner={"world_size": 2}, grad_accum=2),
+        deepspeed(3, precision="bf16", runner={"world_size": 2}),
+        isolation="warm",
+    )
+    assert [row["outcome"] for row in rows] == ["ok"] * 7, [row["reason"] for row in rows]
+    assert [row["zero_stage"] for row in rows] == [0, 1, 3, 2, 3, 2, 3]
+    for row in rows:
+        assert row["runner_config"]["zero_optimization"]["stage"] == row["zero_stage"]
+        assert row["deepspeed_version"]
+        assert row["parameters"] == 119360
+        assert len(row["rank_peak_allocated_bytes"]) == row["world_size"]
+    two = rows[5]
+    assert two["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 32 * 2 / sum(two["step_times_s"]))
+    assert two["rank_peak_allocated_bytes"][0] == two["peak_allocated_bytes"]
+    assert "offload_optimizer" in rows[3]["runner_config"]["zero_optimization"]
+
+
+def test_a_rank_that_fails_ends_the_trial_at_once(run_sweep: Run) -> None:
+    broken = deepspeed(2, precision="bf16", runner={"world_size": 2, "options": {"optimizer": {"type": "NoSuch"}}})
+    (row,) = run_sweep(broken, isolation="warm", timeout_s=60)
+    assert row["outcome"] == "crash"
+    assert "no result within" not in row["reason"]
+
+
+def test_checkpointing_recomputes_and_precisions_run(run_sweep: Run) -> None:
+    plain, saved, autocast, pure, eager, sgd = run_sweep(
+        tiny(seq_len=128),
+        tiny(seq_len=128, gradient_checkpointing=True),
+        tiny(seq_len=128, precision="bf16"),
+        tiny(seq_len=128, precision="bf16_pure"),
+        tiny(seq_len=128, attention="eager"),
+        tiny(seq_len=128, optimizer="sgd"),
+        isolation="warm",
+    )
+    assert saved["model_flops_per_token"] == plain["model_flops_per_token"]
+    assert saved["hardware_flops_per_token"] > plain["hardware_flops_per_token"]
+    assert saved["peak_allocated_bytes"] < plain["peak_allocated_bytes"]
+    assert pure["optimizer_peak_allocated_bytes"] < autocast["optimizer_peak_allocated_bytes"]
+    assert eager["attention_effective"] == "eager"
+    assert eager["peak_allocated_bytes"] > plain["peak_allocated_bytes"]
+    assert plain["optimizer_peak_allocated_bytes"] - sgd["optimizer_peak_allocated_bytes"] >= 2 * 119360 * 4
+    assert sgd["optimizer"] == "SGD"
+
+
+def test_bad_custom_targets_and_trainer_options(run_sweep: Run, tmp_path: Path) -> None:
+    target = tmp_path / "mine.py"
+    target.write_text("def build(trial):\n    return 5\n")
+    rows = run_sweep(
+        custom("nothing_of_that_name"),
+        tiny(runner={"name": "custom", "target": f"{target}:build"}),
+        tiny(runner={"name": "trainer", "options": {"no_such_argument": 1}}),
+        isolation="warm",
+    )
+    assert [row["outcome"] for row in rows] == ["invalid"] * 3
+    assert "has no function nothing_of_that_name" in rows[0]["reason"]
+    assert "must return (model, optimizer, step)" in rows[1]["reason"]
+    assert "no_such_argument" in rows[2]["reason"]
+
+
+def test_attempts_leave_their_evidence(run_sweep: Run, tmp_path: Path) -> None:
+    (row,) = run_sweep(custom("raises"), isolation="warm")
+    folder = tmp_path / "t" / "attempts" / row["trial_id"] / "1"
+    assert "this target is broken" in (folder / "stderr.log").read_text()
+    assert json.loads((folder / "spec.json").read_text())["trial"] == row["trial"]
+    assert journal.read(tmp_path / "t")[0] == [row]
