@@ -339,7 +339,10 @@ def column_width(plot: go.Figure) -> go.Figure:
     labels = [a for a in small.layout.annotations if a.name == "direct"]
     small.layout.annotations = [a for a in small.layout.annotations if a.name != "direct"]
     small.update_layout(
-        showlegend=bool(labels), margin={"l": 50, "r": 10, "t": 10, "b": 44}, font={"size": 11, "color": "#000"}
+        showlegend=bool(labels) or bool(plot.layout.showlegend),
+        legend={"yref": "container", "y": 0, "yanchor": "bottom"},
+        margin={"l": 50, "r": 10, "t": 10, "b": 44},
+        font={"size": 11, "color": "#000"},
     )
     return small
 
@@ -367,11 +370,12 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
     for figure in figures:
         for kind in formats:
             small = kind == "pdf"
-            legend = [a.text for a in figure.plot.layout.annotations if a.name == "direct"]
-            lines = len(legend) if any(len(text) > 22 for text in legend) else (len(legend) + 1) // 2
-            plots.append(
+            plot: Any = (
                 column_width(figure.plot) if small else go.Figure(figure.plot).update_layout(paper_bgcolor="#fff")
             )
+            plots.append(plot)
+            names = [str(trace.name) for trace in plot.data if plot.layout.showlegend and trace.showlegend is not False]
+            lines = len(names) if any(len(name) > 22 for name in names) else (len(names) + 1) // 2
             files.append(folder / f"{figure.name}.{kind}")
             sizes.append((COLUMN[0], COLUMN[1] + 17 * lines) if small else BLOG)
     try:
