@@ -29,7 +29,7 @@ MOST = len(COLOURS)
 Box = tuple[float, float, float, float]
 POINTS = 1500  # more points in one trace than this cannot be told apart, and make a browser slow
 BLOG = (800, 460)
-COLUMN = (420, 330)  # 3.5 in wide at 120 px/in, so that 11 px text prints at 6.6 pt
+COLUMN = (420, 280)  # 3.5 in wide at 120 px/in, so that 11 px text prints at 6.6 pt; and the legend below
 
 
 @dataclass(frozen=True)
@@ -210,16 +210,15 @@ def _add_band(plot: Any, x: Array, low: Array, high: Array, colour: str) -> None
 def _add_points(plot: Any, x: Array, y: Array, ids: Any, colour: str, symbol: str, name: str) -> None:
     size, opacity = (7, 1.0) if len(x) <= 100 else (4, 0.55)
     plot.add_scatter(
-        x=x, y=y, mode="markers", showlegend=False, customdata=ids, legendgroup=name,
+        x=x, y=y, mode="markers", name=escape(name), customdata=ids, legendgroup=name,
         marker={"color": colour, "symbol": symbol, "size": size, "opacity": opacity},
         hovertemplate="%{x:,} tokens: %{y:,.4~g}<br>trial %{customdata}<extra>" + escape(name) + "</extra>",
     )  # fmt: skip
 
 
 def _add_curve(plot: Any, x: Array, y: Array, colour: str, dash: str, name: str) -> None:
-    known = any(trace.name == escape(name) for trace in plot.data)
     plot.add_scatter(
-        x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=not known,
+        x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=False,
         line={"color": colour, "width": 2, "dash": dash},
     )  # fmt: skip
 
@@ -265,7 +264,14 @@ def new_plot(x_title: str, y_title: str) -> go.Figure:
             "xaxis": {**axis, "title": {"text": x_title}, "tickformat": ",~d"},
             "yaxis": {**axis, "title": {"text": y_title}, "tickformat": ",~g"},
             "showlegend": False,
-            "legend": {"orientation": "h", "y": -0.25, "yanchor": "top", "x": 0},
+            "legend": {
+                "orientation": "h",
+                "yref": "container",
+                "y": 0,
+                "yanchor": "bottom",
+                "x": 0,
+                "tracegroupgap": 0,
+            },
             "hovermode": "closest",
         }
     )
@@ -333,7 +339,10 @@ def column_width(plot: go.Figure) -> go.Figure:
     labels = [a for a in small.layout.annotations if a.name == "direct"]
     small.layout.annotations = [a for a in small.layout.annotations if a.name != "direct"]
     small.update_layout(
-        showlegend=bool(labels), margin={"l": 50, "r": 10, "t": 10, "b": 44}, font={"size": 11, "color": "#000"}
+        showlegend=bool(labels) or bool(plot.layout.showlegend),
+        legend={"yref": "container", "y": 0, "yanchor": "bottom"},
+        margin={"l": 50, "r": 10, "t": 10, "b": 44},
+        font={"size": 11, "color": "#000"},
     )
     return small
 
@@ -361,11 +370,14 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
     for figure in figures:
         for kind in formats:
             small = kind == "pdf"
-            plots.append(
+            plot: Any = (
                 column_width(figure.plot) if small else go.Figure(figure.plot).update_layout(paper_bgcolor="#fff")
             )
+            plots.append(plot)
+            names = [str(trace.name) for trace in plot.data if plot.layout.showlegend and trace.showlegend is not False]
+            lines = len(names) if any(len(name) > 22 for name in names) else (len(names) + 1) // 2
             files.append(folder / f"{figure.name}.{kind}")
-            sizes.append(COLUMN if small else BLOG)
+            sizes.append((COLUMN[0], COLUMN[1] + 17 * lines) if small else BLOG)
     try:
         write_images: Any = getattr(plotly.io, "write_images")  # noqa: B009 (not in the stubs yet)
         write_images(

@@ -42,7 +42,7 @@ def _lines(
     groups: Sequence[Group], column: str, scale: float, name: str, title: str, axis: str, caption: str,
     prefer: Sequence[str],
 ) -> Figure | None:  # fmt: skip
-    known = [g for g in groups if g.ok(column, "seq_len")["seq_len"].nunique() > 1]
+    known = [g for g in _with(groups, column) if g.ok(column, "seq_len")["seq_len"].nunique() > 1]
     shown, note = figures.baseline(known, prefer)
     if not shown:
         return None
@@ -64,7 +64,7 @@ def _lines(
 def phases(groups: Sequence[Group]) -> Figure | None:
     """Peak allocated of each phase of a step against length: the highest makes the peak."""
     columns = [f"{phase}_peak_allocated_bytes" for phase in _PHASES]
-    group = next((g for g in groups if len(g.ok(*columns[1:], "seq_len"))), None)
+    group = next((g for g in _with(groups, *columns[1:]) if len(g.ok(*columns[1:], "seq_len"))), None)
     if group is None:
         return None
     rows = group.ok(*columns[1:], "seq_len", also=columns[:1])
@@ -87,7 +87,7 @@ def phases(groups: Sequence[Group]) -> Figure | None:
 def categories(groups: Sequence[Group]) -> Figure | None:
     """Where the device's memory goes, stacked: state, rest of the peak, cached by the allocator, outside torch."""
     need = ("load_peak_allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "seq_len")
-    group = next((g for g in groups if len(g.ok(*need))), None)
+    group = next((g for g in _with(groups, *need) if len(g.ok(*need))), None)
     if group is None or group.resident:
         return None
     rows = (
@@ -115,7 +115,9 @@ def categories(groups: Sequence[Group]) -> Figure | None:
             x=x, y=values / GIB, name=name, marker={"color": COLOURS[number], "pattern": {"shape": patterns[number]}},
             hovertemplate="%{x} tokens: %{y:.3~f} GiB<extra>" + name + "</extra>",
         )  # fmt: skip
-    plot.update_layout(barmode="stack", showlegend=True, legend={"y": 1.02, "yanchor": "bottom"}, bargap=0.15)
+    plot.update_layout(
+        barmode="stack", showlegend=True, legend={"yref": "paper", "y": 1.02, "yanchor": "bottom"}, bargap=0.15
+    )
     plot.update_xaxes(type="category")
     data = pd.DataFrame({"seq_len": rows["seq_len"], **parts, "trial_id": rows["trial_id"]})
     caption = f"One row per length ({group.label}). Outside torch: device used minus baseline minus reserved."
@@ -129,7 +131,7 @@ def steps(groups: Sequence[Group]) -> list[Figure]:
         ("step_times", "step_times_s", 1e-3, "Step times", "step time (ms)"),
         ("plateau", "step_peak_reserved_bytes", GIB, "Has memory stopped rising?", "peak reserved of the step (GiB)"),
     ):
-        group = next((g for g in groups if g.ok(column, "seq_len")["seq_len"].nunique() > 0), None)
+        group = next((g for g in _with(groups, column) if len(g.ok(column, "seq_len"))), None)
         if group is None:
             continue
         rows = group.ok(column, "seq_len").sort_values("seq_len").drop_duplicates("seq_len")
@@ -244,7 +246,7 @@ def pareto(groups: Sequence[Group]) -> Figure | None:
             marker={"color": COLOURS[number], "symbol": MARKERS[number], "size": 10}, text=mine["group"].map(escape),
             hovertemplate="%{text}<br>%{x:.3~f} GiB, %{y:,.4~g} tokens/s<extra></extra>",
         )  # fmt: skip
-    plot.update_layout(showlegend=len(kinds) > 1, legend={"y": 1.02, "yanchor": "bottom"})
+    plot.update_layout(showlegend=len(kinds) > 1, legend={"yref": "paper", "y": 1.02, "yanchor": "bottom"})
     plot.update_yaxes(rangemode="tozero")
     plot.update_xaxes(tickformat=",~g")
     return Figure(
@@ -288,6 +290,9 @@ def frontier_chart(limits: Sequence[Limit], groups: Sequence[Group]) -> Figure |
 
 def predicted_against_measured(table: Table) -> Figure | None:
     """Simulated rows against measured rows of equal settings: the one figure that shows both, each on its axis."""
+    devices = set(table.frame["device"].dropna().unique())
+    if not {"simulated", "cuda"} <= devices:
+        return None
     frame = table.ok(*dict.fromkeys(["device", "seq_len", *ASKED, "peak_reserved_bytes"]))
     simulated = frame["device"].eq("simulated").fillna(False).astype(bool)
     keys = ["seq_len", *(key for key in ASKED if key not in _OF_THE_DEVICE)]
@@ -322,6 +327,12 @@ def of_rows(groups: Sequence[Group], limits: Sequence[Limit]) -> list[Figure]:
     drawn = [unallocated(groups), mfu(groups), phases(groups), categories(groups), *steps(groups), heat_map(groups),
              pareto(groups), frontier_chart(limits, groups)]  # fmt: skip
     return [figure for figure in drawn if figure is not None]
+
+
+def _with(groups: Sequence[Group], *columns: str) -> Sequence[Group]:
+    """The groups, or none if their table knows nothing of one of these columns."""
+    known = bool(groups) and all(groups[0].source[column].notna().any() for column in columns)
+    return groups if known else []
 
 
 def _add_line(plot: Any, x: Any, y: Any, number: int, name: str) -> None:

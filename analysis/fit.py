@@ -212,7 +212,7 @@ def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
     best = min(good, key=lambda c: (c.model.parameters, c.held_out))
     if best is first:
         return best, "smallest held-out error"
-    return best, f"simpler than the {first.model.name} and not clearly worse on held-out lengths"
+    return best, f"simpler than the {first.model.name} and about as good on held-out lengths"
 
 
 def aicc(squares: float, n: int, parameters: int) -> float:

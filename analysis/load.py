@@ -36,7 +36,7 @@ ASKED = (
 )  # fmt: skip
 # What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
 FOUND = ("memory_source", "gpu_name", "cpu_name", "torch_version", "optimizer")
-_PIECE = 1 << 26  # bytes of a journal read at a time
+_PIECE = 1 << 24  # bytes of a journal read at a time
 _NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
 
@@ -146,7 +146,7 @@ def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
         with file.open("rb") as stream:
             while piece := stream.read(_PIECE):
                 piece += stream.readline()
-                reading = pa.json.ReadOptions(block_size=1 << 23)
+                reading = pa.json.ReadOptions(block_size=1 << 22)
                 pieces.append(_slim(pa.json.read_json(pa.BufferReader(piece), reading, options)))
         table = pa.concat_tables(pieces, promote_options="default")
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):

@@ -16,7 +16,7 @@ from analysis.metrics import GIB
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "²": r"\textsuperscript{2}", "·": r"\textperiodcentered{}",
-    "–": "--", "−": "$-$", "µ": r"\textmu{}",
+    "°": r"\textdegree{}", "–": "--", "−": "$-$", "µ": r"\textmu{}",
 }  # fmt: skip
 
 

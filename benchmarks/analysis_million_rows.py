@@ -66,7 +66,7 @@ def measure(path: Path) -> dict[str, float]:
     from analysis.figures import as_div
     from analysis.load import groups, load
 
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     table = load(path)
     loaded = time.perf_counter()
     found = groups(table)
@@ -86,6 +86,7 @@ def measure(path: Path) -> dict[str, float]:
         "group_fit_draw_s": round(fitted - grouped, 2),
         "serialise_s": round(drawn - fitted, 2),
         "total_s": round(drawn - begin, 2),
+        "cpu_s": round(time.process_time() - cpu, 2),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
     }
 
