@@ -72,7 +72,8 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
             net = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=trial.attention, trust_remote_code=False
             )
-    net.config.use_cache = False
+    if trial.runner.name != "trainer":  # which has its own say, and left the cache on before transformers 5
+        net.config.use_cache = False
     if trial.gradient_checkpointing:
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     net.train()
