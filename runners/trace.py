@@ -15,6 +15,7 @@ import contextlib
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,7 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.roofline import Work
 from runners.cuda_like import Capability
+from runners.kernels import tensors, work
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporaries", "workspaces")
@@ -52,12 +55,16 @@ class Mark:
 
 @dataclass
 class Trace:
-    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
+    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it.
+
+    `kernels` are the operators of the last step, each with how often it ran.
+    """
 
     sizes: list[int] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    kernels: list[tuple[Work, int]] = field(default_factory=list)
 
 
 def cublas_workspace(capability: Capability) -> int:
@@ -72,6 +79,9 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.in_step = False
+        self.in_last_step = False
+        self._capability = capability
+        self._kernels: Counter[Work] = Counter()
         self._workspace = cublas_workspace(capability)
         self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
         self._numbers: dict[int, int] = {}  # storage's address to its number, while it lives
@@ -92,6 +102,7 @@ class Tracer(TorchDispatchMode):
             hook.remove()
             self._closed = True
             self.trace.categories = self._categories()
+            self.trace.kernels = list(self._kernels.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,15 +110,17 @@ class Tracer(TorchDispatchMode):
             self._handle()
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
             func = IN_PLACE[func]
-        tensors = list(_tensors((*args, *kwargs.values())))
-        if tensors and all(not isinstance(t, FakeTensor) and t.numel() <= 1 for t in tensors):
+        given = list(tensors((*args, *kwargs.values())))
+        if given and all(not isinstance(t, FakeTensor) and t.numel() <= 1 for t in given):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and not self.in_step:
             return 0  # the Trainer's own bookkeeping after training
         out = func(*args, **kwargs)
-        for tensor in _tensors((out,)):
+        for tensor in tensors((out,)):
             self._track(tensor)
+        if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
+            self._kernels[asked] += 1
         self._zeros = weakref.ref(out) if func in ZEROS else None
         return out
 
@@ -115,8 +128,8 @@ class Tracer(TorchDispatchMode):
         """Model and optimizer exist: what is alive now is the model."""
         self._known["buffers"] = set(self._numbers.values())
         # type() first: a lazy module's __class__ may import on being asked
-        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-        self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
+        alive = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        self._parameters = [t for t in alive if isinstance(t, torch.nn.Parameter)]
         self._known["parameters"] = {n for p in self._parameters if (n := self._number(p)) is not None}
         self.mark(None, "load")
 
@@ -129,7 +142,7 @@ class Tracer(TorchDispatchMode):
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
-            for tensor in _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)):
+            for tensor in tensors(tuple(state.values()) if isinstance(state, dict) else (state,)):
                 number = self._number(tensor)
                 if number is not None:
                     self._known["optimizer_state"].add(number)
@@ -195,11 +208,3 @@ class Tracer(TorchDispatchMode):
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
