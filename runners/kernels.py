@@ -37,7 +37,8 @@ KINDS = {torch.float32: "fp32", torch.float16: "half", torch.bfloat16: "bf16"}
 
 # A multi-tensor kernel takes chunks of 65,536 elements, at most 320 of them and as many tensors as its arguments hold,
 # by the number of lists (aten/src/ATen/native/cuda/MultiTensorApply.cuh, 4 KiB of arguments; CUDA 13 takes more).
-MULTI_TENSOR = ("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_")
+FUSED = ("_fused_ada", "_fused_sgd")
+MULTI_TENSOR = ("_foreach_", "_amp_foreach_", *FUSED)
 CHUNK = 65_536
 MOST_CHUNKS = 320
 MOST_TENSORS = (110, 64, 48, 36, 30)
@@ -50,6 +51,9 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) ->
         return None
     given = _unique((*args, *kwargs.values()))
     changed = _unique([args[at] if isinstance(at, int) else kwargs.get(at) for at in _mutated(func, len(args))])
+    if name.startswith(FUSED) and kwargs.get("grad_scale") is None:  # else it writes the gradients too, unscaled
+        for key in _unique(args[1]):
+            del changed[key]
     held = {tensor.untyped_storage()._cdata for tensor in given.values()}
     made = {key: t for key, t in _unique((out,)).items() if t.untyped_storage()._cdata not in held}
     if not made and not changed:
