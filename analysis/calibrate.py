@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
+from scipy.stats import t as student_t
 
 from analysis.load import ASKED, Table, from_frame
 from harness.gpus import find
@@ -25,7 +26,7 @@ PARTS = ("compute", "memory", "launch")
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)
 FEWEST = 4  # configurations: with one left out as many as there are factors
 NOISE = 0.01  # standard error of a measured step that is taken for granted, relative; repeats agree to about that
-WIDE = 0.5  # a factor whose 95 % interval reaches further than this share of it is not known
+WIDE = 0.5  # a factor whose 95 % interval reaches further than this share of it counts as unknown
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -39,8 +40,8 @@ _EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weight
 class Calibration:
     """One card and precision. `factors` are 1 / efficiency of compute, memory and launch.
 
-    `known` says which factors these pairs tell; the others only serve inside `range`, the estimated step seconds of
-    the pairs. Errors are relative, of configurations that were left out.
+    `margins` are half the widths of their 95 % intervals, `range` is the estimated step seconds of the pairs. Errors
+    are relative, of configurations that were left out.
     """
 
     gpu: str
@@ -48,16 +49,23 @@ class Calibration:
     rows: int
     configurations: int
     factors: tuple[float, ...]
-    known: tuple[bool, ...]
+    margins: tuple[float, ...]
     range: tuple[float, float]
     median_error: float
     worst_error: float
 
+    def efficiencies(self) -> list[tuple[float, float] | None]:
+        """Of compute, memory and launch, with half the width of a 95 % interval; None where these pairs do not tell."""
+        return [
+            (1 / factor, margin / factor**2) if factor > 0 and margin <= WIDE * factor else None
+            for factor, margin in zip(self.factors, self.margins, strict=True)
+        ]
+
     def remark(self) -> str:
-        """Which efficiencies are not known, and why."""
+        """Which efficiencies are not known, and why; they only serve for steps like those of the pairs."""
         texts = []
-        for part, factor, known in zip(PARTS, self.factors, self.known, strict=True):
-            if not known:
+        for part, factor, efficiency in zip(PARTS, self.factors, self.efficiencies(), strict=True):
+            if efficiency is None:
                 why = "at its bound of 0 seconds" if factor == 0 else "too small a part, or moves with the others"
                 texts.append(f"{part} is not identifiable ({why})")
         return "; ".join(texts)
@@ -70,9 +78,9 @@ class Calibration:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data, with efficiencies instead of factors; null where not known."""
-        pairs = zip(PARTS, self.factors, self.known, strict=True)
-        efficiencies = {f"{part}_efficiency": 1 / factor if known else None for part, factor, known in pairs}
+        """As plain data, with efficiencies; null where not known."""
+        known = zip(PARTS, self.efficiencies(), strict=True)
+        efficiencies = {f"{part}_efficiency": found[0] if found else None for part, found in known}
         return {**asdict(self), **efficiencies, "remark": self.remark()}
 
 
@@ -120,7 +128,10 @@ def pairs(table: Table) -> pd.DataFrame:
 
 
 def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFrame:
-    """Every row with an estimate: the roofline's, and the calibrated one where there is a calibration for it."""
+    """Every row with an estimate: the roofline's, and the calibrated one where there is a calibration for it.
+
+    `extrapolated`: its estimated step is shorter or longer than those of all pairs.
+    """
     names = ["simulated_gpu", "precision", "seq_len", "micro_batch", "estimated_step_s", "estimated_tokens_per_s"]
     rows = table.ok(*names, *SECONDS).dropna(subset=list(SECONDS)).reset_index(drop=True)
     step = pd.Series(np.nan, index=rows.index)
@@ -131,7 +142,7 @@ def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFram
         beyond |= mine & ~rows["estimated_step_s"].astype(float).between(*one.range)
     step = step.where(step > 0)
     tokens = (rows["estimated_tokens_per_s"] * rows["estimated_step_s"]).astype(float)
-    return rows.assign(calibrated_step_s=step, calibrated_tokens_per_s=tokens / step, beyond_the_pairs=beyond)
+    return rows.assign(calibrated_step_s=step, calibrated_tokens_per_s=tokens / step, extrapolated=beyond)
 
 
 def together(measured: Table, simulated: Table) -> tuple[Table, list[str]]:
@@ -161,7 +172,7 @@ def _calibration(gpu: str, precision: str, mine: pd.DataFrame) -> Calibration:
         rows=int(mine["rows"].sum()),
         configurations=len(mine),
         factors=tuple(map(float, factors)),
-        known=tuple(map(bool, _known(seconds, step, factors))),
+        margins=tuple(map(float, _margins(seconds, step, factors))),
         range=(float(totals.min()), float(totals.max())),
         median_error=float(np.median(errors)),
         worst_error=float(np.max(errors)),
@@ -174,16 +185,16 @@ def _fit(seconds: Array, step: Array) -> Array:
     return factors
 
 
-def _known(seconds: Array, step: Array, factors: Array) -> Array:
-    """Which factors have a 95 % interval that is narrow beside them; none at the bound is known.
+def _margins(seconds: Array, step: Array, factors: Array) -> Array:
+    """Half the widths of 95 % intervals (Student's t).
 
-    Standard errors by the singular values: parts that are small everywhere, or that move together, have large ones.
+    By the singular values: parts that are small everywhere, or that grow and shrink together, get wide ones.
     """
     design = seconds / step[:, None]
     residuals = design @ factors - 1
-    scatter = max(NOISE, float(np.sqrt(residuals @ residuals / (len(step) - len(PARTS)))))
+    freedom = len(step) - len(PARTS)
+    scatter = max(NOISE, float(np.sqrt(residuals @ residuals / freedom)))
     _, singular, directions = np.linalg.svd(design, full_matrices=False)
     singular = np.maximum(singular, singular[0] * np.finfo(float).eps)
-    errors = scatter * np.sqrt(((directions / singular[:, None]) ** 2).sum(axis=0))
-    known: Array = (factors > 0) & (1.96 * errors <= WIDE * factors)
-    return known
+    errors: Array = scatter * np.sqrt(((directions / singular[:, None]) ** 2).sum(axis=0))
+    return errors * float(student_t.ppf(0.975, freedom))

@@ -197,7 +197,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from analysis.calibrate import calibrate, calibrated, together
     from analysis.load import groups
 
-    table, notes = _open(arguments), []
+    table = _open(arguments)
+    notes: list[str] = []
     if arguments.simulated != arguments.rows:
         table, notes = together(table, _open(arguments, arguments.simulated))
     calibrations, missing = calibrate(table)
@@ -211,7 +212,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     print(tables.markdown(tables.of_calibrations(calibrations)))
     simulated = [g for g in groups(table) if g.take("device")["device"].eq("simulated").all()]
     print(tables.markdown(tables.of_estimates(simulated, rows)))
-    print("° slower or faster than all that was measured")
+    print("° calibrated beyond the measured steps")
     for one in calibrations:
         print(f"tokens/s of {one.gpu} in {one.precision}: {one.text()}")
     for note in (*notes, *missing):

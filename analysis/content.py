@@ -85,13 +85,13 @@ def collect(table: Table) -> Content:
             ("Fitted curves", "fits", tables.of_fits(fits)),
             ("Largest length that fits (° beyond the measured lengths)", "frontier", tables.of_limits(limits)),
             (
-                "Estimated throughput (roofline, not measured; ° slower or faster than all that was measured)",
+                "Estimated throughput (roofline, not measured; ° calibrated beyond the measured steps)",
                 "estimated_throughput",
                 tables.of_estimates(all_groups[:60], estimates),
             ),
             ("Calibration of the estimated throughput", "calibration", tables.of_calibrations(calibrations)),
             *replays,
-        ],  # fmt: skip
+        ],
         fits=fits,
         limits=limits,
         fit_text="\n\n".join(words.text(fit) for fit in fits),

@@ -153,9 +153,9 @@ def calibrations(found: Sequence[Calibration], rows: pd.DataFrame) -> list[str]:
     sentences = []
     for one in found:
         mine = rows[rows["simulated_gpu"].eq(one.gpu) & rows["precision"].eq(one.precision)]
-        mine = mine[~mine["beyond_the_pairs"]].dropna(subset="calibrated_tokens_per_s")
+        mine = mine[~mine["extrapolated"]].sort_values("calibrated_tokens_per_s", ascending=False)
         if len(mine):
-            best = mine.loc[mine["calibrated_tokens_per_s"].idxmax()]
+            best = mine.iloc[0]
             sentences.append(
                 f"Not measured: {best['calibrated_tokens_per_s']:,.0f} tokens/s at {best['seq_len']:,} tokens, batch "
                 f"{best['micro_batch']} ({one.text()})."

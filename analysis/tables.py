@@ -81,8 +81,8 @@ def of_calibrations(calibrations: Sequence[Calibration]) -> pd.DataFrame:
     for one in calibrations:
         line = {"GPU": one.gpu, "precision": one.precision, "measured rows": f"{one.rows:,}"}
         line["configurations"] = f"{one.configurations:,}"
-        for part, factor, known in zip(PARTS, one.factors, one.known, strict=True):
-            line[f"{part} efficiency"] = f"{1 / factor:.2f}" if known else "–"
+        for part, found in zip(PARTS, one.efficiencies(), strict=True):
+            line[f"{part} efficiency"] = "–" if found is None else f"{found[0]:.2f} ± {found[1]:.2f}"
         line["leave-one-out error, median"] = f"{100 * one.median_error:.1f} %"
         line["worst"] = f"{100 * one.worst_error:.1f} %"
         line["remark"] = one.remark()
@@ -111,7 +111,7 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
             if steps["calibrated_step_s"].notna().any():
                 step = steps.loc[row["trial_id"]]
                 speed = step["calibrated_tokens_per_s"]
-                mark = "°" if step["beyond_the_pairs"] else ""
+                mark = "°" if step["extrapolated"] else ""
                 line["estimated, calibrated (tokens/s)"] = "–" if pd.isna(speed) else f"{speed:,.0f}{mark}"
             lines.append(line)
     return pd.DataFrame(lines)
