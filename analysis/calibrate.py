@@ -112,19 +112,19 @@ def pairs(table: Table) -> pd.DataFrame:
     apart, though their estimates differ, are left out.
     """
     frame = table.frame[table.frame["outcome"].eq("ok").fillna(False) & table.frame["foreign"].isna()]
+    measured = _is(frame, "cuda") & frame["step_median_s"].notna() & frame["gpu_name"].notna()
+    estimated = _is(frame, "simulated") & frame[list(SECONDS)].notna().all(axis=1)
+    frame = frame[(measured | estimated) & bool(measured.any() and estimated.any())]
     cards = {name: card.name for name in frame["gpu_name"].dropna().unique() if (card := find(str(name))) is not None}
-    gpu = frame["simulated_gpu"].fillna(frame["gpu_name"].map(cards).astype("string"))
+    frame = frame.assign(gpu=frame["simulated_gpu"].fillna(frame["gpu_name"].map(cards).astype("string")))
+    frame = frame.dropna(subset="gpu")
     extras = [name for name in map(str, frame) if name.startswith("trial.") and not name.startswith(_EXTRAS_APART)]
-    keys = [*_KEYS, *extras]
-    sides = frame.assign(gpu=gpu).assign(
-        **{key: (gpu if key == "gpu" else frame[key]).astype("string").fillna("") for key in keys}
-    )
-    measured = sides[_is(frame, "cuda") & gpu.notna()].dropna(subset="step_median_s")
-    estimated = sides[_is(frame, "simulated")].dropna(subset=list(SECONDS))
-    one = measured.groupby(keys)["step_median_s"].agg(step_s="median", rows="size").reset_index()
-    other = estimated[[*keys, *SECONDS]].drop_duplicates()
-    other = other[~other.duplicated(keys, keep=False)]
-    return one.merge(other, on=keys).astype(dict.fromkeys(["step_s", *SECONDS], float))
+    frame = frame.assign(configuration=frame.groupby([*_KEYS, *extras], dropna=False, sort=False).ngroup())
+    both = frame[_is(frame, "cuda")].groupby("configuration")["step_median_s"].agg(step_s="median", rows="size")
+    other = frame.loc[_is(frame, "simulated"), ["configuration", "gpu", "precision", *SECONDS]].drop_duplicates()
+    other = other[~other["configuration"].duplicated(keep=False)]
+    found = other.merge(both, on="configuration").drop(columns="configuration")
+    return found.astype(dict.fromkeys(["step_s", *SECONDS], float))
 
 
 def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFrame:
