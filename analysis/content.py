@@ -85,7 +85,7 @@ def collect(table: Table) -> Content:
             ("Fitted curves", "fits", tables.of_fits(fits)),
             ("Largest length that fits (° beyond the measured lengths)", "frontier", tables.of_limits(limits)),
             (
-                "Estimated throughput (roofline, not measured; ° calibrated beyond the measured steps)",
+                f"Estimated throughput (roofline, not measured{'; ° calibrated beyond what was measured' * bool(calibrations)})",
                 "estimated_throughput",
                 tables.of_estimates(all_groups[:60], estimates),
             ),

@@ -96,7 +96,7 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
 def _arithmetic(
     func: Any, args: Any, kwargs: Any, out: Any, given: dict[int, torch.Tensor], capability: Capability
 ) -> tuple[str, int]:
-    """Kind and number of the FLOPs.
+    """Kind and number of the FLOPs; kind unknown where the operator's formula does not fit the call.
 
     The memory-efficient attention kernel makes fp32 products of three tf32 ones where there are tf32 tensor cores
     (cutlass's OpMultiplyAddFastF32), whatever allow_tf32 says.
@@ -104,7 +104,10 @@ def _arithmetic(
     formula = FORMULAS.get(func._overloadpacket)
     if formula is None:
         return "", 0
-    flops = int(formula(*args, **kwargs, out_val=out))
+    try:
+        flops = int(formula(*args, **kwargs, out_val=out))
+    except Exception:  # attention over lengths that only the card knows: no reason to give up predicting memory
+        return "unknown", 1
     dtype = next((t.dtype for t in given.values() if t.is_floating_point()), None)
     kind = KINDS.get(dtype, str(dtype)) if dtype else ""
     at = _position(func, "is_causal")

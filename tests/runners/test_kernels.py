@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import gpus, trial
-from harness.roofline import Work
-from runners import cuda_like, simulated, torch_loop
+from harness.roofline import Work, estimate
+from runners import cuda_like, kernels, simulated, torch_loop
 from runners.kernels import work
 from runners.trace import Trace
 
@@ -94,6 +94,15 @@ def test_attention_is_one_kernel_and_the_causal_one_half_of_it(dtype: torch.dtyp
     assert (full.kind, full.launches) == (kind, 1)
     assert full.nbytes == pytest.approx(4 * batch * heads * length * width * dtype.itemsize, rel=0.03)
     assert run(causal=True).flops == full.flops // 2
+
+
+def test_a_formula_that_does_not_fit_leaves_the_speed_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def misfit(*args: Any, **kwargs: Any) -> int:
+        raise ValueError("made to fail")
+
+    monkeypatch.setitem(kernels.FORMULAS, torch.ops.aten.mm, misfit)
+    [(_, found)] = asked(torch.mm, (8, 8), (8, 8))
+    assert estimate([(found, 1)], A100, tf32=False) is None
 
 
 def traced(folder: Path, model: dict[str, Any] | None = None, **over: Any) -> tuple[trial.Trial, Trace, int]:
