@@ -33,6 +33,8 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 # What an estimate cannot share with a measurement, or does not depend on.
 _APART = ("foreign", "device", "weights", "protocol", "allocator", "allocator_conf", "precision")
 _KEYS = ("gpu", "precision", "seq_len", "optimizer", *(key for key in ASKED if key not in _APART))
+# Leaves of the resolved trial that a key holds already. The optimizer's is not one: fused AdamW is an AdamW too.
+_HELD = {f"trial.{path}{key}" for key in ASKED for path in ("", "runner.")} | {"trial.model.name", "trial.runner.name"}
 _EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
 
 
@@ -150,7 +152,8 @@ def together(measured: Table, simulated: Table) -> tuple[Table, list[str]]:
     frames = [measured.frame, simulated.frame]
     lone = {str(name) for name in set(frames[0]) ^ set(frames[1]) if not str(name).startswith(_EXTRAS_APART)}
     both = pd.concat([frame.drop(columns=[n for n in frame if n in lone]) for frame in frames], ignore_index=True)
-    notes = [f"{name} varies in one of the two sets of rows only and is not looked at" for name in sorted(lone)]
+    unseen = sorted(lone - _HELD)
+    notes = [f"{name} varies in one of the two sets of rows only and is not looked at" for name in unseen]
     return from_frame(both, f"{measured.source} and {simulated.source}"), notes
 
 

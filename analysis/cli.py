@@ -212,7 +212,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     print(tables.markdown(tables.of_calibrations(calibrations)))
     simulated = [g for g in groups(table) if g.take("device")["device"].eq("simulated").all()]
     print(tables.markdown(tables.of_estimates(simulated, rows)))
-    print("° calibrated beyond the measured steps")
+    print("° calibrated, beyond what was measured")
     for one in calibrations:
         print(f"tokens/s of {one.gpu} in {one.precision}: {one.text()}")
     for note in (*notes, *missing):

@@ -67,6 +67,7 @@ def collect(table: Table) -> Content:
     drawn += [predicted] if predicted else []
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
+    beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
     found += findings.calibrations(calibrations, estimates)
     notes += calibration_notes if len(estimates) else []
     sweep = findings.values(table.frame, "sweep") or table.source
@@ -85,7 +86,7 @@ def collect(table: Table) -> Content:
             ("Fitted curves", "fits", tables.of_fits(fits)),
             ("Largest length that fits (° beyond the measured lengths)", "frontier", tables.of_limits(limits)),
             (
-                f"Estimated throughput (roofline, not measured{'; ° calibrated beyond what was measured' * bool(calibrations)})",
+                f"Estimated throughput (roofline, not measured{beyond})",
                 "estimated_throughput",
                 tables.of_estimates(all_groups[:60], estimates),
             ),

@@ -53,7 +53,7 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) ->
     changed = _unique([args[at] if isinstance(at, int) else kwargs.get(at) for at in _mutated(func, len(args))])
     if name.startswith(FUSED) and kwargs.get("grad_scale") is None:  # else it writes the gradients too, unscaled
         for key in _unique(args[1]):
-            del changed[key]
+            changed.pop(key, None)
     held = {tensor.untyped_storage()._cdata for tensor in given.values()}
     made = {key: t for key, t in _unique((out,)).items() if t.untyped_storage()._cdata not in held}
     if not made and not changed:

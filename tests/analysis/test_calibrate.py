@@ -187,6 +187,7 @@ def test_two_sweeps_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
 def test_a_setting_that_only_one_side_varies_is_named() -> None:
     one, other = table(sweep()), table(sweep())
     one.frame["trial.optimizer"] = "adamw"
+    other.frame["trial.precision"] = "bf16"  # is a column too
     _, notes = together(one, other)
     assert notes == ["trial.optimizer varies in one of the two sets of rows only and is not looked at"]
 

@@ -116,8 +116,9 @@ def traced(folder: Path, model: dict[str, Any] | None = None, **over: Any) -> tu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_of_gpt2_has_the_flops_of_the_formula(tmp_path: Path, precision: str) -> None:
     """6 per matrix weight and token (Kaplan et al., 2020), and causal attention: 2 products forward, 5 backward."""
+    batch, length, layers, width = 4, 256, 3, 768
     model = yaml.safe_load((ROOT / "conf/model/gpt2.yaml").read_text())
-    batch, length, layers, width = 4, 256, 12, 768
+    model["config"]["n_layer"] = layers
     _, trace, parameters = traced(tmp_path, model, seq_len=length, micro_batch=batch, precision=precision)
     matrices = parameters - 1024 * width  # position embeddings are looked up
     attention = layers * batch * (2 + 5) * 2 * length * length * width // 2
