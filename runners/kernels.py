@@ -46,9 +46,9 @@ MOST_TENSORS = (110, 64, 48, 36, 30)
 
 def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Work | None:
     """What this call asks of a card of this compute capability; None for a view and whatever else launches nothing."""
-    name = _name(func)
-    if name in FREE:
+    if _launches_nothing(func):
         return None
+    name = _name(func)
     given = _unique((*args, *kwargs.values()))
     changed = _unique([args[at] if isinstance(at, int) else kwargs.get(at) for at in _mutated(func, len(args))])
     if name.startswith(FUSED) and kwargs.get("grad_scale") is None:  # else it writes the gradients too, unscaled
@@ -130,6 +130,13 @@ def _launches(name: str, args: Any, out: Any) -> int:
 @functools.cache
 def _name(func: Any) -> str:
     return str(func._schema.name).rpartition("::")[2]
+
+
+@functools.cache
+def _launches_nothing(func: Any) -> bool:
+    """Views, whose schemas say that they alias and do not write, and operators that only make or set up tensors."""
+    aliases = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
+    return _name(func) in FREE or bool(aliases and not any(alias.is_write for alias in aliases))
 
 
 @functools.cache
