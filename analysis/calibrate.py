@@ -65,12 +65,12 @@ class Calibration:
 
     def remark(self) -> str:
         """Which efficiencies are not known, and why; they only serve for steps like those of the pairs."""
-        texts = []
+        reasons: dict[str, list[str]] = {}
         for part, factor, efficiency in zip(PARTS, self.factors, self.efficiencies(), strict=True):
             if efficiency is None:
                 why = "at its bound of 0 seconds" if factor == 0 else "too small a part, or moves with the others"
-                texts.append(f"{part} is not identifiable ({why})")
-        return "; ".join(texts)
+                reasons.setdefault(why, []).append(part)
+        return "; ".join(f"{', '.join(parts)} not identifiable ({why})" for why, parts in reasons.items())
 
     def text(self) -> str:
         """What to say wherever one of its numbers is shown."""

@@ -100,7 +100,7 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
         rows = rows.iloc[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int))]
         for _, row in rows.iterrows():
             shares = (
-                f"{100 * row[s] / row['estimated_step_s']:.0f} % {p}" for p, s in zip(PARTS, SECONDS, strict=True)
+                f"{p} {100 * row[s] / row['estimated_step_s']:.0f} %" for p, s in zip(PARTS, SECONDS, strict=True)
             )
             line = {
                 "settings": group.label,

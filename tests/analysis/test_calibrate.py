@@ -123,13 +123,13 @@ def test_what_the_rows_cannot_tell_is_said() -> None:
     [found], _ = calibrate(table([r for factor in (1.0, 2.0, 3.0, 5.0, 8.0) for r in scaled(factor)]))
     assert found.efficiencies() == [None] * 3
     assert found.median_error < 1e-6
-    assert all(f"{part} is not identifiable" in found.remark() for part in PARTS)
+    assert all(part in found.remark() for part in PARTS)
 
     # launches would have to cost less than nothing, so their factor is at its bound
     free = [r for r in sweep() if r["device"] == "simulated"]
     free += [measured(length, b, efficiencies=(0.5, 0.5, -10)) for length in LENGTHS for b in (1, 4)]
     [found], _ = calibrate(table(free))
-    assert "launch is not identifiable (at its bound of 0 seconds)" in found.remark()
+    assert "launch not identifiable (at its bound of 0 seconds)" in found.remark()
     assert found.as_json()["launch_efficiency"] is None
     assert found.as_json()["compute_efficiency"] == pytest.approx(0.5, rel=0.1)
 
