@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -81,16 +80,14 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 def _unique(values: Any) -> dict[int, torch.Tensor]:
     """The tensors in nested lists, each once, by identity."""
-    return {id(tensor): tensor for tensor in tensors(values) if tensor.layout is torch.strided}
-
-
-def tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists."""
+    found: dict[int, torch.Tensor] = {}
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            if value.layout is torch.strided:
+                found[id(value)] = value
         elif isinstance(value, (list, tuple)):
-            yield from tensors(value)
+            found |= _unique(value)
+    return found
 
 
 def _arithmetic(

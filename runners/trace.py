@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.roofline import Work
 from runners.cuda_like import Capability
-from runners.kernels import tensors, work
+from runners.kernels import work
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporaries", "workspaces")
@@ -110,14 +110,14 @@ class Tracer(TorchDispatchMode):
             self._handle()
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
             func = IN_PLACE[func]
-        given = list(tensors((*args, *kwargs.values())))
-        if given and all(not isinstance(t, FakeTensor) and t.numel() <= 1 for t in given):
+        tensors = list(_tensors((*args, *kwargs.values())))
+        if tensors and all(not isinstance(t, FakeTensor) and t.numel() <= 1 for t in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and not self.in_step:
             return 0  # the Trainer's own bookkeeping after training
         out = func(*args, **kwargs)
-        for tensor in tensors((out,)):
+        for tensor in _tensors((out,)):
             self._track(tensor)
         if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
             self._kernels[asked] += 1
@@ -128,8 +128,8 @@ class Tracer(TorchDispatchMode):
         """Model and optimizer exist: what is alive now is the model."""
         self._known["buffers"] = set(self._numbers.values())
         # type() first: a lazy module's __class__ may import on being asked
-        alive = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-        self._parameters = [t for t in alive if isinstance(t, torch.nn.Parameter)]
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
         self._known["parameters"] = {n for p in self._parameters if (n := self._number(p)) is not None}
         self.mark(None, "load")
 
@@ -142,7 +142,7 @@ class Tracer(TorchDispatchMode):
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
-            for tensor in tensors(tuple(state.values()) if isinstance(state, dict) else (state,)):
+            for tensor in _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)):
                 number = self._number(tensor)
                 if number is not None:
                     self._known["optimizer_state"].add(number)
@@ -208,3 +208,11 @@ class Tracer(TorchDispatchMode):
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
