@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from harness.gpus import Gpu
 
-# An assumption, the same for every card: seconds from one launch to the next of short kernels that a C++ loop launches
-# back to back on a V100 (NVIDIA, "Getting Started with CUDA Graphs", 2019). PyTorch adds its own work per operator.
-LAUNCH_S = 3.8e-6
+# Seconds a kernel takes at least, launched one after the other by a host. A plain assumption, not a published figure and
+# the same for every card: launches take a few microseconds, and PyTorch's own work per operator comes on top.
+LAUNCH_S = 4e-6
 
 
 @dataclass(frozen=True)
