@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from harness.gpus import Gpu
 
-# Seconds a kernel takes at least, launched one after the other by a host. A plain assumption, not a published figure and
-# the same for every card: launches take a few microseconds, and PyTorch's own work per operator comes on top.
+# Seconds that a kernel takes at least, launched by a host. A plain assumption, not a published figure, and the same for
+# every card: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.
 LAUNCH_S = 4e-6
 
 
