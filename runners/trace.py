@@ -15,6 +15,7 @@ import contextlib
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,7 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.roofline import Work
 from runners.cuda_like import Capability
+from runners.kernels import work
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporaries", "workspaces")
@@ -52,12 +55,16 @@ class Mark:
 
 @dataclass
 class Trace:
-    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
+    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it.
+
+    `kernels` are the operators of the last step, each with how often it ran.
+    """
 
     sizes: list[int] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    kernels: list[tuple[Work, int]] = field(default_factory=list)
 
 
 def cublas_workspace(capability: Capability) -> int:
@@ -72,6 +79,9 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.in_step = False
+        self.in_last_step = False
+        self._capability = capability
+        self._kernels: Counter[Work] = Counter()
         self._workspace = cublas_workspace(capability)
         self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
         self._numbers: dict[int, int] = {}  # storage's address to its number, while it lives
@@ -92,6 +102,7 @@ class Tracer(TorchDispatchMode):
             hook.remove()
             self._closed = True
             self.trace.categories = self._categories()
+            self.trace.kernels = list(self._kernels.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,6 +119,8 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
             self._track(tensor)
+        if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
+            self._kernels[asked] += 1
         self._zeros = weakref.ref(out) if func in ZEROS else None
         return out
 
