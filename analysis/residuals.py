@@ -1,0 +1,132 @@
+"""Predicted against measured: simulated rows paired with measured rows of equal settings on the same card.
+
+Both sides mean the same moments. Predicted phases are those of the last traced step, measured ones those of the probe
+step: both come after the step that creates the optimizer's state, so both are steady steps, and both start with the
+gradients freed. What the prediction does not have is the steps after its third: a measured run that has more of them
+may go on fragmenting, which shows in the reserved components only.
+
+Repeats of a measured trial count once, by their median; how far they lie apart is a column. The residual is predicted −
+measured, null where either is unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from analysis.load import ASKED, Table
+from harness.gpus import find
+
+PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_requested_bytes", "peak_reserved_bytes")
+PHASES = ("load", "forward", "backward", "optimizer")
+COMPONENTS = (
+    *PEAKS,
+    "reserved_unallocated_bytes",
+    "inactive_split_peak_bytes",
+    *(f"{phase}_peak_{kind}_bytes" for kind in ("allocated", "reserved") for phase in PHASES),
+)
+VERSIONS = ("torch_version", "transformers_version")
+OUTCOME = "outcome"  # in the column `component`, where the two sides end differently
+
+# What a prediction cannot share with a measurement, or what its memory does not depend on: a simulated run always has
+# three steps, weights are never pretrained, and an allocator is its settings whatever it is called.
+_APART = ("foreign", "device", "weights", "protocol", "allocator")
+KEYS = ("seq_len", *(key for key in ASKED if key not in _APART))
+_EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
+
+
+def pair(table: Table, *columns: str) -> pd.DataFrame:
+    """Every measured CUDA row that has a prediction of equal settings for its card, one line each.
+
+    Equal settings: all of `KEYS` and of the resolved trial, null equal to null. `configuration` numbers them, `gpu` is
+    the card's name in harness/gpus.py, `KEYS` stand as they are; `columns`, `outcome`, `trial_id` and `allocator` come
+    twice, with `_predicted` and `_measured` added. Only rows that ended ok or oom; of several predictions the last.
+    """
+    carried = list(dict.fromkeys(["outcome", "trial_id", "allocator", *columns]))
+    frame = table.frame[table.frame["outcome"].isin(["ok", "oom"])]
+    keys = [*KEYS, *(str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(_EXTRAS_APART))]
+    sides = frame[[*keys, *dict.fromkeys(c for c in carried if c not in keys)]].assign(gpu=_card(frame))
+    known = sides["gpu"].notna() & frame["foreign"].isna()
+    predicted, measured = (known & is_device(frame, device) for device in ("simulated", "cuda"))
+    sides = sides[predicted | measured]
+    sides = sides.assign(configuration=sides.groupby([*keys, "gpu"], dropna=False, sort=False).ngroup())
+    left = sides.loc[predicted, ["configuration", *carried]].drop_duplicates("configuration", keep="last")
+    right = sides.loc[measured, [*dict.fromkeys(["configuration", "gpu", *KEYS, *carried])]]
+    return right.merge(left, on="configuration", suffixes=("_measured", "_predicted")).reset_index(drop=True)
+
+
+def is_device(frame: pd.DataFrame, device: str) -> pd.Series[bool]:
+    """Which rows are of this device."""
+    return frame["device"].eq(device).fillna(False).astype(bool)
+
+
+def _card(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Each row's card by its name in harness/gpus.py: the simulated one, or the one that the driver's name stands for.
+
+    A row that ran out of memory does not know its GPU: it is the host's, where the other rows name only one.
+    """
+    named = frame["gpu_name"].where(~is_device(frame, "simulated"))
+    by_host = named.groupby(frame["host"])
+    named = named.fillna(by_host.transform("first").where(by_host.transform("nunique") == 1))
+    cards = {name: card.name for name in named.dropna().unique() if (card := find(str(name))) is not None}
+    return frame["simulated_gpu"].fillna(named.map(cards).astype("string"))
+
+
+def residuals(table: Table) -> pd.DataFrame:
+    """One row per configuration and component, and one with component `outcome` where the two sides ended differently.
+
+    Bytes; `relative` is the residual over the measured value. `repeats` were measured, `spread_bytes` apart.
+    """
+    pairs = pair(table, *COMPONENTS, *VERSIONS)
+    ok = pairs["outcome_predicted"].eq("ok") & pairs["outcome_measured"].eq("ok")
+    differ = pairs["outcome_predicted"] != pairs["outcome_measured"]
+    found = pd.concat([_shared(pairs[ok]).join(_sizes(pairs[ok])), _shared(pairs[differ]).assign(component=OUTCOME)])
+    rank = found["component"].map({name: n for n, name in enumerate((*COMPONENTS, OUTCOME))})
+    found = found.assign(rank=rank).reset_index().sort_values(["configuration", "rank"], ignore_index=True)
+    return found.drop(columns="rank")
+
+
+def _sizes(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Per configuration (the index) and component: both sides, how far apart."""
+    grouped = pairs.groupby("configuration")
+    predicted, measured = (grouped[[f"{c}_{side}" for c in COMPONENTS]] for side in ("predicted", "measured"))
+    wide = {
+        "predicted_bytes": predicted.first(),
+        "measured_bytes": measured.median().round(),
+        "spread_bytes": measured.max() - measured.min(),
+    }
+    long = (
+        pd.DataFrame(
+            {
+                name: frame.set_axis(COMPONENTS, axis=1).astype("Int64").stack(future_stack=True)
+                for name, frame in wide.items()
+            }
+        )
+        .rename_axis(["configuration", "component"])
+        .reset_index("component")
+    )
+    residual = long["predicted_bytes"] - long["measured_bytes"]
+    relative = (residual / long["measured_bytes"].where(long["measured_bytes"] > 0)).astype("Float64")
+    return long.assign(residual_bytes=residual, relative=relative)
+
+
+def _shared(pairs: pd.DataFrame) -> pd.DataFrame:
+    """What all components of a configuration share, by configuration."""
+    grouped = pairs.groupby("configuration")
+    first = grouped.first()
+    found = first[["gpu", *KEYS]].copy()
+    found["allocator"] = first["allocator_measured"]
+    for side in ("predicted", "measured"):
+        found[f"outcome_{side}"] = first[f"outcome_{side}"]
+    found["trial_id_predicted"] = first["trial_id_predicted"]
+    found["trial_ids_measured"] = grouped["trial_id_measured"].agg(lambda ids: " ".join(map(str, ids)))
+    found["repeats"] = grouped.size()
+    differ = pd.Series(False, index=found.index)
+    for name in VERSIONS:
+        for side in ("predicted", "measured"):
+            found[f"{name}_{side}"] = first[f"{name}_{side}"]
+        numbers = [first[f"{name}_{side}"].str.split("+").str[0] for side in ("predicted", "measured")]  # not the build
+        differ |= numbers[0].ne(numbers[1]).fillna(False).astype(bool)
+    found["versions_differ"] = differ
+    return found
