@@ -126,7 +126,12 @@ def _shared(pairs: pd.DataFrame) -> pd.DataFrame:
     for name in VERSIONS:
         for side in ("predicted", "measured"):
             found[f"{name}_{side}"] = first[f"{name}_{side}"]
-        numbers = [first[f"{name}_{side}"].str.split("+").str[0] for side in ("predicted", "measured")]  # not the build
-        differ |= numbers[0].ne(numbers[1]).fillna(False).astype(bool)
+        one, other = (_release(first[f"{name}_{side}"]) for side in ("predicted", "measured"))
+        differ |= (one != other).fillna(False).astype(bool)
     found["versions_differ"] = differ
     return found
+
+
+def _release(versions: pd.Series[Any]) -> pd.Series[Any]:
+    """2.13.0 of 2.13.0+cu128: which build it is does not matter."""
+    return versions.astype("string").str.replace(r"\+.*", "", regex=True)
