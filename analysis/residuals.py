@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from analysis.load import ASKED, Table
+from analysis.load import ASKED, Table, label
 from harness.gpus import find
 
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_requested_bytes", "peak_reserved_bytes")
@@ -43,17 +44,20 @@ def pair(table: Table, *columns: str) -> pd.DataFrame:
     the card's name in harness/gpus.py, `KEYS` stand as they are; `columns`, `outcome`, `trial_id` and `allocator` come
     twice, with `_predicted` and `_measured` added. Only rows that ended ok or oom; of several predictions the last.
     """
-    carried = list(dict.fromkeys(["outcome", "trial_id", "allocator", *columns]))
-    frame = table.frame[table.frame["outcome"].isin(["ok", "oom"])]
-    keys = [*KEYS, *(str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(_EXTRAS_APART))]
-    sides = frame[[*keys, *dict.fromkeys(c for c in carried if c not in keys)]].assign(gpu=_card(frame))
-    known = sides["gpu"].notna() & frame["foreign"].isna()
-    predicted, measured = (known & is_device(frame, device) for device in ("simulated", "cuda"))
-    sides = sides[predicted | measured]
-    sides = sides.assign(configuration=sides.groupby([*keys, "gpu"], dropna=False, sort=False).ngroup())
-    left = sides.loc[predicted, ["configuration", *carried]].drop_duplicates("configuration", keep="last")
-    right = sides.loc[measured, [*dict.fromkeys(["configuration", "gpu", *KEYS, *carried])]]
-    return right.merge(left, on="configuration", suffixes=("_measured", "_predicted")).reset_index(drop=True)
+    carried = [c for c in dict.fromkeys(["outcome", "trial_id", "allocator", *columns]) if c not in KEYS]
+    frame = table.frame[table.frame["outcome"].isin(["ok", "oom"]) & table.frame["foreign"].isna()]
+    predicted, measured = is_device(frame, "simulated"), is_device(frame, "cuda")
+    frame = frame[(predicted | measured) & bool(predicted.any() and measured.any())]
+    settings = [*KEYS, *(str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(_EXTRAS_APART))]
+    sides = frame[[*settings, *carried]].assign(gpu=card(frame)).dropna(subset="gpu")
+    configuration = sides.groupby([*settings, "gpu"], dropna=False, sort=False).ngroup()
+    sides = sides.assign(configuration=configuration)
+    one, other = (sides[mask.reindex(sides.index)] for mask in (predicted, measured))
+    return other[["configuration", "gpu", *KEYS, *carried]].merge(
+        one[["configuration", *carried]].drop_duplicates("configuration", keep="last"),
+        on="configuration",
+        suffixes=("_measured", "_predicted"),
+    )
 
 
 def is_device(frame: pd.DataFrame, device: str) -> pd.Series[bool]:
@@ -61,7 +65,7 @@ def is_device(frame: pd.DataFrame, device: str) -> pd.Series[bool]:
     return frame["device"].eq(device).fillna(False).astype(bool)
 
 
-def _card(frame: pd.DataFrame) -> pd.Series[Any]:
+def card(frame: pd.DataFrame) -> pd.Series[Any]:
     """Each row's card by its name in harness/gpus.py: the simulated one, or the one that the driver's name stands for.
 
     A row that ran out of memory does not know its GPU: it is the host's, where the other rows name only one.
@@ -74,17 +78,29 @@ def _card(frame: pd.DataFrame) -> pd.Series[Any]:
 
 
 def residuals(table: Table) -> pd.DataFrame:
-    """One row per configuration and component, and one with component `outcome` where the two sides ended differently.
+    """One row per configuration and component, and one with component `outcome` where either side ran out of memory.
 
-    Bytes; `relative` is the residual over the measured value. `repeats` were measured, `spread_bytes` apart.
+    Bytes; `relative` is the residual over the measured value. `repeats` were measured, `spread_bytes` apart. `settings`
+    says in words what distinguishes the configurations.
     """
     pairs = pair(table, *COMPONENTS, *VERSIONS)
     ok = pairs["outcome_predicted"].eq("ok") & pairs["outcome_measured"].eq("ok")
-    differ = pairs["outcome_predicted"] != pairs["outcome_measured"]
-    found = pd.concat([_shared(pairs[ok]).join(_sizes(pairs[ok])), _shared(pairs[differ]).assign(component=OUTCOME)])
+    found = pd.concat([_shared(pairs[ok]).join(_sizes(pairs[ok])), _shared(pairs[~ok]).assign(component=OUTCOME)])
     rank = found["component"].map({name: n for n, name in enumerate((*COMPONENTS, OUTCOME))})
     found = found.assign(rank=rank).reset_index().sort_values(["configuration", "rank"], ignore_index=True)
+    found.insert(1, "settings", _settings(found))
     return found.drop(columns="rank")
+
+
+def _settings(found: pd.DataFrame) -> pd.Series[Any]:
+    names = ["gpu", "allocator", *(key for key in KEYS if key != "allocator_conf")]
+    cells = found.drop_duplicates("configuration").set_index("configuration")[names]
+    varying = [name for name in names if cells[name].nunique(dropna=False) > 1 and name != "seq_len"]
+    texts = []
+    for values in cells[["seq_len", *varying]].itertuples(index=False):
+        settings = {n: None if pd.isna(v) else v for n, v in zip(varying, values[1:], strict=True)}
+        texts.append(" · ".join([f"{values[0]:,} tokens", *([label(settings)] if settings else [])]))
+    return found["configuration"].map(pd.Series(texts, index=cells.index, dtype="string"))
 
 
 def _sizes(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -135,3 +151,30 @@ def _shared(pairs: pd.DataFrame) -> pd.DataFrame:
 def _release(versions: pd.Series[Any]) -> pd.Series[Any]:
     """2.13.0 of 2.13.0+cu128: which build it is does not matter."""
     return versions.astype("string").str.replace(r"\+.*", "", regex=True)
+
+
+def summary(found: pd.DataFrame) -> pd.DataFrame:
+    """One row per component with a known relative residual: how many configurations, medians, the worst and where.
+
+    `median` is of the relative residuals, `median_size` of their absolute values.
+    """
+    lines = []
+    for name in COMPONENTS:
+        mine = found[(found["component"] == name) & found["relative"].notna()]
+        if mine.empty:
+            continue
+        relative = mine["relative"].to_numpy(float)
+        worst = mine.iloc[int(np.argmax(np.abs(relative)))]
+        lines.append(
+            {
+                "component": name,
+                "configurations": len(mine),
+                "median": float(np.median(relative)),
+                "median_size": float(np.median(np.abs(relative))),
+                "worst": float(worst["relative"]),
+                "worst_bytes": int(worst["residual_bytes"]),
+                "where": str(worst["settings"]),
+            }
+        )
+    columns = ["component", "configurations", "median", "median_size", "worst", "worst_bytes", "where"]
+    return pd.DataFrame(lines, columns=columns)
