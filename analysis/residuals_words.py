@@ -21,7 +21,7 @@ def name_of(component: str) -> str:
 
 def percent(value: float) -> str:
     """+1.23 %, with a true minus."""
-    return f"{100 * value:+.2f} %".replace("-", "−")
+    return f"{round(100 * value, 2) + 0.0:+.2f} %".replace("-", "−")
 
 
 def sentences(found: pd.DataFrame) -> list[str]:
@@ -110,7 +110,7 @@ def tables(found: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
                 "component": name_of(str(line["component"])),
                 "configurations": f"{line['configurations']:,}",
                 "median": percent(line["median"]),
-                "median size": percent(line["median_size"]).removeprefix("+"),
+                "median |residual|": percent(line["median_size"]).removeprefix("+"),
                 "worst": percent(line["worst"]),
                 "worst in bytes": _difference(line["worst_bytes"]),
                 "worst at": line["where"],
@@ -118,39 +118,42 @@ def tables(found: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
             for line in summary(found).to_dict("records")
         ]
     )
-    configurations = _per_configuration(found)
-    more = f" ({MOST} worst of {len(configurations):,})" if len(configurations) > MOST else ""
+    number = found["configuration"].nunique()
+    more = f" ({MOST} worst of {number:,})" if number > MOST else ""
     return [
         ("Predicted against measured per component", "residuals", per_component),
-        (f"Predicted against measured per configuration{more}", "residuals_by_configuration", configurations[:MOST]),
+        (
+            f"Predicted against measured per configuration{more}",
+            "residuals_by_configuration",
+            _per_configuration(found),
+        ),
     ]
 
 
 def _per_configuration(found: pd.DataFrame) -> pd.DataFrame:
-    """One line each; those that ended differently come first, then by the larger of the two headline residuals."""
-    lines = []
+    """One line each: those that ended differently first, then by the larger of the two headline residuals."""
     wanted = found[found["component"].isin([*HEADLINES, OUTCOME])]
-    for (_, settings), mine in wanted.groupby(["configuration", "settings"], sort=False):
-        by_name = {str(r["component"]): r for r in mine.to_dict("records")}
-        line = {"settings": str(settings)}
-        sizes = []
+    worst = (
+        wanted.assign(size=wanted["relative"].abs(), differs=wanted["outcome_predicted"] != wanted["outcome_measured"])
+        .groupby("configuration")[["differs", "size"]]
+        .max()
+        .sort_values(["differs", "size"], ascending=False, na_position="last")
+    )
+    lines = []
+    for number in worst.index[:MOST]:
+        mine = wanted[wanted["configuration"] == number].set_index("component")
+        first = mine.iloc[0]
+        line = {"settings": str(first["settings"])}
         for name in HEADLINES:
-            row = by_name.get(name, {})
-            predicted, measured, relative = (row.get(k) for k in ("predicted_bytes", "measured_bytes", "relative"))
-            short = name_of(name)
-            line[f"{short} predicted"] = "–" if pd.isna(predicted) else show_bytes(float(predicted))
-            line[f"{short} measured"] = "–" if pd.isna(measured) else show_bytes(float(measured))
-            line[f"{short} residual"] = "–" if pd.isna(relative) else percent(float(relative))
-            sizes.append(0.0 if pd.isna(relative) else abs(float(relative)))
-        ending = by_name.get(OUTCOME)
-        line["ended"] = (
-            "ok"
-            if ending is None
-            else f"predicted {ending['outcome_predicted']}, measured {ending['outcome_measured']}"
-        )
-        differs = ending is not None and ending["outcome_predicted"] != ending["outcome_measured"]
-        lines.append((differs, max(sizes), line))
-    return pd.DataFrame([line for _, _, line in sorted(lines, key=lambda entry: entry[:2], reverse=True)])
+            values = mine.loc[name] if name in mine.index else first  # which then has none
+            sizes = {side: values[f"{side}_bytes"] for side in ("predicted", "measured")}
+            for side, size in sizes.items():
+                line[f"{name_of(name)} {side}"] = "–" if pd.isna(size) else show_bytes(float(size))
+            line[f"{name_of(name)} residual"] = "–" if pd.isna(values["relative"]) else percent(values["relative"])
+        ends = (first["outcome_predicted"], first["outcome_measured"])
+        line["ended"] = "ok" if ends == ("ok", "ok") else f"predicted {ends[0]}, measured {ends[1]}"
+        lines.append(line)
+    return pd.DataFrame(lines)
 
 
 def _difference(size: int) -> str:
