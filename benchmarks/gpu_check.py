@@ -96,8 +96,7 @@ class Check:
         self.asked.append(overrides)
         rows = self.run_sweep(name, f"device={self.device}", *overrides)
         if not rows:
-            log = (self.scratch / f"{name}.log").read_text().strip()
-            raise RuntimeError(f"sweep {name} left no row: {log.splitlines()[-1]}")
+            raise RuntimeError(f"sweep {name} left no row: {last_line((self.scratch / f'{name}.log').read_text())}")
         self.rows = [r for r in self.rows if r["sweep"] != name] + rows  # a sweep may be gone on with
         return rows
 
@@ -124,13 +123,30 @@ class Check:
         folder = self.scratch / name
         return list(journal.terminal(journal.read(folder)[0]).values()) if (folder / journal.NAME).exists() else []
 
+    def python(self, arguments: Sequence[str], conf: str = "") -> subprocess.CompletedProcess[str]:
+        """Run Python in a worker's environment. Raises RuntimeError when it is not done in time."""
+        cards = machine.visible_gpus(dict(os.environ))[:1] if self.real else []
+        try:
+            return subprocess.run(
+                [sys.executable, *arguments],
+                env=environment(conf, self.device, os.environ, [card.uuid for card in cards]),
+                cwd=ROOT, capture_output=True, text=True, check=False, timeout=self.left(),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"not done within its {error.timeout:.0f} s") from None
+
     def finish_log(self) -> None:
         """One log.txt of all sweeps, each with its end: a log that grew without bounds must not fill the folder."""
         logs = sorted(self.scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
         (self.out / "log.txt").write_text("".join(path.read_text(errors="replace")[-40_000:] for path in logs))
 
 
-def done(rows: list[Row]) -> list[Row]:
+def last_line(text: str) -> str:
+    """What a program said last."""
+    return (text.strip().splitlines() or ["no output"])[-1]
+
+
+def ended_ok(rows: list[Row]) -> list[Row]:
     """The rows that ended ok. Raises RuntimeError, with the first reason, if none did."""
     ok = [r for r in rows if r["outcome"] == "ok"]
     if not ok:
@@ -149,7 +165,7 @@ def gpt2_trainer(check: Check) -> dict[str, Any]:
     if not check.real:
         shape.append("protocol=brief")
     rows = check.sweep("gpt2-trainer", *shape, "runner=trainer", "precision=fp32")
-    (row,) = done(rows)
+    (row,) = ended_ok(rows)
     found = {name: row[name] for name in PUBLIC_GPT2}
     differs = {n: row[n] / PUBLIC_GPT2[n] - 1 for n in PUBLIC_GPT2 if row[n] is not None} if check.real else None
     return {"outcomes": outcomes(rows), "measured": found, "public": PUBLIC_GPT2, "relative_difference": differs}
@@ -189,15 +205,11 @@ def recordings(check: Check) -> dict[str, Any]:
 def recorded(check: Check, name: str, conf: str, limit: int | None) -> dict[str, Any]:
     """Record one run in a process of its own, replay it, and say whether that was exact."""
     path = check.scratch / f"{name}.pickle"
-    command = [sys.executable, str(ROOT / "benchmarks" / "recorded_steps.py"), str(path)]
-    done = subprocess.run(
-        [*command, *(["--limit", str(limit)] if limit else [])],
-        env=environment(conf, "cuda", os.environ, [card.uuid for card in machine.visible_gpus(dict(os.environ))[:1]]),
-        capture_output=True, text=True, check=False, timeout=check.left(),
-    )  # fmt: skip
+    script = str(ROOT / "benchmarks" / "recorded_steps.py")
+    done = check.python([script, str(path), *(["--limit", str(limit)] if limit else [])], conf)
     if done.returncode:
-        raise RuntimeError(f"recording {name}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        raise RuntimeError(f"recording {name}: {last_line(done.stderr)}")
+    said: dict[str, Any] = json.loads(last_line(done.stdout))
     replayed = what_if(path, [], recorded_limit=said["limit_bytes"]).rows[0]
     match = replayed.match
     assert match is not None
@@ -211,7 +223,7 @@ def isolation(check: Check) -> dict[str, Any]:
     shape = ["model=qwen0.5b", "seq_len=512"] if check.real else ["model=tiny", "seq_len=64"]
     kinds = ("cold", "warm")
     rows = {kind: check.sweep(f"isolation-{kind}", *shape, f"isolation={kind}", "repeats=3") for kind in kinds}
-    ok = {kind: done(rows[kind]) for kind in kinds}
+    ok = {kind: ended_ok(rows[kind]) for kind in kinds}
     every = [*ok["cold"], *ok["warm"]]
     # on a CPU reserved memory is the process's resident set, which the template's imports are part of
     names = [c for c in COMPONENTS if every[0][c] is not None and (check.real or "allocated" in c)]
@@ -232,16 +244,14 @@ def isolation(check: Check) -> dict[str, Any]:
 def instruments(check: Check) -> dict[str, Any]:
     """Our loop against a bare one on the same shapes. In a process of its own: one that has touched the GPU and lives
     on would count as a foreign user of it in every sweep to come."""
-    code = (
-        f"import json, overhead; print(json.dumps(overhead.instruments(rounds=10, steps=30, device={check.device!r})))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT / "benchmarks", capture_output=True, text=True, check=False, timeout=check.left(),
-    )  # fmt: skip
+    if missing(["pytest"]):
+        return {"skipped": "pytest is not installed here, and the tiny model is the tests'"}
+    code = "import json, sys; sys.path.insert(0, 'benchmarks'); import overhead; "
+    code += f"print(json.dumps(overhead.instruments(rounds=10, steps=30, device={check.device!r})))"
+    done = check.python(["-c", code])
     if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["no output"])[-1])
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        raise RuntimeError(last_line(done.stderr))
+    found: dict[str, Any] = json.loads(last_line(done.stdout))
     return found
 
 
@@ -270,12 +280,9 @@ def tests(check: Check) -> dict[str, Any]:
     """The tests marked `gpu`."""
     if missing(["pytest", "pytest_timeout"]):
         return {"skipped": "pytest or pytest-timeout is not installed here"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider", "tests/test_gpu.py"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=check.left(),
-    )  # fmt: skip
+    done = check.python(["-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider", "tests/test_gpu.py"])
     (check.out / "tests.txt").write_text((done.stdout + done.stderr)[-MIB:])
-    return {"exit_status": done.returncode, "last_line": (done.stdout.strip().splitlines() or [""])[-1]}
+    return {"exit_status": done.returncode, "last_line": last_line(done.stdout)}
 
 
 def allocators(check: Check) -> dict[str, Any]:
