@@ -34,6 +34,7 @@ OUTCOME = "outcome"  # in the column `component`, where the two sides end differ
 # three steps, weights are never pretrained, and an allocator is its settings whatever it is called.
 _APART = ("foreign", "device", "weights", "protocol", "allocator")
 KEYS = ("seq_len", *(key for key in ASKED if key not in _APART))
+CARD = ("device", "host", "gpu_name", "simulated_gpu")  # what a row's card is found from
 _EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
 
 
@@ -45,11 +46,14 @@ def pair(table: Table, *columns: str) -> pd.DataFrame:
     twice, with `_predicted` and `_measured` added. Only rows that ended ok or oom; of several predictions the last.
     """
     carried = [c for c in dict.fromkeys(["outcome", "trial_id", "allocator", *columns]) if c not in KEYS]
-    frame = table.frame[table.frame["outcome"].isin(["ok", "oom"]) & table.frame["foreign"].isna()]
-    predicted, measured = is_device(frame, "simulated"), is_device(frame, "cuda")
-    frame = frame[(predicted | measured) & bool(predicted.any() and measured.any())]
-    settings = [*KEYS, *(str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(_EXTRAS_APART))]
-    sides = frame[[*settings, *carried]].assign(gpu=card(frame)).dropna(subset="gpu")
+    frame = table.frame
+    extras = [str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(_EXTRAS_APART)]
+    settings = [*KEYS, *extras]
+    ended = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
+    predicted, measured = (ended & is_device(frame, device) for device in ("simulated", "cuda"))
+    both = (predicted | measured) & bool(predicted.any() and measured.any())
+    sides = frame.loc[both, list(dict.fromkeys([*settings, *carried, *CARD]))]
+    sides = sides.assign(gpu=card(sides)).dropna(subset="gpu")
     configuration = sides.groupby([*settings, "gpu"], dropna=False, sort=False).ngroup()
     sides = sides.assign(configuration=configuration)
     one, other = (sides[mask.reindex(sides.index)] for mask in (predicted, measured))

@@ -8,7 +8,7 @@ import pandas as pd
 
 from analysis.load import Table
 from analysis.metrics import show_bytes
-from analysis.residuals import OUTCOME, PHASES, card, is_device, pair, summary
+from analysis.residuals import CARD, OUTCOME, PHASES, card, is_device, pair, summary
 
 HEADLINES = ("peak_allocated_bytes", "peak_reserved_bytes")
 MOST = 60  # configurations in a table
@@ -87,7 +87,7 @@ def not_compared(table: Table) -> list[str]:
     simulated, cuda = is_device(frame, "simulated"), is_device(frame, "cuda") & frame["foreign"].isna()
     if not (simulated.any() and cuda.any()):
         return []
-    measured = frame[cuda & frame["outcome"].isin(["ok", "oom"])]
+    measured = frame.loc[cuda & frame["outcome"].isin(["ok", "oom"]), ["trial_id", *CARD]]
     cards = card(measured)
     unlisted = measured[cards.isna()]
     missing = measured[cards.notna() & ~measured["trial_id"].isin(pair(table)["trial_id_measured"])]
