@@ -35,7 +35,7 @@ OUTCOME = "outcome"  # in the column `component`, where the two sides end differ
 _APART = ("foreign", "device", "weights", "protocol", "allocator")
 KEYS = ("seq_len", *(key for key in ASKED if key not in _APART))
 CARD = ("device", "host", "gpu_name", "simulated_gpu")  # what a row's card is found from
-_EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
+EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
 
 
 def pair(table: Table, *columns: str) -> pd.DataFrame:
@@ -47,7 +47,7 @@ def pair(table: Table, *columns: str) -> pd.DataFrame:
     """
     carried = [c for c in dict.fromkeys(["outcome", "trial_id", "allocator", *columns]) if c not in KEYS]
     frame = table.frame
-    extras = [str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(_EXTRAS_APART)]
+    extras = [str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(EXTRAS_APART)]
     settings = [*KEYS, *extras]
     ended = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
     predicted, measured = (ended & is_device(frame, device) for device in ("simulated", "cuda"))
