@@ -292,14 +292,15 @@ def finish(plot: Any, ends: Sequence[End], reach: Sequence[float]) -> None:
     rooms = [(last - end.x) / span * 460 for end in ends]
     right = min(260.0, max(16.0, *(24 + width - room for width, room in zip(widths, rooms, strict=True))))
     across, up = (BLOG[0] - 64 - right) / (1.06 * span), (BLOG[1] - 68) / (high - low)
-    taken = [(x * across - 4, y * up - 4, x * across + 4, y * up + 4) for x, y in _numbers(plot)]
+    points = np.array(_numbers(plot)).reshape(-1, 2) * [across, up]
+    taken = np.hstack([points - 4, points + 4])
     for end, width in sorted(zip(ends, widths, strict=True), key=lambda pair: -pair[0].y):
         x, y = end.x * across, min(end.y * up, high * up - 9)
         places = [(x + 8, y + 16 * k) for k in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6)] + [(x - width - 8, y)]
         boxes = [(left, at - 7, left + width, at + 7) for left, at in places if low * up + 8 < at < high * up]
-        free = [box for box in boxes if not any(_overlap(box, other) for other in taken)]
+        free = [box for box in boxes if not _overlaps(box, taken)]
         box = (free or boxes)[0]
-        taken.append(box)
+        taken = np.vstack([taken, box])
         plot.add_annotation(
             x=end.x, y=(box[1] + 7) / up, text=escape(short(end.name)), font={"color": end.colour}, showarrow=False,
             xanchor="left", yanchor="middle", name="direct", align="left", xshift=round(box[0] - x),
@@ -319,8 +320,10 @@ def _numbers(plot: Any, most: int = 200) -> list[tuple[float, float]]:
     return found
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _overlaps(box: Box, others: Array) -> bool:
+    """Whether a box (left, bottom, right, top) overlaps any of the others, shape (n, 4)."""
+    left, bottom, right, top = others.T
+    return bool(np.any((box[0] < right) & (left < box[2]) & (box[1] < top) & (bottom < box[3])))
 
 
 def short(name: str, most: int = 34) -> str:

@@ -21,7 +21,7 @@ import pyarrow.parquet
 
 from harness import journal
 from harness.errors import UserError
-from harness.row import COLUMNS, SCHEMA_VERSION
+from harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
@@ -139,22 +139,37 @@ def _read_csv(file: Path) -> pd.DataFrame:
 
 def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
     """The journal's rows: fast, piece by piece, where every line fits the registry, else line by line."""
-    schema = pa.schema([(c.name, _arrow_type(c.type, c.name)) for c in COLUMNS if c.name not in _NESTED])
-    options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
+    used: set[str] = set()
     pieces: list[pa.Table] = []
     try:
         with file.open("rb") as stream:
             while piece := stream.read(_PIECE):
-                piece += stream.readline()
-                reading = pa.json.ReadOptions(block_size=1 << 22)
-                pieces.append(_slim(pa.json.read_json(pa.BufferReader(piece), reading, options)))
-        table = pa.concat_tables(pieces, promote_options="default")
+                pieces.append(_slim(_read_piece(piece + stream.readline(), used)))
+        table = pa.concat_tables(pieces, promote_options="default").combine_chunks()
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return _read_lines(file)
     extras = _varying(table)
     table = table.select([name for name in table.column_names if not name.startswith(_EXTRA)])
     frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
     return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame, []
+
+
+def _read_piece(piece: bytes, used: set[str]) -> pa.Table:
+    """Whole lines as a table. `used` are the registry's columns that hold something; those found here join them.
+
+    Only these are read by the registry's type: a column that is null throughout, as most are in any sweep, would
+    otherwise cost as much as one with values.
+    """
+    reading = pa.json.ReadOptions(block_size=1 << 22)
+    while True:
+        schema = pa.schema([(c.name, _arrow_type(c.type, c.name)) for c in COLUMNS if c.name in used])
+        parsing = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
+        table = pa.json.read_json(pa.BufferReader(piece), reading, parsing)
+        found = {field.name for field in table.schema if not pa.types.is_null(field.type)}
+        new = found & BY_NAME.keys() - used - set(_NESTED)
+        if not new:
+            return table
+        used |= new
 
 
 def _slim(table: pa.Table) -> pa.Table:
@@ -305,10 +320,12 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     notes: list[str] = []
     if not frame["terminal"].isna().all():
         terminal = frame["terminal"].fillna(False).astype(bool)
-        unfinished = set(frame.loc[~terminal, "trial_id"].dropna()) - set(frame.loc[terminal, "trial_id"].dropna())
-        if unfinished:
-            notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
-        frame = frame if terminal.all() else frame[terminal]
+        if not terminal.all():
+            finished = frame[terminal]
+            unfinished = set(frame.loc[~terminal, "trial_id"].dropna()) - set(finished["trial_id"].dropna())
+            if unfinished:
+                notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
+            frame = finished
     again = frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     if again.any():
         notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
