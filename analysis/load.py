@@ -7,7 +7,7 @@ superseded or had the wrong type is counted and said in `warnings`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,25 @@ def load(path: Path) -> Table:
         return from_frame(_read_csv(file), str(path))
     frame, warnings = _read_journal(file)
     return from_frame(frame, str(path), warnings)
+
+
+def trials(path: Path, ids: Collection[str]) -> dict[str, Any]:
+    """The resolved trials with these ids: a journal holds them whole, a CSV or Parquet export does not."""
+    file = path / journal.NAME if path.is_dir() else path
+    found: dict[str, Any] = {}
+    if file.suffix != ".jsonl" or not file.is_file():
+        return found
+    with file.open("rb") as stream:
+        for line in stream:
+            if len(found) == len(ids):
+                break
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and row.get("trial_id") in ids and isinstance(row.get("trial"), dict):
+                found[row["trial_id"]] = row["trial"]
+    return found
 
 
 def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = None) -> Table:
