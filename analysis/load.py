@@ -26,7 +26,7 @@ from harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
 _NESTED = ("trial", "runner_config")
-_EXTRA = "trial."  # prefix of settings that only the resolved trial holds
+EXTRA = "trial."  # prefix of settings that only the resolved trial holds
 
 # What was asked for: known for every row, also where the worker died.
 ASKED = (
@@ -168,7 +168,7 @@ def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return _read_lines(file)
     extras = _varying(table)
-    table = table.select([name for name in table.column_names if not name.startswith(_EXTRA)])
+    table = table.select([name for name in table.column_names if not name.startswith(EXTRA)])
     frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
     return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame, []
 
@@ -199,9 +199,9 @@ def _slim(table: pa.Table) -> pa.Table:
     for name, column in zip(table.column_names, table.columns, strict=True):
         if column.null_count == len(column) or name.startswith("runner_config"):
             continue
-        if name.startswith(_EXTRA) and pa.types.is_nested(column.type):
+        if name.startswith(EXTRA) and pa.types.is_nested(column.type):
             column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
-        columns[name] = column.cast(pa.string()) if name.startswith(_EXTRA) else column
+        columns[name] = column.cast(pa.string()) if name.startswith(EXTRA) else column
     return pa.table(columns)
 
 
@@ -227,7 +227,7 @@ def _varying(table: pa.Table) -> pd.DataFrame:
     """The leaves of the resolved trial that are not the same everywhere."""
     found = {}
     for name in table.column_names:
-        if name.startswith(_EXTRA) and name.removeprefix(_EXTRA) not in _NOT_SETTINGS and len(table[name].unique()) > 1:
+        if name.startswith(EXTRA) and name.removeprefix(EXTRA) not in _NOT_SETTINGS and len(table[name].unique()) > 1:
             found[name] = table[name].to_pandas().astype("string")
     return pd.DataFrame(found)
 
@@ -279,12 +279,12 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
                     f"{'are' if len(bad) != 1 else 'is'} not {column.type.__name__} and read as unknown"
                 )
         columns[column.name] = given
-    unknown = [n for n in frame.columns if n not in columns and n not in _NESTED and not n.startswith(_EXTRA)]
+    unknown = [n for n in frame.columns if n not in columns and n not in _NESTED and not n.startswith(EXTRA)]
     if unknown:
         notes.append(
             f"columns unknown to schema version {SCHEMA_VERSION}, left out: {', '.join(map(str, unknown[:8]))}"
         )
-    columns |= {n: frame[n] for n in frame.columns if str(n).startswith(_EXTRA)}
+    columns |= {n: frame[n] for n in frame.columns if str(n).startswith(EXTRA)}
     typed = pd.DataFrame(columns, copy=False)
     versions = sorted(int(v) for v in typed["schema_version"].dropna().unique())
     if versions and versions != [SCHEMA_VERSION]:
@@ -367,7 +367,7 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
     codes = np.zeros(len(frame), dtype=np.int64)
     keys: list[str] = []
     codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name != x])
-    codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(_EXTRA)])
+    codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(EXTRA)])
     filled = frame[list(FOUND)].copy()
     for name in FOUND:
         if filled[name].isna().any() and filled[name].notna().any():
@@ -405,7 +405,7 @@ def label(settings: Mapping[str, Any]) -> str:
     plain = {"model", "precision", "allocator", "runner", "device", "gpu_name", "cpu_name", "memory_source", "foreign"}
     parts = []
     for key, value in settings.items():
-        name = key.removeprefix(_EXTRA).replace("_", " ")
+        name = key.removeprefix(EXTRA).replace("_", " ")
         if value is None:
             parts.append(f"no {name}")
         elif isinstance(value, bool | np.bool_):

@@ -138,8 +138,23 @@ def test_trackers_get_settings_and_results_of_every_trial(tmp_path: Path, monkey
     assert cli.main(["track", str(folder), "wandb"]) == 0
     assert len(runs) == 4 and all(run["finished"] for run in runs)
     assert runs[0]["config"]["allocator"] == "default"  # type: ignore[index]
+    assert runs[0]["config"]["seq_len"] == 128  # type: ignore[index]
     assert runs[0]["results"]["peak_reserved_bytes"] > 2**30  # type: ignore[index]
     assert runs[1]["config"]["outcome"] == "oom" and runs[1]["results"] == {}  # type: ignore[index]
+
+
+def test_what_a_tracker_objects_to_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(project: str) -> None:
+        raise RuntimeError("no such store\nand more")
+
+    fake = types.ModuleType("mlflow")
+    fake.set_experiment = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
+    assert cli.main(["track", str(folder), "mlflow"]) == 2
+    assert capsys.readouterr().err == "analysis: mlflow says: no such store\n"
 
 
 def test_a_tracker_that_is_not_installed_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
