@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
     compare.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
-    compare.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's")
+    compare.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's (or positions)")
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(verb=_compare)
 
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 def _input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rows", type=Path, metavar="ROWS", help="results folder, journal, CSV or Parquet file")
     parser.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
-    parser.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's")
+    parser.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's (or positions)")
 
 
 def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
