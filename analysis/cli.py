@@ -193,7 +193,7 @@ def _frontier(arguments: argparse.Namespace) -> int:
         raise UserError(f"--gib takes numbers such as 24,80; not {arguments.gib}") from None
     limits = frontier.frontier(_open(arguments), sizes, "micro_batch" if arguments.batch else "seq_len")
     if not limits:
-        raise UserError("no row has peak reserved or device used memory, so nothing is known about what fits")
+        raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")
     if arguments.json:
         _print_json([limit.as_json() for limit in limits])
     else:

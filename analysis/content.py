@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 
@@ -64,7 +65,7 @@ def collect(table: Table) -> Content:
     notes += replay_notes
     predicted = figures_rows.predicted_against_measured(table)
     drawn += [predicted] if predicted else []
-    sweep = findings.values(table.frame, "sweep") or table.source
+    sweep = findings.values(table.frame, "sweep") or Path(table.source).name
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     when = "" if pd.isna(first) else f", {first} to {last}"
     return Content(

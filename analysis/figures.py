@@ -74,16 +74,31 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
     )
 
 
+def names(groups: Sequence[Group]) -> list[str]:
+    """Labels of groups that stand in one figure: only what differs between these."""
+    shared = _shared(groups)
+    return [label({k: v for k, v in group.settings.items() if k not in shared}) for group in groups]
+
+
+def _shared(groups: Sequence[Group]) -> dict[str, Any]:
+    first = groups[0].settings
+    return {k: v for k, v in first.items() if all(g.settings.get(k) == v for g in groups)}
+
+
 def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     """Peak allocated (else active) and reserved memory against length, with the chosen fit and its band."""
     known = [g for g in groups if any(f.label == g.label and f.metric.memory for f in fits)]
     shown = known if len(known) <= 3 else others_equal(known, ("micro_batch",))[:4]
-    note = "" if len(shown) == len(known) else f"{len(shown)} of {len(known):,} groups; others are in rows.csv."
+    if not shown:
+        return None
+    note = ""
+    if len(shown) < len(known):
+        note = f"{len(shown)} of {len(known):,} groups, all with {label(_shared(shown))}; others are in rows.csv."
     plot = new_plot("sequence length (tokens)", "peak memory (GiB)")
     data: list[pd.DataFrame] = []
     ends: list[End] = []
     reach: list[float] = []
-    for number, group in enumerate(shown):
+    for number, (group, which) in enumerate(zip(shown, names(shown), strict=True)):
         own = {fit.metric.column: fit for fit in fits if fit.label == group.label}
         first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
         reserved = None if group.resident else own.get("peak_reserved_bytes")
@@ -91,7 +106,7 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
             if fit is None:
                 continue
             name = fit.metric.label.removeprefix("peak ")
-            name = f"{name}, {group.label}" if len(shown) > 1 else name
+            name = f"{name}, {which}" if len(shown) > 1 else name
             colour = number if solid or len(shown) > 1 else number + 1  # alone, the two curves get a colour each
             data.append(_fitted(plot, fit, colour, name, solid, band=len(shown) <= 3))
             ends.append(End(fit.range[1], _end(fit) / GIB, name, COLOURS[colour]))
@@ -139,7 +154,7 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
         return None
     plot = new_plot("sequence length (tokens)", "throughput (tokens/s)")
     data, ends, reach = [], [], [0.0]
-    for number, group in enumerate(shown):
+    for number, (group, name) in enumerate(zip(shown, names(shown), strict=True)):
         fit = having[group.label]
         rows = group.ok("tokens_per_s", "seq_len").sort_values("seq_len")
         x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
@@ -149,10 +164,10 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
         predicted, tokens = fit.predict(grid), grid * (fit.samples_per_step or 1)
         if len(shown) <= 3:
             _add_band(plot, grid, tokens / predicted.high, tokens / predicted.low, COLOURS[number])
-        _add_points(plot, x[at], y[at], ids, COLOURS[number], MARKERS[number], group.label)
+        _add_points(plot, x[at], y[at], ids, COLOURS[number], MARKERS[number], name)
         curve = tokens / predicted.value
-        _add_curve(plot, grid, curve, COLOURS[number], "solid", group.label)
-        ends.append(End(fit.range[1], float(curve[-1]), group.label, COLOURS[number]))
+        _add_curve(plot, grid, curve, COLOURS[number], "solid", name)
+        ends.append(End(fit.range[1], float(curve[-1]), name, COLOURS[number]))
         reach += [float(y.max())]
         data.append(pd.DataFrame({"group": group.label, "seq_len": x[at], "tokens_per_s": y[at], "trial_id": ids}))
     finish(plot, ends if len(shown) > 1 else [], reach)

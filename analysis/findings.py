@@ -67,7 +67,7 @@ def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
     for group in groups[:3]:
         fit = next((f for f in fits if f.label == group.label and f.metric.memory), None)
         if fit is not None:
-            what = "; ".join(words.explain(fit)[:3])
+            what = "; ".join(words.explain(fit)[:6])
             found.append(f"{fit.metric.label.capitalize()}{_of(group)}: {what}.")
     return found
 
