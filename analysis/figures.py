@@ -20,7 +20,7 @@ import plotly.io
 from analysis.curves import Array
 from analysis.fit import Fit
 from analysis.load import Group, label
-from analysis.metrics import GIB
+from analysis.metrics import axis_unit
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -94,7 +94,8 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
     note = ""
     if len(shown) < len(known):
         note = f"{len(shown)} of {len(known):,} groups, all with {label(_shared(shown))}; others are in rows.csv."
-    plot = new_plot("sequence length (tokens)", "peak memory (GiB)")
+    unit, called = axis_unit(_largest(fits, shown))
+    plot = new_plot("sequence length (tokens)", f"peak memory ({called})")
     data: list[pd.DataFrame] = []
     ends: list[End] = []
     reach: list[float] = []
@@ -108,9 +109,9 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
             name = fit.metric.label.removeprefix("peak ")
             name = f"{name}, {which}" if len(shown) > 1 else name
             colour = number if solid or len(shown) > 1 else number + 1  # alone, the two curves get a colour each
-            data.append(_fitted(plot, fit, colour, name, solid, band=len(shown) <= 3))
-            ends.append(End(fit.range[1], _end(fit) / GIB, name, COLOURS[colour]))
-            reach += [float(fit.points.y.min()) / GIB, float(fit.points.y.max()) / GIB]
+            data.append(_fitted(plot, fit, colour, name, solid, unit, band=len(shown) <= 3))
+            ends.append(End(fit.range[1], _end(fit) / unit, name, COLOURS[colour]))
+            reach += [float(fit.points.y.min()) / unit, float(fit.points.y.max()) / unit]
     if not data:
         return None
     finish(plot, ends, reach)
@@ -127,13 +128,14 @@ def allocators(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     shown = [group for group in others_equal(groups, ("allocator",)) if group.label in having]
     if len(shown) < 2:
         return None
-    plot = new_plot("sequence length (tokens)", "peak reserved memory (GiB)")
+    unit, called = axis_unit(_largest(fits, shown))
+    plot = new_plot("sequence length (tokens)", f"peak reserved memory ({called})")
     data, ends, reach = [], [], []
     for number, group in enumerate(shown):
         fit, name = having[group.label], str(group.settings.get("allocator"))
-        data.append(_fitted(plot, fit, number, name, True, band=len(shown) <= 3))
-        ends.append(End(fit.range[1], _end(fit) / GIB, name, COLOURS[number]))
-        reach += [float(fit.points.y.min()) / GIB, float(fit.points.y.max()) / GIB]
+        data.append(_fitted(plot, fit, number, name, True, unit, band=len(shown) <= 3))
+        ends.append(End(fit.range[1], _end(fit) / unit, name, COLOURS[number]))
+        reach += [float(fit.points.y.min()) / unit, float(fit.points.y.max()) / unit]
     finish(plot, ends, reach)
     caption = sentence(
         "Points: rows; lines: chosen fit; bands: 95 % interval of the curve.", _without(shown[0], "allocator")
@@ -187,7 +189,7 @@ def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
     return [group for group in groups if rest(group) == rest(groups[0])][:MOST]
 
 
-def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, band: bool) -> pd.DataFrame:
+def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int, band: bool) -> pd.DataFrame:
     """Draw one fit of memory: points, line and band; return what was drawn."""
     colour, points = COLOURS[number], fit.points
     at = thin(points.x, points.y)
@@ -199,9 +201,9 @@ def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, band: bool
     for part in [x] if not modulus else [x[x % modulus != 0], np.unique(x - x % modulus)[1:]]:
         predicted = fit.predict(part)
         if band:
-            _add_band(plot, part, predicted.low / GIB, predicted.high / GIB, colour)
-        _add_curve(plot, part, predicted.value / GIB, colour, "solid" if solid else "dash", name)
-    _add_points(plot, points.x[at], points.y[at] / GIB, ids, colour, MARKERS[number] + "-open" * (not solid), name)
+            _add_band(plot, part, predicted.low / unit, predicted.high / unit, colour)
+        _add_curve(plot, part, predicted.value / unit, colour, "solid" if solid else "dash", name)
+    _add_points(plot, points.x[at], points.y[at] / unit, ids, colour, MARKERS[number] + "-open" * (not solid), name)
     return pd.DataFrame(
         {
             "group": fit.label,
@@ -236,6 +238,12 @@ def _add_curve(plot: Any, x: Array, y: Array, colour: str, dash: str, name: str)
         x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=False,
         line={"color": colour, "width": 2, "dash": dash},
     )  # fmt: skip
+
+
+def _largest(fits: Sequence[Fit], groups: Sequence[Group]) -> float:
+    """The largest memory that any of the groups was measured at."""
+    labels = {group.label for group in groups}
+    return max(float(fit.points.y.max()) for fit in fits if fit.label in labels and fit.metric.memory)
 
 
 def _end(fit: Fit) -> float:

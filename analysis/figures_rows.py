@@ -12,7 +12,7 @@ from analysis import figures
 from analysis.figures import COLOURS, GREY, MARKERS, MOST, End, Figure, escape, finish, new_plot, others_equal, sentence
 from analysis.frontier import Limit, as_frame
 from analysis.load import ASKED, Group, Table
-from analysis.metrics import GIB
+from analysis.metrics import GIB, axis_unit
 
 LENGTH = "sequence length (tokens)"
 _OF_THE_DEVICE = ("foreign", "device", "allocator_conf", "weights", "data", "protocol")
@@ -68,13 +68,14 @@ def phases(groups: Sequence[Group]) -> Figure | None:
     if group is None:
         return None
     rows = group.ok(*columns[1:], "seq_len", also=columns[:1])
-    plot = new_plot(LENGTH, "peak allocated in the phase (GiB)")
+    unit, called = axis_unit(float(rows[columns].max().max()))
+    plot = new_plot(LENGTH, f"peak allocated in the phase ({called})")
     ends, reach = [], [0.0]
     for number, (phase, column) in enumerate(zip(_PHASES, columns, strict=True)):
         middle = rows.dropna(subset=[column]).groupby("seq_len")[column].median()
         if middle.empty:
             continue
-        x, y = middle.index.to_numpy(float), middle.to_numpy(float) / GIB
+        x, y = middle.index.to_numpy(float), middle.to_numpy(float) / unit
         at = figures.thin(x, y)
         _add_line(plot, x[at], y[at], number, phase)
         ends.append(End(float(x[-1]), float(y[-1]), phase, COLOURS[number]))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load import Table, from_frame, load
+from analysis.load import Table, converted, from_frame, load
 from analysis.metrics import GIB, METRICS, MIB
 from harness import journal
 from harness.errors import UserError
@@ -242,10 +242,10 @@ def read_csv(
     if len(names) != len(first):
         raise UserError(f"{path} has {len(first)} columns, --columns names {len(names)}: {', '.join(names)}")
     frame = pd.read_csv(path, header=0 if header else None, names=names, dtype="string", skipinitialspace=True)
-    return from_columns(_mapped(frame, mapping, path) if mapping else frame, str(path), notes), notes
+    return from_columns(_mapped(frame, mapping, path, notes) if mapping else frame, str(path), notes), notes
 
 
-def _mapped(frame: pd.DataFrame, mapping: Mapping[str, Any], path: Path) -> pd.DataFrame:
+def _mapped(frame: pd.DataFrame, mapping: Mapping[str, Any], path: Path, notes: list[str]) -> pd.DataFrame:
     columns: dict[str, Any] = {}
     for ours, theirs in mapping.items():
         rule = theirs if isinstance(theirs, dict) else {"from": theirs}
@@ -255,7 +255,9 @@ def _mapped(frame: pd.DataFrame, mapping: Mapping[str, Any], path: Path) -> pd.D
         if str(rule.get("from")) not in frame:
             raise UserError(f"{path} has no column {rule.get('from')!r}; it has {', '.join(map(str, frame.columns))}")
         column = frame[str(rule["from"])]
-        columns[ours] = pd.to_numeric(column, errors="coerce") * float(rule["scale"]) if "scale" in rule else column
+        if "scale" in rule:
+            column = converted(column, float, str(rule["from"]), notes) * float(rule["scale"])
+        columns[ours] = column
     return pd.DataFrame(columns)
 
 
@@ -279,9 +281,9 @@ def from_columns(frame: pd.DataFrame, origin: str, notes: list[str]) -> Table:
             known[name] = frame[name]
         elif name in _UNITS:
             column, factor = _UNITS[name]
-            known[column] = (pd.to_numeric(frame[name], errors="coerce") * factor).round()
+            known[column] = (converted(frame[name], float, name, notes) * factor).round()
         elif name == "iterations_per_s":
-            known["step_median_s"] = 1.0 / pd.to_numeric(frame[name], errors="coerce").replace(0, np.nan)
+            known["step_median_s"] = 1.0 / converted(frame[name], float, name, notes).replace(0, np.nan)
         else:
             unknown.append(name)
     if "seq_len" not in known:

@@ -137,7 +137,8 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
     notes += dropped
     if typed.empty:
         raise UserError(
-            f"{source} holds no finished rows, so there is nothing to analyse" + "".join(f"; {n}" for n in notes)
+            f"{source} holds no finished rows, so there is nothing to analyse; run its sweep first"
+            + "".join(f"; {n}" for n in notes)
         )
     return Table(typed, source, tuple(notes))
 
@@ -272,12 +273,7 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         if column.type is list:
             given = given if given.dtype == dtype else _lists(given, pd.ArrowDtype(_arrow_type(list, column.name)))
         elif str(given.dtype) != dtype:
-            given, bad = _convert(given, column.type)
-            if len(bad):
-                notes.append(
-                    f"{column.name}: {len(bad)} value{'s' * (len(bad) != 1)} such as {str(bad.iloc[0])[:40]!r} "
-                    f"{'are' if len(bad) != 1 else 'is'} not {column.type.__name__} and read as unknown"
-                )
+            given = converted(given, column.type, column.name, notes)
         columns[column.name] = given
     unknown = [n for n in frame.columns if n not in columns and n not in _NESTED and not n.startswith(EXTRA)]
     if unknown:
@@ -298,8 +294,8 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return typed, notes
 
 
-def _convert(values: pd.Series[Any], kind: type) -> tuple[pd.Series[Any], pd.Series[Any]]:
-    """Values as the registry's dtype, and those that did not fit."""
+def converted(values: pd.Series[Any], kind: type, name: str, notes: list[str]) -> Any:
+    """Values as the registry's dtype; those that do not fit become null, and a note says so."""
     known = values.notna()
     out: Any
     if kind is str:
@@ -313,7 +309,13 @@ def _convert(values: pd.Series[Any], kind: type) -> tuple[pd.Series[Any], pd.Ser
         whole = kind is float or numbers == numbers.round()
         out = numbers if kind is float else numbers.where(whole).astype("Int64")
     text = values.astype("string").str.lower()
-    return out, values[known & pd.isna(out) & ~text.isin(["nan", "", "none", "null"])]
+    bad = values[known & pd.isna(out) & ~text.isin(["nan", "", "none", "null"])]
+    if len(bad):
+        notes.append(
+            f"{name}: {len(bad)} value{'s' * (len(bad) != 1)} such as {str(bad.iloc[0])[:40]!r} "
+            f"{'are' if len(bad) != 1 else 'is'} not {kind.__name__} and read as unknown"
+        )
+    return out
 
 
 def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:

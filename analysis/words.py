@@ -20,7 +20,8 @@ def equation(curve: Curve, metric: Metric) -> str:
         return f"y = {c:.6g}x² {_signed(b, decimals)}x {_signed(a, decimals)} ({metric.unit})"
     lines = []
     for _, _, fixed, slope in curve.lines():
-        lines.append(f"{slope / metric.scale:.{decimals}f}x {_signed(fixed / metric.scale, decimals)}")
+        slope = round(slope / metric.scale, decimals) + 0.0  # not -0.0000
+        lines.append(f"{slope:.{decimals}f}x {_signed(fixed / metric.scale, decimals)}")
     if len(lines) == 1:
         return f"y = {lines[0]} ({metric.unit})"
     return f"y = max({', '.join(lines)}) ({metric.unit})"

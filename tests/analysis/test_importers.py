@@ -31,6 +31,14 @@ def test_a_bare_csv_of_four_numbers_is_read_and_what_was_assumed_is_said(tmp_pat
     assert table.frame["peak_allocated_bytes"].isna().all()
 
 
+def test_text_where_numbers_should_be_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.csv"
+    file.write_text("seq_len,peak_allocated_mib\n128,many\n256,100\n")
+    table, notes = open_rows(file)
+    assert table.frame["peak_allocated_bytes"].tolist() == [pd.NA, 100 * MIB]
+    assert any(note.startswith("peak_allocated_mib: 1 value such as 'many' is not float") for note in notes)
+
+
 def test_columns_can_be_named(tmp_path: Path) -> None:
     file = tmp_path / "bare.csv"
     file.write_text("128,4,1.5\n256,4,2.5\n")
