@@ -404,7 +404,10 @@ def _split(
 
 def label(settings: Mapping[str, Any]) -> str:
     """`micro_batch 4 · expandable` : values that speak for themselves go without their name."""
-    plain = {"model", "precision", "allocator", "runner", "device", "gpu_name", "cpu_name", "memory_source", "foreign"}
+    plain = {
+        "model", "precision", "allocator", "runner", "device", "trial.device.gpu", "gpu_name", "cpu_name",
+        "memory_source", "foreign",
+    }  # fmt: skip
     parts = []
     for key, value in settings.items():
         name = key.removeprefix(EXTRA).replace("_", " ")
