@@ -65,12 +65,12 @@ def collect(table: Table) -> Content:
     notes += replay_notes
     predicted = figures_rows.predicted_against_measured(table)
     drawn += [predicted] if predicted else []
-    sweep = findings.values(table.frame, "sweep") or Path(table.source).name
+    sweep = findings.values(table.frame, "sweep") or table.source
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     when = "" if pd.isna(first) else f", {first} to {last}"
     return Content(
         table=table,
-        title=f"Memory and throughput: {sweep}",
+        title=f"Memory and throughput: {Path(sweep).name}",
         subtitle=f"{len(table.frame):,} trials from {table.source}{when}",
         coverage=findings.coverage(table),
         findings=found,

@@ -20,7 +20,7 @@ import plotly.io
 from analysis.curves import Array
 from analysis.fit import Fit
 from analysis.load import Group, label
-from analysis.metrics import axis_unit
+from analysis.metrics import GIB, MIB
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -238,6 +238,11 @@ def _add_curve(plot: Any, x: Array, y: Array, colour: str, dash: str, name: str)
         x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=False,
         line={"color": colour, "width": 2, "dash": dash},
     )  # fmt: skip
+
+
+def axis_unit(largest: float) -> tuple[int, str]:
+    """The unit in which sizes up to `largest` bytes are drawn: its bytes and its name."""
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
 
 
 def _largest(fits: Sequence[Fit], groups: Sequence[Group]) -> float:

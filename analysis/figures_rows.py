@@ -12,7 +12,7 @@ from analysis import figures
 from analysis.figures import COLOURS, GREY, MARKERS, MOST, End, Figure, escape, finish, new_plot, others_equal, sentence
 from analysis.frontier import Limit, as_frame
 from analysis.load import ASKED, Group, Table
-from analysis.metrics import GIB, axis_unit
+from analysis.metrics import GIB
 
 LENGTH = "sequence length (tokens)"
 _OF_THE_DEVICE = ("foreign", "device", "allocator_conf", "weights", "data", "protocol")
@@ -68,7 +68,7 @@ def phases(groups: Sequence[Group]) -> Figure | None:
     if group is None:
         return None
     rows = group.ok(*columns[1:], "seq_len", also=columns[:1])
-    unit, called = axis_unit(float(rows[columns].max().max()))
+    unit, called = figures.axis_unit(float(rows[columns].max().max()))
     plot = new_plot(LENGTH, f"peak allocated in the phase ({called})")
     ends, reach = [], [0.0]
     for number, (phase, column) in enumerate(zip(_PHASES, columns, strict=True)):

@@ -47,11 +47,6 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def axis_unit(largest: float) -> tuple[int, str]:
-    """The unit in which sizes up to `largest` bytes are drawn: its bytes and its name."""
-    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
-
-
 def show_bytes(value: float) -> str:
     """Bytes in words: 512 B, 3.2 MiB, 11.4 GiB."""
     size = abs(value)
