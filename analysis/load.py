@@ -7,6 +7,7 @@ superseded or had the wrong type is counted and said in `warnings`.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -164,7 +165,12 @@ def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
     try:
         with file.open("rb") as stream:
             while piece := stream.read(_PIECE):
-                pieces.append(_slim(_read_piece(piece + stream.readline(), used)))
+                whole = piece.rfind(b"\n") + 1
+                if whole:
+                    stream.seek(whole - len(piece), os.SEEK_CUR)
+                else:  # a line longer than a piece, or the last one
+                    piece += stream.readline()
+                pieces.append(_slim(_read_piece(memoryview(piece)[: whole or None], used)))
         table = pa.concat_tables(pieces, promote_options="default").combine_chunks()
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return _read_lines(file)
@@ -174,7 +180,7 @@ def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
     return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame, []
 
 
-def _read_piece(piece: bytes, used: set[str]) -> pa.Table:
+def _read_piece(piece: memoryview, used: set[str]) -> pa.Table:
     """Whole lines as a table. `used` are the registry's columns that hold something; those found here join them.
 
     Only these are read by the registry's type: a column that is null throughout, as most are in any sweep, would
