@@ -99,7 +99,7 @@ def load(path: Path) -> Table:
     if not file.is_file():
         raise UserError(f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file")
     if file.suffix == ".parquet":
-        return from_frame(pa.parquet.read_table(file).to_pandas(), str(path))
+        return from_frame(pa.parquet.read_table(file).to_pandas(types_mapper=_pandas_type), str(path))
     if file.suffix == ".csv":
         return from_frame(_read_csv(file), str(path))
     frame, warnings = _read_journal(file)
@@ -227,7 +227,7 @@ def _pandas_type(kind: pa.DataType) -> Any:
         return pd.BooleanDtype()
     if pa.types.is_list(kind):
         return pd.ArrowDtype(kind)
-    return pd.StringDtype()
+    return pd.StringDtype() if pa.types.is_string(kind) or pa.types.is_null(kind) else None
 
 
 def _varying(table: pa.Table) -> pd.DataFrame:
