@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
     compare.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
-    compare.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's")
+    compare.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's (or positions)")
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(verb=_compare)
 
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 def _input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rows", type=Path, metavar="ROWS", help="results folder, journal, CSV or Parquet file")
     parser.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
-    parser.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's")
+    parser.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's (or positions)")
 
 
 def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
@@ -229,7 +229,7 @@ def _frontier(arguments: argparse.Namespace) -> int:
         raise UserError(f"--gib takes numbers such as 24,80; not {arguments.gib}") from None
     limits = frontier.frontier(_open(arguments), sizes, "micro_batch" if arguments.batch else "seq_len")
     if not limits:
-        raise UserError("no row has peak reserved or device used memory, so nothing is known about what fits")
+        raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")
     if arguments.json:
         _print_json([limit.as_json() for limit in limits])
     else:

@@ -15,7 +15,7 @@ import pandas as pd
 from scipy import stats
 
 from analysis.curves import Array
-from analysis.load import ASKED, FOUND, Table, label
+from analysis.load import ASKED, EXTRA, FOUND, Table, label
 from analysis.metrics import METRICS
 from harness.errors import UserError
 
@@ -93,7 +93,7 @@ def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B")) -> Comparis
             "one set is predicted (device=simulated), the other measured; they are not compared, see the figure "
             "predicted_against_measured of the report"
         )
-    extras = [str(name) for name in both.columns if str(name).startswith("trial.")]
+    extras = [str(name) for name in both.columns if str(name).startswith(EXTRA)]
     differs, axes = _axes(both, [*ASKED, *extras])
     differs |= _axes(both, list(FOUND))[0]
     keys = [*axes, "seq_len"]
@@ -137,7 +137,7 @@ def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B")) -> Comparis
 
 
 def _needed(frame: pd.DataFrame) -> pd.DataFrame:
-    extras = [name for name in frame.columns if str(name).startswith("trial.")]
+    extras = [name for name in frame.columns if str(name).startswith(EXTRA)]
     return frame[[*ASKED, *FOUND, *extras, *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]]
 
 

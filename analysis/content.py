@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 
@@ -79,7 +80,7 @@ def collect(table: Table) -> Content:
     when = "" if pd.isna(first) else f", {first} to {last}"
     return Content(
         table=table,
-        title=f"Memory and throughput: {sweep}",
+        title=f"Memory and throughput: {Path(sweep).name}",
         subtitle=f"{len(table.frame):,} trials from {table.source}{when}",
         coverage=findings.coverage(table),
         findings=found,

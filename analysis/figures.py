@@ -20,7 +20,7 @@ import plotly.io
 from analysis.curves import Array
 from analysis.fit import Fit
 from analysis.load import Group, label
-from analysis.metrics import GIB
+from analysis.metrics import GIB, MIB
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -74,16 +74,32 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
     )
 
 
+def names(groups: Sequence[Group]) -> list[str]:
+    """Labels of groups that stand in one figure: only what differs between these."""
+    shared = _shared(groups)
+    return [label({k: v for k, v in group.settings.items() if k not in shared}) for group in groups]
+
+
+def _shared(groups: Sequence[Group]) -> dict[str, Any]:
+    first = groups[0].settings
+    return {k: v for k, v in first.items() if all(g.settings.get(k) == v for g in groups)}
+
+
 def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     """Peak allocated (else active) and reserved memory against length, with the chosen fit and its band."""
     known = [g for g in groups if any(f.label == g.label and f.metric.memory for f in fits)]
     shown = known if len(known) <= 3 else others_equal(known, ("micro_batch",))[:4]
-    note = "" if len(shown) == len(known) else f"{len(shown)} of {len(known):,} groups; others are in rows.csv."
-    plot = new_plot("sequence length (tokens)", "peak memory (GiB)")
+    if not shown:
+        return None
+    note = ""
+    if len(shown) < len(known):
+        note = f"{len(shown)} of {len(known):,} groups, all with {label(_shared(shown))}; others are in rows.csv."
+    unit, called = axis_unit(_largest(fits, shown))
+    plot = new_plot("sequence length (tokens)", f"peak memory ({called})")
     data: list[pd.DataFrame] = []
     ends: list[End] = []
     reach: list[float] = []
-    for number, group in enumerate(shown):
+    for number, (group, which) in enumerate(zip(shown, names(shown), strict=True)):
         own = {fit.metric.column: fit for fit in fits if fit.label == group.label}
         first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
         reserved = None if group.resident else own.get("peak_reserved_bytes")
@@ -91,11 +107,11 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
             if fit is None:
                 continue
             name = fit.metric.label.removeprefix("peak ")
-            name = f"{name}, {group.label}" if len(shown) > 1 else name
+            name = f"{name}, {which}" if len(shown) > 1 else name
             colour = number if solid or len(shown) > 1 else number + 1  # alone, the two curves get a colour each
-            data.append(_fitted(plot, fit, colour, name, solid, band=len(shown) <= 3))
-            ends.append(End(fit.range[1], _end(fit) / GIB, name, COLOURS[colour]))
-            reach += [float(fit.points.y.min()) / GIB, float(fit.points.y.max()) / GIB]
+            data.append(_fitted(plot, fit, colour, name, solid, unit, band=len(shown) <= 3))
+            ends.append(End(fit.range[1], _end(fit) / unit, name, COLOURS[colour]))
+            reach += [float(fit.points.y.min()) / unit, float(fit.points.y.max()) / unit]
     if not data:
         return None
     finish(plot, ends, reach)
@@ -112,13 +128,14 @@ def allocators(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     shown = [group for group in others_equal(groups, ("allocator",)) if group.label in having]
     if len(shown) < 2:
         return None
-    plot = new_plot("sequence length (tokens)", "peak reserved memory (GiB)")
+    unit, called = axis_unit(_largest(fits, shown))
+    plot = new_plot("sequence length (tokens)", f"peak reserved memory ({called})")
     data, ends, reach = [], [], []
     for number, group in enumerate(shown):
         fit, name = having[group.label], str(group.settings.get("allocator"))
-        data.append(_fitted(plot, fit, number, name, True, band=len(shown) <= 3))
-        ends.append(End(fit.range[1], _end(fit) / GIB, name, COLOURS[number]))
-        reach += [float(fit.points.y.min()) / GIB, float(fit.points.y.max()) / GIB]
+        data.append(_fitted(plot, fit, number, name, True, unit, band=len(shown) <= 3))
+        ends.append(End(fit.range[1], _end(fit) / unit, name, COLOURS[number]))
+        reach += [float(fit.points.y.min()) / unit, float(fit.points.y.max()) / unit]
     finish(plot, ends, reach)
     caption = sentence(
         "Points: rows; lines: chosen fit; bands: 95 % interval of the curve.", _without(shown[0], "allocator")
@@ -139,7 +156,7 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
         return None
     plot = new_plot("sequence length (tokens)", "throughput (tokens/s)")
     data, ends, reach = [], [], [0.0]
-    for number, group in enumerate(shown):
+    for number, (group, name) in enumerate(zip(shown, names(shown), strict=True)):
         fit = having[group.label]
         rows = group.ok("tokens_per_s", "seq_len").sort_values("seq_len")
         x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
@@ -149,10 +166,10 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
         predicted, tokens = fit.predict(grid), grid * (fit.samples_per_step or 1)
         if len(shown) <= 3:
             _add_band(plot, grid, tokens / predicted.high, tokens / predicted.low, COLOURS[number])
-        _add_points(plot, x[at], y[at], ids, COLOURS[number], MARKERS[number], group.label)
+        _add_points(plot, x[at], y[at], ids, COLOURS[number], MARKERS[number], name)
         curve = tokens / predicted.value
-        _add_curve(plot, grid, curve, COLOURS[number], "solid", group.label)
-        ends.append(End(fit.range[1], float(curve[-1]), group.label, COLOURS[number]))
+        _add_curve(plot, grid, curve, COLOURS[number], "solid", name)
+        ends.append(End(fit.range[1], float(curve[-1]), name, COLOURS[number]))
         reach += [float(y.max())]
         data.append(pd.DataFrame({"group": group.label, "seq_len": x[at], "tokens_per_s": y[at], "trial_id": ids}))
     finish(plot, ends if len(shown) > 1 else [], reach)
@@ -172,7 +189,7 @@ def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
     return [group for group in groups if rest(group) == rest(groups[0])][:MOST]
 
 
-def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, band: bool) -> pd.DataFrame:
+def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int, band: bool) -> pd.DataFrame:
     """Draw one fit of memory: points, line and band; return what was drawn."""
     colour, points = COLOURS[number], fit.points
     at = thin(points.x, points.y)
@@ -184,9 +201,9 @@ def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, band: bool
     for part in [x] if not modulus else [x[x % modulus != 0], np.unique(x - x % modulus)[1:]]:
         predicted = fit.predict(part)
         if band:
-            _add_band(plot, part, predicted.low / GIB, predicted.high / GIB, colour)
-        _add_curve(plot, part, predicted.value / GIB, colour, "solid" if solid else "dash", name)
-    _add_points(plot, points.x[at], points.y[at] / GIB, ids, colour, MARKERS[number] + "-open" * (not solid), name)
+            _add_band(plot, part, predicted.low / unit, predicted.high / unit, colour)
+        _add_curve(plot, part, predicted.value / unit, colour, "solid" if solid else "dash", name)
+    _add_points(plot, points.x[at], points.y[at] / unit, ids, colour, MARKERS[number] + "-open" * (not solid), name)
     return pd.DataFrame(
         {
             "group": fit.label,
@@ -221,6 +238,17 @@ def _add_curve(plot: Any, x: Array, y: Array, colour: str, dash: str, name: str)
         x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=False,
         line={"color": colour, "width": 2, "dash": dash},
     )  # fmt: skip
+
+
+def axis_unit(largest: float) -> tuple[int, str]:
+    """The unit in which sizes up to `largest` bytes are drawn: its bytes and its name."""
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+
+
+def _largest(fits: Sequence[Fit], groups: Sequence[Group]) -> float:
+    """The largest memory that any of the groups was measured at."""
+    labels = {group.label for group in groups}
+    return max(float(fit.points.y.max()) for fit in fits if fit.label in labels and fit.metric.memory)
 
 
 def _end(fit: Fit) -> float:
@@ -292,14 +320,15 @@ def finish(plot: Any, ends: Sequence[End], reach: Sequence[float]) -> None:
     rooms = [(last - end.x) / span * 460 for end in ends]
     right = min(260.0, max(16.0, *(24 + width - room for width, room in zip(widths, rooms, strict=True))))
     across, up = (BLOG[0] - 64 - right) / (1.06 * span), (BLOG[1] - 68) / (high - low)
-    taken = [(x * across - 4, y * up - 4, x * across + 4, y * up + 4) for x, y in _numbers(plot)]
+    points = np.array(_numbers(plot)).reshape(-1, 2) * [across, up]
+    taken = np.hstack([points - 4, points + 4])
     for end, width in sorted(zip(ends, widths, strict=True), key=lambda pair: -pair[0].y):
         x, y = end.x * across, min(end.y * up, high * up - 9)
         places = [(x + 8, y + 16 * k) for k in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6)] + [(x - width - 8, y)]
         boxes = [(left, at - 7, left + width, at + 7) for left, at in places if low * up + 8 < at < high * up]
-        free = [box for box in boxes if not any(_overlap(box, other) for other in taken)]
+        free = [box for box in boxes if not _overlaps(box, taken)]
         box = (free or boxes)[0]
-        taken.append(box)
+        taken = np.vstack([taken, box])
         plot.add_annotation(
             x=end.x, y=(box[1] + 7) / up, text=escape(short(end.name)), font={"color": end.colour}, showarrow=False,
             xanchor="left", yanchor="middle", name="direct", align="left", xshift=round(box[0] - x),
@@ -319,8 +348,10 @@ def _numbers(plot: Any, most: int = 200) -> list[tuple[float, float]]:
     return found
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _overlaps(box: Box, others: Array) -> bool:
+    """Whether a box (left, bottom, right, top) overlaps any of the others, shape (n, 4)."""
+    left, bottom, right, top = others.T
+    return bool(np.any((box[0] < right) & (left < box[2]) & (box[1] < top) & (bottom < box[3])))
 
 
 def short(name: str, most: int = 34) -> str:

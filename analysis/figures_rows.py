@@ -56,13 +56,13 @@ def _lines(
         return None
     plot = new_plot(LENGTH, axis)
     data, ends, reach = [], [], [0.0]
-    for number, group in enumerate(shown):
+    for number, (group, label) in enumerate(zip(shown, figures.names(shown), strict=True)):
         rows = group.ok(column, "seq_len")
         middle = rows.groupby("seq_len")[column].median()
         x, y = middle.index.to_numpy(float), middle.to_numpy(float) / scale
         at = figures.thin(x, y)
-        _add_line(plot, x[at], y[at], number, group.label)
-        ends.append(End(float(x[-1]), float(y[-1]), group.label, COLOURS[number]))
+        _add_line(plot, x[at], y[at], number, label)
+        ends.append(End(float(x[-1]), float(y[-1]), label, COLOURS[number]))
         reach += [float(y.min()), float(y.max())]
         data.append(rows.assign(group=group.label)[["group", "seq_len", column, "trial_id"]])
     finish(plot, ends if len(shown) > 1 else [], reach)
@@ -76,13 +76,14 @@ def phases(groups: Sequence[Group]) -> Figure | None:
     if group is None:
         return None
     rows = group.ok(*columns[1:], "seq_len", also=columns[:1])
-    plot = new_plot(LENGTH, "peak allocated in the phase (GiB)")
+    unit, called = figures.axis_unit(float(rows[columns].max().max()))
+    plot = new_plot(LENGTH, f"peak allocated in the phase ({called})")
     ends, reach = [], [0.0]
     for number, (phase, column) in enumerate(zip(_PHASES, columns, strict=True)):
         middle = rows.dropna(subset=[column]).groupby("seq_len")[column].median()
         if middle.empty:
             continue
-        x, y = middle.index.to_numpy(float), middle.to_numpy(float) / GIB
+        x, y = middle.index.to_numpy(float), middle.to_numpy(float) / unit
         at = figures.thin(x, y)
         _add_line(plot, x[at], y[at], number, phase)
         ends.append(End(float(x[-1]), float(y[-1]), phase, COLOURS[number]))
@@ -160,6 +161,7 @@ def steps(groups: Sequence[Group]) -> list[Figure]:
                 pd.DataFrame({"seq_len": row["seq_len"], "step": x, column: row[column], "trial_id": row["trial_id"]})
             )
         finish(plot, ends, reach)
+        plot.update_xaxes(tick0=1, dtick=max(1, round(max(end.x for end in ends) / 10)))
         caption = f"Up to six lengths of {group.label}, one row each; warm-up steps are left out."
         found.append(Figure(name, title, caption, plot, pd.concat(data, ignore_index=True)))
     return found
@@ -276,19 +278,19 @@ def frontier_chart(limits: Sequence[Limit], groups: Sequence[Group]) -> Figure |
     plot = new_plot("memory of the GPU (GiB)", "largest sequence length (tokens)")
     ends, reach = [], [0.0]
     sizes = sorted(data["gib"].unique())
-    for number, group in enumerate(shown):
+    for number, (group, label) in enumerate(zip(shown, figures.names(shown), strict=True)):
         mine = data[(data["label"] == group.label) & data["value"].notna()]
         y = mine["value"].to_numpy(float)
         high, low = (mine[c].to_numpy(float, na_value=np.nan) for c in ("high", "low"))
         plot.add_scatter(
-            x=[f"{g:g}" for g in mine["gib"]], y=y, mode="lines+markers", name=escape(group.label),
+            x=[f"{g:g}" for g in mine["gib"]], y=y, mode="lines+markers", name=escape(label),
             line={"color": COLOURS[number]},
             marker={"size": 9, "symbol": [MARKERS[number] + "-open" * bool(e) for e in mine["extrapolated"]]},
             error_y={"type": "data", "symmetric": False, "array": np.nan_to_num(high - y), "width": 4,
                      "arrayminus": np.nan_to_num(y - low), "thickness": 1.2},
-            hovertemplate="%{x} GiB: %{y:,} tokens<extra>" + escape(group.label) + "</extra>",
+            hovertemplate="%{x} GiB: %{y:,} tokens<extra>" + escape(label) + "</extra>",
         )  # fmt: skip
-        ends.append(End(sizes.index(mine["gib"].iloc[-1]), float(y[-1]), group.label, COLOURS[number]))
+        ends.append(End(sizes.index(mine["gib"].iloc[-1]), float(y[-1]), label, COLOURS[number]))
         reach.append(float(np.nanmax(np.append(high, y.max()))))
     finish(plot, ends if len(shown) > 1 else [], reach)
     plot.update_xaxes(type="category", categoryorder="array", categoryarray=[f"{s:g}" for s in sizes])

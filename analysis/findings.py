@@ -5,8 +5,7 @@ Every sentence is computed from rows and fits; nothing here draws or writes file
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from analysis.figures import others_equal
 from analysis.fit import Fit
 from analysis.load import Group, Table
 from analysis.metrics import show_bytes
+from harness.command import command
 from harness.errors import UserError
 from harness.row import BY_NAME
 
@@ -69,7 +69,7 @@ def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
     for group in groups[:3]:
         fit = next((f for f in fits if f.label == group.label and f.metric.memory), None)
         if fit is not None:
-            what = "; ".join(words.explain(fit)[:3])
+            what = "; ".join(words.explain(fit)[:6])
             found.append(f"{fit.metric.label.capitalize()}{_of(group)}: {what}.")
     return found
 
@@ -288,25 +288,13 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
     return " ".join(parts)
 
 
-def reproduce(row: Any) -> str:
-    """The command that runs this row's trial again; for a foreign row where it came from."""
+def reproduce(row: Any, trial: Mapping[str, Any] | None) -> str:
+    """The command that runs this row's trial again, or why there is none; for a foreign row where it came from."""
     if not pd.isna(row["foreign"]):
         return f"imported from {row['foreign']}"
-    parts = ["python -m harness sweep -m"]
-    for column in ("model", "seq_len", "micro_batch", "grad_accum", "precision", "allocator", "runner", "device"):
-        if not pd.isna(row[column]):
-            parts.append(f"{column}={shlex.quote(str(row[column]))}")
-    for column in ("zero_stage", "world_size", "offload_optimizer", "offload_param"):
-        value = row[column]
-        if not pd.isna(value) and not (column == "world_size" and value == 1):
-            parts.append(f"runner.{column}={str(value).lower()}")
-    for column in ("gradient_checkpointing", "attention", "weights", "data", "protocol", "seed"):
-        if not pd.isna(row[column]):
-            parts.append(f"{column}={shlex.quote(_typed(column, row[column]))}")
-    if not pd.isna(row["repeat"]) and row["repeat"] > 0:
-        parts.append(f"repeats={int(row['repeat']) + 1}")
-    return " ".join(parts)
-
-
-def _typed(column: str, value: Any) -> str:
-    return str(value).lower() if BY_NAME[column].type is bool else str(value)
+    if trial is None:
+        return "the whole trial is only in the sweep's journal.jsonl; report on that to see its command"
+    try:
+        return command(trial, str(row["trial_id"]))
+    except UserError as error:
+        return f"no command: {error}"

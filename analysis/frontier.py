@@ -66,6 +66,8 @@ def frontier(
     """
     limits = []
     for group in (groups(table, axis) if found is None else found)[:most]:
+        if group.resident:  # what a process on a CPU holds says nothing about a GPU
+            continue
         fit = None
         basis = ""
         frame = group.take("outcome", "seq_len", "micro_batch", "trial_id", "device_total_bytes", *_LIMITING)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load import Table, from_frame, load
+from analysis.load import Table, converted, from_frame, load
 from analysis.metrics import GIB, METRICS, MIB
 from harness import journal
 from harness.errors import UserError
@@ -41,9 +41,7 @@ def open_rows(path: Path, columns: Sequence[str] | None = None, mapping: Path | 
     if path.is_dir() and not (path / journal.NAME).exists():
         reports = sorted([*path.rglob("benchmark_report.json"), *path.rglob("trainer_state.json")])
         if reports:
-            tables = [read_json(report) for report in reports]
-            frame = pd.concat([table.frame for table, _ in tables], ignore_index=True)
-            return from_frame(frame, str(path)), sorted({note for _, notes in tables for note in notes})
+            return _several(reports, path)
     if path.suffix != ".csv" or not path.is_file():
         return load(path), []
     with path.open(encoding="utf-8", errors="replace") as stream:
@@ -53,8 +51,29 @@ def open_rows(path: Path, columns: Sequence[str] | None = None, mapping: Path | 
     return read_csv(path, columns, first, _mapping(mapping) if mapping else {})
 
 
+def _several(reports: Sequence[Path], folder: Path) -> tuple[Table, list[str]]:
+    """The rows of those reports that have any; a checkpoint's trainer_state.json, for one, has none."""
+    frames, notes, refused = [], set(), []
+    for report in reports:
+        try:
+            table, own = read_json(report)
+        except UserError as error:
+            refused.append(error)
+            continue
+        frames.append(table.frame)
+        notes.update(own)
+    if not frames:
+        raise refused[0]
+    if refused:
+        notes.add(f"{len(refused)} of {len(reports)} files left out, such as: {refused[0]}")
+    return from_frame(pd.concat(frames, ignore_index=True), str(folder)), sorted(notes)
+
+
 def _mapping(path: Path) -> dict[str, Any]:
-    """`{"our_column": "their column"}`; for a name also `{"from": name, "scale": 1048576}` or `{"value": 4}`."""
+    """`{"our_column": "their column"}`; for a name also `{"from": name, "scale": 1048576}` or `{"value": 4}`.
+
+    In a CSV without header, columns go by their position from 1: `{"our_column": 1}`.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -80,45 +99,71 @@ def read_json(path: Path) -> tuple[Table, list[str]]:
 
 
 def _optimum(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]:
-    """Its `train` section: memory in MB (10^6 bytes, summed over devices), seconds of single steps, warm-up left out.
+    """Its `train` section: memory in MB (10^6 bytes), seconds of single steps of every process, warm-up left out.
 
     Throughput is taken from the latencies, not from the report: dividing all steps' volume by the mean step is wrong
-    by the number of steps.
+    by the number of steps. Memory is a sum over processes and devices, so with several of them it is unknown here.
     """
     report = found.get("report", found)
-    train = report.get("train") or {}
     config = found.get("config") or _sibling(path, "benchmark_config.json")
-    scenario, backend = (config.get(name) or {} for name in ("scenario", "backend"))
+    scenario, backend, launcher, environment = (
+        config.get(name) or {} for name in ("scenario", "backend", "launcher", "environment")
+    )
     shapes = scenario.get("dataset_shapes") or scenario.get("input_shapes") or {}
     arguments = scenario.get("training_arguments") or {}
+    train = report.get("train") or {}
     memory, latency = train.get("memory") or {}, train.get("latency") or {}
     times = [float(v) for v in latency.get("values") or []]
+    ranks = int(launcher.get("nproc_per_node") or 1) * int(launcher.get("max_nodes") or 1)
+    devices = max(ranks, len(str(backend.get("device_ids") or 0).split(",")))
     batch = arguments.get("per_device_train_batch_size") or shapes.get("batch_size")
     length = shapes.get("sequence_length")
     accum = arguments.get("gradient_accumulation_steps")
+    cpu = backend.get("device") == "cpu"
+    reserved = memory.get("max_ram" if cpu else "max_reserved")
     row: dict[str, Any] = {
         "model": backend.get("model"),
-        "device": {"cuda": "cuda", "cpu": "cpu"}.get(str(backend.get("device"))),
-        "precision": {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16_pure"}.get(
-            str(backend.get("dtype") or backend.get("torch_dtype"))
-        ),
+        "runner": "trainer",
+        "device": backend.get("device") if backend.get("device") in ("cuda", "cpu") else None,
+        "precision": _precision(backend.get("torch_dtype") or backend.get("dtype"), arguments),
         "seq_len": length,
         "micro_batch": batch,
         "grad_accum": accum,
-        "peak_allocated_bytes": _scaled(memory.get("max_allocated"), 1e6),
-        "peak_reserved_bytes": _scaled(memory.get("max_reserved"), 1e6),
-        "device_used_bytes": _scaled(memory.get("max_global_vram"), 1e6),
+        "world_size": ranks,
+        "gradient_checkpointing": arguments.get("gradient_checkpointing"),
+        "attention": backend.get("attn_implementation"),
+        "seed": backend.get("seed"),
+        "memory_source": "cpu_tensors_and_rss" if cpu else "cuda_allocator",
+        "warmup_steps": scenario.get("warmup_steps"),
         "step_times_s": times or None,
         "step_median_s": float(np.median(times)) if times else None,
-        "measured_steps": len(times) or None,
-        "elapsed_s": sum(times) if times else None,
+        "measured_steps": len(times) // ranks or None,
+        "elapsed_s": sum(times) / ranks if times else None,
+        "torch_version": backend.get("version"),
+        **{name: environment.get(name) for name in ("transformers_version", "python_version")},
+        "cpu_name": str(environment.get("cpu") or "").strip() or None,
+        "gpu_name": next(iter(environment.get("gpu") or []), None),
     }
+    notes = ["optimum-benchmark: its own throughput was not used; time between steps is not in its latencies"]
+    if devices == 1:
+        row["peak_allocated_bytes"] = _scaled(memory.get("max_allocated"), 1e6)
+        row["peak_reserved_bytes"] = _scaled(reserved, 1e6)
+        row["device_used_bytes"] = _scaled(memory.get("max_global_vram"), 1e6)
+    else:
+        notes.append(f"memory is summed over {devices} devices, so that of one is unknown")
     if times and length and batch:
-        row["tokens_per_s"] = float(length) * float(batch) * float(accum or 1) * len(times) / sum(times)
-    notes = ["optimum-benchmark: memory is summed over processes; its own throughput was not used"]
+        row["tokens_per_s"] = ranks * float(length) * float(batch) * float(accum or 1) * len(times) / sum(times)
     if not length:
         notes.append("no sequence length in the report or in benchmark_config.json beside it")
     return _foreign([row], path), notes
+
+
+def _precision(dtype: Any, arguments: Mapping[str, Any]) -> str | None:
+    """In our words; null for float16 weights without a scaler, which have no name here, and where nothing is said."""
+    if dtype in (None, "float32"):
+        mixed = "bf16" if arguments.get("bf16") else "fp16" if arguments.get("fp16") else None
+        return mixed or ("fp32" if dtype else None)
+    return "bf16_pure" if dtype == "bfloat16" else None
 
 
 def _sibling(path: Path, name: str) -> dict[str, Any]:
@@ -130,34 +175,39 @@ def _sibling(path: Path, name: str) -> dict[str, Any]:
 
 
 def _trainer_state(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]:
-    """The training summary of `log_history`: memory deltas where `skip_memory_metrics=False` put them, and speed.
+    """The training summary, last in `log_history`: memory where `skip_memory_metrics=False` put it, and speed.
 
-    The peak is what the Trainer saw: allocated before, plus its increase, plus the peak above that.
+    The peak is what the Trainer saw: allocated before, plus its increases, plus the peak above that; on a CPU the same
+    of the process's resident set. Speed is over the whole run, first steps and saving of checkpoints included.
     """
-    merged: dict[str, Any] = {}
-    for entry in found["log_history"]:
-        if "train_runtime" in entry:
-            merged |= entry
-    parts = [merged.get(k) for k in ("before_init_mem_gpu", "init_mem_gpu_alloc_delta", "train_mem_gpu_alloc_delta",
-                                     "train_mem_gpu_peaked_delta")]  # fmt: skip
+    summary: dict[str, Any] = next((e for e in reversed(found["log_history"]) if "train_samples_per_second" in e), {})
+    kind = "gpu" if "train_mem_gpu_alloc_delta" in summary else "cpu"
+    names = ("before_init_mem_", "init_mem_{}_alloc_delta", "train_mem_{}_alloc_delta", "train_mem_{}_peaked_delta")
+    parts = [summary.get(name.format(kind) if "{}" in name else name + kind) for name in names]
     if parts[2] is None or parts[3] is None:
         raise UserError(
-            f"{path} holds no GPU memory; train with skip_memory_metrics=False, so that train_mem_gpu_* is in its log"
+            f"{path} holds no memory: train with skip_memory_metrics=False and call trainer.save_state() at the end"
         )
-    steps = found.get("global_step")
+    seconds, samples = summary.get("train_runtime"), None
+    if seconds:
+        samples = round(seconds * summary["train_samples_per_second"])
+    tokens = summary.get("num_input_tokens_seen") or None
+    peak = sum(int(part or 0) for part in parts)
     row = {
+        "runner": "trainer",
         "micro_batch": found.get("train_batch_size"),
-        "device": "cuda",
-        "peak_allocated_bytes": sum(int(p or 0) for p in parts),
-        "measured_steps": steps,
-        "elapsed_s": merged.get("train_runtime"),
-        "samples_per_s": merged.get("train_samples_per_second"),
-        "step_median_s": 1.0 / merged["train_steps_per_second"] if merged.get("train_steps_per_second") else None,
-        "tokens_per_s": merged.get("train_tokens_per_second"),
+        "seq_len": tokens // samples if tokens and samples and tokens % samples == 0 else None,
+        "device": "cuda" if kind == "gpu" else "cpu",
+        "memory_source": "cuda_allocator" if kind == "gpu" else "cpu_tensors_and_rss",
+        "peak_allocated_bytes": peak if kind == "gpu" else None,
+        "peak_reserved_bytes": peak if kind == "cpu" else None,
+        "measured_steps": found.get("global_step"),
+        "elapsed_s": seconds,
+        "samples_per_s": summary["train_samples_per_second"],
+        "tokens_per_s": tokens / seconds if tokens and seconds else None,
     }
-    return _foreign([row], path), [
-        "trainer_state.json names no sequence length; add it with a CSV export and a mapping"
-    ]
+    length = "tokens seen over samples" if row["seq_len"] else "unknown (include_num_input_tokens_seen=True tells it)"
+    return _foreign([row], path), [f"trainer_state.json: speed is over the whole run; the sequence length is {length}"]
 
 
 def _scaled(value: Any, factor: float) -> int | None:
@@ -177,8 +227,8 @@ def read_csv(
     """A foreign CSV, with or without header, as a table."""
     notes = []
     header = not any(_number(cell) for cell in first)
-    if mapping and not header:
-        raise UserError(f"{path} has no header, so a mapping has no names to refer to; use --columns")
+    if mapping and columns is None and not header:
+        columns = [str(position) for position in range(1, len(first) + 1)]  # what a mapping then refers to
     if columns is None and not header:
         if len(first) != len(_BARE):
             raise UserError(
@@ -192,20 +242,22 @@ def read_csv(
     if len(names) != len(first):
         raise UserError(f"{path} has {len(first)} columns, --columns names {len(names)}: {', '.join(names)}")
     frame = pd.read_csv(path, header=0 if header else None, names=names, dtype="string", skipinitialspace=True)
-    return from_columns(_mapped(frame, mapping, path) if mapping else frame, str(path), notes), notes
+    return from_columns(_mapped(frame, mapping, path, notes) if mapping else frame, str(path), notes), notes
 
 
-def _mapped(frame: pd.DataFrame, mapping: Mapping[str, Any], path: Path) -> pd.DataFrame:
+def _mapped(frame: pd.DataFrame, mapping: Mapping[str, Any], path: Path, notes: list[str]) -> pd.DataFrame:
     columns: dict[str, Any] = {}
     for ours, theirs in mapping.items():
         rule = theirs if isinstance(theirs, dict) else {"from": theirs}
         if "value" in rule:
             columns[ours] = pd.Series([rule["value"]] * len(frame))
             continue
-        if rule.get("from") not in frame:
+        if str(rule.get("from")) not in frame:
             raise UserError(f"{path} has no column {rule.get('from')!r}; it has {', '.join(map(str, frame.columns))}")
         column = frame[str(rule["from"])]
-        columns[ours] = pd.to_numeric(column, errors="coerce") * float(rule["scale"]) if "scale" in rule else column
+        if "scale" in rule:
+            column = converted(column, float, str(rule["from"]), notes) * float(rule["scale"])
+        columns[ours] = column
     return pd.DataFrame(columns)
 
 
@@ -229,9 +281,9 @@ def from_columns(frame: pd.DataFrame, origin: str, notes: list[str]) -> Table:
             known[name] = frame[name]
         elif name in _UNITS:
             column, factor = _UNITS[name]
-            known[column] = (pd.to_numeric(frame[name], errors="coerce") * factor).round()
+            known[column] = (converted(frame[name], float, name, notes) * factor).round()
         elif name == "iterations_per_s":
-            known["step_median_s"] = 1.0 / pd.to_numeric(frame[name], errors="coerce").replace(0, np.nan)
+            known["step_median_s"] = 1.0 / converted(frame[name], float, name, notes).replace(0, np.nan)
         else:
             unknown.append(name)
     if "seq_len" not in known:

@@ -7,7 +7,8 @@ superseded or had the wrong type is counted and said in `warnings`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ import pyarrow.parquet
 
 from harness import journal
 from harness.errors import UserError
-from harness.row import COLUMNS, SCHEMA_VERSION
+from harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
 _NESTED = ("trial", "runner_config")
-_EXTRA = "trial."  # prefix of settings that only the resolved trial holds
+EXTRA = "trial."  # prefix of settings that only the resolved trial holds
 
 # What was asked for: known for every row, also where the worker died.
 ASKED = (
@@ -98,11 +99,30 @@ def load(path: Path) -> Table:
     if not file.is_file():
         raise UserError(f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file")
     if file.suffix == ".parquet":
-        return from_frame(pa.parquet.read_table(file).to_pandas(), str(path))
+        return from_frame(pa.parquet.read_table(file).to_pandas(types_mapper=_pandas_type), str(path))
     if file.suffix == ".csv":
         return from_frame(_read_csv(file), str(path))
     frame, warnings = _read_journal(file)
     return from_frame(frame, str(path), warnings)
+
+
+def trials(path: Path, ids: Collection[str]) -> dict[str, Any]:
+    """The resolved trials with these ids: a journal holds them whole, a CSV or Parquet export does not."""
+    file = path / journal.NAME if path.is_dir() else path
+    found: dict[str, Any] = {}
+    if file.suffix != ".jsonl" or not file.is_file():
+        return found
+    with file.open("rb") as stream:
+        for line in stream:
+            if len(found) == len(ids):
+                break
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and row.get("trial_id") in ids and isinstance(row.get("trial"), dict):
+                found[row["trial_id"]] = row["trial"]
+    return found
 
 
 def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = None) -> Table:
@@ -118,7 +138,8 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
     notes += dropped
     if typed.empty:
         raise UserError(
-            f"{source} holds no finished rows, so there is nothing to analyse" + "".join(f"; {n}" for n in notes)
+            f"{source} holds no finished rows, so there is nothing to analyse; run its sweep first"
+            + "".join(f"; {n}" for n in notes)
         )
     return Table(typed, source, tuple(notes))
 
@@ -139,22 +160,42 @@ def _read_csv(file: Path) -> pd.DataFrame:
 
 def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
     """The journal's rows: fast, piece by piece, where every line fits the registry, else line by line."""
-    schema = pa.schema([(c.name, _arrow_type(c.type, c.name)) for c in COLUMNS if c.name not in _NESTED])
-    options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
+    used: set[str] = set()
     pieces: list[pa.Table] = []
     try:
         with file.open("rb") as stream:
             while piece := stream.read(_PIECE):
-                piece += stream.readline()
-                reading = pa.json.ReadOptions(block_size=1 << 22)
-                pieces.append(_slim(pa.json.read_json(pa.BufferReader(piece), reading, options)))
-        table = pa.concat_tables(pieces, promote_options="default")
+                whole = piece.rfind(b"\n") + 1
+                if whole:
+                    stream.seek(whole - len(piece), os.SEEK_CUR)
+                else:  # a line longer than a piece, or the last one
+                    piece += stream.readline()
+                pieces.append(_slim(_read_piece(memoryview(piece)[: whole or None], used)))
+        table = pa.concat_tables(pieces, promote_options="default").combine_chunks()
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
         return _read_lines(file)
     extras = _varying(table)
-    table = table.select([name for name in table.column_names if not name.startswith(_EXTRA)])
+    table = table.select([name for name in table.column_names if not name.startswith(EXTRA)])
     frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
     return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame, []
+
+
+def _read_piece(piece: memoryview, used: set[str]) -> pa.Table:
+    """Whole lines as a table. `used` are the registry's columns that hold something; those found here join them.
+
+    Only these are read by the registry's type: a column that is null throughout, as most are in any sweep, would
+    otherwise cost as much as one with values.
+    """
+    reading = pa.json.ReadOptions(block_size=1 << 22)
+    while True:
+        schema = pa.schema([(c.name, _arrow_type(c.type, c.name)) for c in COLUMNS if c.name in used])
+        parsing = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
+        table = pa.json.read_json(pa.BufferReader(piece), reading, parsing)
+        found = {field.name for field in table.schema if not pa.types.is_null(field.type)}
+        new = found & BY_NAME.keys() - used - set(_NESTED)
+        if not new:
+            return table
+        used |= new
 
 
 def _slim(table: pa.Table) -> pa.Table:
@@ -165,9 +206,9 @@ def _slim(table: pa.Table) -> pa.Table:
     for name, column in zip(table.column_names, table.columns, strict=True):
         if column.null_count == len(column) or name.startswith("runner_config"):
             continue
-        if name.startswith(_EXTRA) and pa.types.is_nested(column.type):
+        if name.startswith(EXTRA) and pa.types.is_nested(column.type):
             column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
-        columns[name] = column.cast(pa.string()) if name.startswith(_EXTRA) else column
+        columns[name] = column.cast(pa.string()) if name.startswith(EXTRA) else column
     return pa.table(columns)
 
 
@@ -186,14 +227,14 @@ def _pandas_type(kind: pa.DataType) -> Any:
         return pd.BooleanDtype()
     if pa.types.is_list(kind):
         return pd.ArrowDtype(kind)
-    return pd.StringDtype()
+    return pd.StringDtype() if pa.types.is_string(kind) or pa.types.is_null(kind) else None
 
 
 def _varying(table: pa.Table) -> pd.DataFrame:
     """The leaves of the resolved trial that are not the same everywhere."""
     found = {}
     for name in table.column_names:
-        if name.startswith(_EXTRA) and name.removeprefix(_EXTRA) not in _NOT_SETTINGS and len(table[name].unique()) > 1:
+        if name.startswith(EXTRA) and name.removeprefix(EXTRA) not in _NOT_SETTINGS and len(table[name].unique()) > 1:
             found[name] = table[name].to_pandas().astype("string")
     return pd.DataFrame(found)
 
@@ -238,19 +279,14 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         if column.type is list:
             given = given if given.dtype == dtype else _lists(given, pd.ArrowDtype(_arrow_type(list, column.name)))
         elif str(given.dtype) != dtype:
-            given, bad = _convert(given, column.type)
-            if len(bad):
-                notes.append(
-                    f"{column.name}: {len(bad)} value{'s' * (len(bad) != 1)} such as {str(bad.iloc[0])[:40]!r} "
-                    f"{'are' if len(bad) != 1 else 'is'} not {column.type.__name__} and read as unknown"
-                )
+            given = converted(given, column.type, column.name, notes)
         columns[column.name] = given
-    unknown = [n for n in frame.columns if n not in columns and n not in _NESTED and not n.startswith(_EXTRA)]
+    unknown = [n for n in frame.columns if n not in columns and n not in _NESTED and not n.startswith(EXTRA)]
     if unknown:
         notes.append(
             f"columns unknown to schema version {SCHEMA_VERSION}, left out: {', '.join(map(str, unknown[:8]))}"
         )
-    columns |= {n: frame[n] for n in frame.columns if str(n).startswith(_EXTRA)}
+    columns |= {n: frame[n] for n in frame.columns if str(n).startswith(EXTRA)}
     typed = pd.DataFrame(columns, copy=False)
     versions = sorted(int(v) for v in typed["schema_version"].dropna().unique())
     if versions and versions != [SCHEMA_VERSION]:
@@ -264,8 +300,8 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return typed, notes
 
 
-def _convert(values: pd.Series[Any], kind: type) -> tuple[pd.Series[Any], pd.Series[Any]]:
-    """Values as the registry's dtype, and those that did not fit."""
+def converted(values: pd.Series[Any], kind: type, name: str, notes: list[str]) -> Any:
+    """Values as the registry's dtype; those that do not fit become null, and a note says so."""
     known = values.notna()
     out: Any
     if kind is str:
@@ -279,7 +315,13 @@ def _convert(values: pd.Series[Any], kind: type) -> tuple[pd.Series[Any], pd.Ser
         whole = kind is float or numbers == numbers.round()
         out = numbers if kind is float else numbers.where(whole).astype("Int64")
     text = values.astype("string").str.lower()
-    return out, values[known & pd.isna(out) & ~text.isin(["nan", "", "none", "null"])]
+    bad = values[known & pd.isna(out) & ~text.isin(["nan", "", "none", "null"])]
+    if len(bad):
+        notes.append(
+            f"{name}: {len(bad)} value{'s' * (len(bad) != 1)} such as {str(bad.iloc[0])[:40]!r} "
+            f"{'are' if len(bad) != 1 else 'is'} not {kind.__name__} and read as unknown"
+        )
+    return out
 
 
 def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
@@ -305,10 +347,12 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     notes: list[str] = []
     if not frame["terminal"].isna().all():
         terminal = frame["terminal"].fillna(False).astype(bool)
-        unfinished = set(frame.loc[~terminal, "trial_id"].dropna()) - set(frame.loc[terminal, "trial_id"].dropna())
-        if unfinished:
-            notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
-        frame = frame if terminal.all() else frame[terminal]
+        if not terminal.all():
+            finished = frame[terminal]
+            unfinished = set(frame.loc[~terminal, "trial_id"].dropna()) - set(finished["trial_id"].dropna())
+            if unfinished:
+                notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
+            frame = finished
     again = frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     if again.any():
         notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
@@ -331,7 +375,7 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
     codes = np.zeros(len(frame), dtype=np.int64)
     keys: list[str] = []
     codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name != x])
-    codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(_EXTRA)])
+    codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(EXTRA)])
     filled = frame[list(FOUND)].copy()
     for name in FOUND:
         if filled[name].isna().any() and filled[name].notna().any():
@@ -366,10 +410,13 @@ def _split(
 
 def label(settings: Mapping[str, Any]) -> str:
     """`micro_batch 4 · expandable` : values that speak for themselves go without their name."""
-    plain = {"model", "precision", "allocator", "runner", "device", "gpu_name", "cpu_name", "memory_source", "foreign"}
+    plain = {
+        "model", "precision", "allocator", "runner", "device", "trial.device.gpu", "gpu_name", "cpu_name",
+        "memory_source", "foreign",
+    }  # fmt: skip
     parts = []
     for key, value in settings.items():
-        name = key.removeprefix(_EXTRA).replace("_", " ")
+        name = key.removeprefix(EXTRA).replace("_", " ")
         if value is None:
             parts.append(f"no {name}")
         elif isinstance(value, bool | np.bool_):

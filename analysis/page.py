@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 
 import pandas as pd
 
 from analysis import figures, tables
 from analysis.content import Content
 from analysis.findings import reproduce
+from analysis.load import Table, trials
 from harness.row import BY_NAME
 
 MOST_ROWS = 400
@@ -34,7 +36,7 @@ def render(content: Content) -> str:
         "asked": _definitions(content.asked),
         "machine": _definitions(content.machine) or "<p>Not recorded in the rows.</p>",
         "methods": f"<p>{escape(content.methods)}</p>",
-        "rows": _rows(content.table.frame),
+        "rows": _rows(content.table),
     }
     title = escape(content.title)
     coverage = "".join(f"<li><strong>{n:,}</strong> {escape(o)}</li>" for o, n in content.coverage.items())
@@ -95,8 +97,10 @@ def _table(frame: pd.DataFrame, name: str) -> str:
     )
 
 
-def _rows(frame: pd.DataFrame) -> str:
+def _rows(table: Table) -> str:
+    frame = table.frame
     shown = frame.head(MOST_ROWS)
+    known = trials(Path(table.source), set(shown["trial_id"].dropna()))
     lines = []
     for _, row in shown.iterrows():
         speed = "–" if pd.isna(row["tokens_per_s"]) else f"{float(row['tokens_per_s']):,.0f}"
@@ -105,7 +109,7 @@ def _rows(frame: pd.DataFrame) -> str:
         lines.append(
             f"<tr><td><code>{escape(str(row['trial_id']))}</code></td><td>{escape(what)}</td>"
             f'<td class="number">{memory}</td><td class="number">{speed}</td>'
-            f"<td><code>{escape(reproduce(row))}</code></td></tr>"
+            f"<td><code>{escape(reproduce(row, known.get(row['trial_id'])))}</code></td></tr>"
         )
     more = f"<p>{len(frame) - len(shown):,} more rows are in rows.csv.</p>" if len(frame) > len(shown) else ""
     unit = escape(BY_NAME["tokens_per_s"].unit)

@@ -11,6 +11,7 @@
     plot.layout.annotations.forEach(function (a, i) {
       if (a.name === "direct") change["annotations[" + i + "].visible"] = !narrow;
     });
+    if (!narrow) plot._fullLayout._reservedMargin = {}; // plotly keeps the room of a legend that has gone
     window.Plotly.relayout(plot, change);
   }
   function all() { document.querySelectorAll(".js-plotly-plot").forEach(fit); }

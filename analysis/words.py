@@ -20,7 +20,8 @@ def equation(curve: Curve, metric: Metric) -> str:
         return f"y = {c:.6g}x² {_signed(b, decimals)}x {_signed(a, decimals)} ({metric.unit})"
     lines = []
     for _, _, fixed, slope in curve.lines():
-        lines.append(f"{slope / metric.scale:.{decimals}f}x {_signed(fixed / metric.scale, decimals)}")
+        slope = round(slope / metric.scale, decimals) + 0.0  # not -0.0000
+        lines.append(f"{slope:.{decimals}f}x {_signed(fixed / metric.scale, decimals)}")
     if len(lines) == 1:
         return f"y = {lines[0]} ({metric.unit})"
     return f"y = max({', '.join(lines)}) ({metric.unit})"
@@ -44,9 +45,13 @@ def explain(fit: Fit) -> list[str]:
             continue
         pieces = curve.lines()
         for i, (start, stop, fixed, slope) in enumerate(pieces):
-            span = _span(start, stop)
-            interval = bounds[1] if i == 0 else None
-            sentences.append(where + span + _line(fit, fixed, slope, interval) + _dominates(fit, i, len(pieces), slope))
+            low, high = max(start, fit.range[0]), min(stop, fit.range[1])  # of the piece, as far as it was measured
+            flat = abs(slope) * (high - low) < 0.01 * float(np.abs(fit.points.y).max())
+            if fit.metric.memory and flat:
+                line = f"flat at {show_bytes(fixed + slope * (low + high) / 2)}"
+            else:
+                line = _line(fit, fixed, slope, bounds[1] if i == 0 else None)
+            sentences.append(where + _span(start, stop) + line + _dominates(fit, i, len(pieces), flat))
         for i, knot in enumerate(curve.knots):
             low, high = bounds[len(curve.coefficients) + i]
             sentences.append(f"{where}the lines meet at {knot:,.0f} tokens (95 % interval {low:,.0f} to {high:,.0f})")
@@ -62,11 +67,7 @@ def _span(start: float, stop: float) -> str:
 
 
 def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | None) -> str:
-    metric = fit.metric
-    low, high = fit.range
-    if metric.memory:
-        if abs(slope) * (high - low) < 0.01 * float(np.abs(fit.points.y).max()):
-            return f"flat at {show_bytes(fixed)}"
+    if fit.metric.memory:
         sure = f" (95 % interval {interval[0]:,.0f} to {interval[1]:,.0f})" if interval else ""
         return f"{slope:,.0f} bytes per token{sure} on top of a fixed part of {show_bytes(fixed)}"
     text = f"{slope * 1e6:,.3f} µs per token of length on top of {fixed * 1e3:,.3f} ms"
@@ -82,14 +83,15 @@ def _parabola(fit: Fit, curve: Curve) -> str:
     _, high = fit.range
     if metric.memory:
         equal = f"; the two are equal at {abs(b / c):,.0f} tokens" if b * c > 0 and abs(b / c) < 10 * high else ""
-        return (
-            f"{b:,.0f} bytes per token and {c:,.4g} bytes per token² on top of a fixed part of {show_bytes(a)}{equal} "
-            "(a part that grows with length squared is typical of attention that stores its scores)"
+        text = (
+            f"{b:,.0f} bytes per token and {c:,.4g} bytes per token² on top of a fixed part of {show_bytes(a)}{equal}"
         )
+        typical = " (a part that grows with length squared is typical of attention that stores its scores)"
+        return text + (typical if c > 0 else "")
     return f"{a * 1e3:,.4g} ms {b * 1e6:+,.4g} µs per token {c * 1e9:+,.4g} ns per token²"
 
 
-def _dominates(fit: Fit, piece: int, pieces: int, slope: float) -> str:
+def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
     """What makes the peak on this piece: from the rows' phase peaks, otherwise what the slope allows to say."""
     if not fit.metric.memory:
         return ""
@@ -98,8 +100,7 @@ def _dominates(fit: Fit, piece: int, pieces: int, slope: float) -> str:
         return f"; the {phase} phase has the largest peak there in most rows"
     if pieces == 1:
         return ""
-    low, high = fit.range
-    if abs(slope) * (high - low) < 0.01 * float(np.abs(fit.points.y).max()):
+    if flat:
         return "; length does not matter there: weights, gradients and optimizer state dominate"
     return "; activations and other tensors that grow with length dominate"
 

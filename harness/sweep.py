@@ -24,13 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness import machine, outcome, plan
 from harness.attempt import RECORDING, Launcher, environment, steps
+from harness.command import CONF
 from harness.errors import UserError
 from harness.gpus import peak_flops
 from harness.journal import Journal, read, succeeded, terminal
 from harness.plan import Planned, Settings
 from harness.row import Outcome, Row
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
 PLAN = "plan.json"
 MIB = 1 << 20
 

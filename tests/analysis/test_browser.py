@@ -48,10 +48,15 @@ def test_the_report_in_chromium(tmp_path: Path) -> None:
 
         # dark background, light text; nothing wider than a phone
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+        room = "document.querySelector('#figure-0')._fullLayout._size.b"
+        wide = page.evaluate(room)
         page.set_viewport_size({"width": 400, "height": 800})
         page.wait_for_function("document.querySelector('#figure-0').dataset.narrow === 'true'")
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
         assert page.locator("b", has_text="made-up").count() == 0
+        page.set_viewport_size({"width": 1100, "height": 900})  # back: the legend's room goes with the legend
+        page.wait_for_function("document.querySelector('#figure-0').dataset.narrow === 'false'")
+        page.wait_for_function(f"{room} === {wide}", timeout=5000)
         page.emulate_media(media="print")
         assert page.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
         browser.close()

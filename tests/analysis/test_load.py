@@ -32,6 +32,21 @@ def test_the_fast_way_and_the_tolerant_way_agree(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(fast, slow[fast.columns], check_dtype=True)
 
 
+def test_a_column_that_only_later_pieces_of_a_journal_hold_has_its_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",), repeats=1)
+    rows[1] |= {"reason": "2026-01-01", "gpu_power_w": 300, "throttle_reasons": []}  # like a date, an int, and nothing
+    rows[2] |= {"gpu_power_w": 300.5, "rank_peak_reserved_bytes": [1, 2]}
+    monkeypatch.setattr(load, "_PIECE", 1)  # a line at a time
+    monkeypatch.setattr(load, "_read_lines", None)
+    frame = load.load(synthetic.write(tmp_path, rows)).frame
+    assert frame["reason"].tolist() == [pd.NA, "2026-01-01", pd.NA]
+    assert frame["gpu_power_w"].tolist() == [pd.NA, 300.0, 300.5]
+    assert list(frame["throttle_reasons"][1]) == []
+    assert list(frame["rank_peak_reserved_bytes"][2]) == [1.0, 2.0]
+
+
 def test_only_the_last_terminal_row_of_a_trial_counts() -> None:
     first = complete({"trial_id": "a", "terminal": False, "outcome": "crash", "attempt": 1})
     second = complete({"trial_id": "a", "terminal": True, "outcome": "ok", "attempt": 2, "seq_len": 8})

@@ -10,10 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
+from conftest import tiny
 
 from analysis import cli, figures, tables
 from analysis.content import collect
 from analysis.load import Table, from_frame
+from harness import plan
 from harness.row import Row, complete
 
 
@@ -25,7 +27,8 @@ def table(rows: list[Row]) -> Table:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A results folder with a report, made through the command line, without static images."""
     rows = synthetic.sweep(batches=(1, 2, 4))
-    rows[0] = {**rows[0], "throttle_reasons": ["sw_power_cap"], "plateau": False}
+    whole = plan.expand([tiny(seq_len=128)], 1)[0][0].resolved
+    rows[0] = {**rows[0], "throttle_reasons": ["sw_power_cap"], "plateau": False, "trial": whole}
     path = synthetic.write(tmp_path_factory.mktemp("results") / "sweep", rows)
     assert cli.main(["report", str(path), "--images", "none"]) == 0
     return path
@@ -83,7 +86,8 @@ def test_the_report_says_what_was_found_and_warns(folder: Path) -> None:
     assert "Allocator expandable against default: peak reserved SMALLER" in page
     assert "the GPU was throttled in 1 row: cudef-b1-s128-r0" in page
     assert "memory was still rising at the end of 1 row" in page
-    assert "python -m harness sweep -m model=made-up seq_len=128" in page
+    assert page.count("<code>python -m harness sweep model=tiny ") == 1
+    assert "no command: the resolved trial has no allocator" in page  # what the other rows hold is not a whole trial
     assert "<strong>104</strong> ok" in page and "<strong>16</strong> oom" in page
     assert re.search(r"plotly\.js v\d", page)
 
