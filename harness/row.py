@@ -81,7 +81,7 @@ COLUMNS: tuple[Column, ...] = (
         ("allocator", str, "", "name of the allocator configuration"),
         ("allocator_conf", str, "", "PYTORCH_CUDA_ALLOC_CONF as asked for, in canonical form"),
         ("allocator_conf_effective", str, "", "the settings that took effect, read back in the worker; null on CPU"),
-        ("runner", str, "", "torch, trainer, deepspeed or custom"),
+        ("runner", str, "", "torch, trainer, deepspeed, fsdp or custom"),
         ("device", str, "", "cuda or cpu (measured), simulated (predicted)"),
         ("simulated_gpu", str, "", "the card that is simulated; null where nothing is"),
         ("zero_stage", int, "", "DeepSpeed ZeRO stage; null for other runners"),

@@ -28,7 +28,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
@@ -268,6 +270,14 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     def devices() -> list[str]:
         return ["cpu", "cuda"]
 
+    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def shapes_outside(self: Any, schema: Any) -> Any:
+        """DTensor learns an operator's shapes on fake tensors of its own, of the whole shape; they take no memory."""
+        with _disable_current_modes():
+            return shapes(self, schema)
+
+    yield ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_outside
     yield autocast, "__init__", autocast_on_cpu
     yield torch, "clear_autocast_cache", clear_casts
     yield torch.utils, "swap_tensors", swap

@@ -6,7 +6,6 @@ autocast. `runner.options` is merged over the generated configuration, key by ke
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ import deepspeed
 import torch
 
 from harness.trial import Trial
-from runners import build
+from runners import build, ranks
 from runners.measure import Meter
-
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
@@ -26,8 +23,7 @@ def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[
     if trial.device.name == "cpu":
         # The shared-memory communication kernel would be compiled on first use, for 20 s; gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _rendezvous()
-    deepspeed.init_distributed(dist_backend=BACKENDS[device.type], verbose=False)
+    deepspeed.init_distributed(dist_backend=ranks.join(trial, device), verbose=False)
     config = ds_config(trial)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.runner.zero_stage == 3, dtype=dtype):
@@ -84,10 +80,3 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         held = merged.get(key)
         merged[key] = _merged(held, value) if isinstance(held, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def _rendezvous() -> None:
-    """A single rank meets nobody, but without these variables DeepSpeed asks for MPI."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for key, value in alone.items():
-        os.environ.setdefault(key, value)

@@ -51,7 +51,7 @@ def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None) -> P
                 continue
             number = event - 1
             try:
-                simulator.malloc(number, trace.sizes[number])
+                simulator.malloc(number, trace.sizes[number], trace.streams[number])
             except OutOfMemory:
                 failed_request = trace.sizes[number]
                 break

@@ -25,9 +25,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runners.cuda_like import Capability
+from runners.dispatch import sharded, storage_resizes
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
-CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporaries", "workspaces")
+CATEGORIES = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "communication",
+    "temporaries",
+    "workspaces",
+)
 MATMULS = {
     getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")
 }
@@ -52,9 +62,13 @@ class Mark:
 
 @dataclass
 class Trace:
-    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
+    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it.
+
+    `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
+    """
 
     sizes: list[int] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -79,6 +93,7 @@ class Tracer(TorchDispatchMode):
         self._known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
+        self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._closed = False
 
     @contextlib.contextmanager
@@ -86,7 +101,7 @@ class Tracer(TorchDispatchMode):
         """Trace everything that runs inside."""
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), self:
+            with storage_resizes(self._resized), FakeTensorMode(allow_non_fake_inputs=True), self:
                 yield
         finally:
             hook.remove()
@@ -94,6 +109,8 @@ class Tracer(TorchDispatchMode):
             self.trace.categories = self._categories()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func in MATMULS:
             self._handle()
@@ -105,6 +122,8 @@ class Tracer(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and not self.in_step:
             return 0  # the Trainer's own bookkeeping after training
+        if func.namespace == "c10d":
+            self._known["communication"] |= {n for t in tensors if (n := self._number(t)) is not None}
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
             self._track(tensor)
@@ -142,14 +161,17 @@ class Tracer(TorchDispatchMode):
             self._known["workspaces"].add(self._allocate(self._workspace))
 
     def _number(self, tensor: torch.Tensor) -> int | None:
+        tensor = _own(tensor)
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return None
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def _track(self, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
             return
-        storage = tensor.untyped_storage()
+        self._hold(tensor.untyped_storage())
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._numbers:
             return
@@ -159,13 +181,23 @@ class Tracer(TorchDispatchMode):
         self._numbers[key] = self._allocate(size)
         self._references[key] = weakref.ref(storage, functools.partial(self._release, key))
 
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees the weights that it gathered, and makes room for them again, in one and the same storage."""
+        if storage._cdata in self._numbers:
+            self._release(storage._cdata)
+        self._hold(storage)
+        number = self._numbers.get(storage._cdata)
+        if number is not None:
+            self._known["communication"].add(number)
+
     def _allocate(self, size: int) -> int:
         number = len(self.trace.sizes)
         self.trace.sizes.append(size)
+        self.trace.streams.append(self._streams.setdefault(torch.cpu.current_stream(), len(self._streams)))
         self.trace.events.append(number + 1)
         return number
 
-    def _release(self, key: int, _reference: Any) -> None:
+    def _release(self, key: int, _reference: Any = None) -> None:
         number = self._numbers.pop(key)
         del self._references[key]
         if not self._closed:
@@ -187,10 +219,16 @@ class Tracer(TorchDispatchMode):
                 if origin is mark and mark.phase == "forward":
                     categories[number] = "activations"
             start = mark.end
-        for name in ("buffers", "optimizer_state", "gradients", "parameters", "workspaces"):
+        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", "workspaces"):
             for number in self._known[name]:
                 categories[number] = name
         return categories
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is sharded over ranks: FSDP's DTensor, ZeRO-3's partition."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
+    return part
 
 
 def _in_backward() -> bool:
