@@ -82,20 +82,26 @@ def behave(capability: Capability) -> Iterator[None]:
 
 
 class CudaIsHere(TorchFunctionMode):
-    """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there."""
+    """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there.
+
+    What DeepSpeed names "cpu" is on device meta instead: it is host memory, which is not traced.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
-        return func(*map(_on_cpu, args), **{key: _on_cpu(value) for key, value in (kwargs or {}).items()})
+        host = "cpu"
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("deepspeed."):
+            host = "meta"
+            if func is torch.Tensor.cpu:
+                return args[0].to(host)
+        return func(*(_placed(v, host) for v in args), **{k: _placed(v, host) for k, v in (kwargs or {}).items()})
 
 
-def _on_cpu(value: Any) -> Any:
-    if (isinstance(value, torch.device) and value.type == "cuda") or (
-        isinstance(value, str) and value.partition(":")[0] == "cuda"
-    ):
-        return torch.device("cpu")
-    return value
+def _placed(value: Any, host: str) -> Any:
+    if isinstance(value, str):
+        return "cpu" if value.partition(":")[0] == "cuda" else host if value == "cpu" else value
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
 def _registered(key: str) -> set[str]:
@@ -267,6 +273,13 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         """`Module.to` swaps fake parameters, and torch's own function refuses where fake mode watches them."""
         old.data = new.data
 
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward_here(*args: Any, **kwargs: Any) -> Any:
+        """A function mode steps aside for `backward`, but hooks in the backward pass name devices too."""
+        with CudaIsHere():
+            return run_backward(*args, **kwargs)
+
     def devices() -> list[str]:
         return ["cpu", "cuda"]
 
@@ -280,6 +293,8 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     yield ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_outside
     yield autocast, "__init__", autocast_on_cpu
     yield torch, "clear_autocast_cache", clear_casts
+    yield torch.autograd, "_engine_run_backward", run_backward_here
+    yield torch.Tensor, "record_stream", lambda tensor, stream: None
     yield torch.utils, "swap_tensors", swap
     yield torch.amp.GradScaler, "_maybe_opt_step", step
     for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):

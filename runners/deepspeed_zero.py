@@ -6,6 +6,8 @@ autocast. `runner.options` is merged over the generated configuration, key by ke
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,18 @@ import deepspeed
 import torch
 
 from harness.trial import Trial
-from runners import build, ranks
+from runners import build, ranks, trace, zero_traced
 from runners.measure import Meter
 
 
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
     """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built and the ds config."""
-    if trial.device.name == "cpu":
+    with zero_traced.behave() if trial.device.name == "simulated" else contextlib.nullcontext():
+        return _run(trial, device, meter)
+
+
+def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
+    if trial.device.name != "cuda":
         # The shared-memory communication kernel would be compiled on first use, for 20 s; gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=ranks.join(trial, device), verbose=False)
@@ -33,6 +40,9 @@ def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[
         model=net, model_parameters=net.parameters(), optimizer=client, config=config
     )
     data = build.data(trial)
+    tracer = trace.active()
+    if tracer is not None:
+        tracer.held = functools.partial(zero_traced.held, optimizer)
     meter.built()
     micro = 0
     for _ in range(trial.steps()):

@@ -33,7 +33,7 @@ from runners.measure import Meter, backward_boundaries, plateau
 from runners.predict import Prediction, replay
 from runners.trace import Mark, Trace, Tracer
 
-FORMAT = 1  # of a kept trace; raise it when traces change
+FORMAT = 2  # of a kept trace; raise it when traces change
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -79,12 +79,29 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     if predicted.failed is not None:
         raise SimulatedOutOfMemoryError(_refused(predicted, card, replay(trace, config, None)))
     return columns(predicted) | details | {
+        "prediction_basis": basis(trial),
+        "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
         "gpu_name": card.name,
         "device_total_bytes": limit,
         "allocator_conf_effective": config.render(),
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
     }  # fmt: skip
+
+
+def basis(trial: Trial) -> dict[str, str]:
+    """How good each predicted part is: exact, traced or estimate (harness/row.py says what they mean).
+
+    With several ranks, collectives run beside the computation, and when they let go of their blocks is not known.
+    """
+    sharded = trial.runner.name in ("deepspeed", "fsdp")
+    return {
+        **dict.fromkeys(("parameters", "buffers", "gradients", "optimizer_state"), "exact"),
+        **dict.fromkeys(("activations", "temporaries"), "traced"),
+        **({"communication": "estimate"} if sharded else {}),
+        "workspaces": "estimate",
+        "reserved": "estimate" if sharded else "traced",
+    }
 
 
 def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
@@ -133,7 +150,7 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
 def trace_key(trial: Trial, card: Gpu) -> str:
     """Names what a trace depends on: all of a trial that can change it, the card's generation, versions."""
     axes = trial.model_dump(mode="json", exclude={"allocator", "protocol", "repeat", "device"})
-    versions = [machine.version(package) for package in ("torch", "transformers", "accelerate")]
+    versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
     text = json.dumps([FORMAT, axes, card.capability, versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -14,15 +14,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from runners.cuda_like import Capability
 from runners.dispatch import sharded, storage_resizes
@@ -48,6 +49,7 @@ IN_PLACE = {
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
 }
+FRAMEWORKS = ("deepspeed", "accelerate")  # they look at gradients' norms and at the loss scale; nothing is lost by 0
 KIB = 1 << 10
 
 
@@ -63,6 +65,7 @@ class Mark:
 @dataclass
 class Trace:
     """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it.
+    Event 0 is `torch.cuda.empty_cache`.
 
     `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
     """
@@ -95,15 +98,20 @@ class Tracer(TorchDispatchMode):
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._closed = False
+        # tensors that are neither a parameter's nor its gradient, by category; asked for when a backward pass ends
+        self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
         """Trace everything that runs inside."""
+        empty_cache = torch.cuda.empty_cache
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         try:
+            torch.cuda.empty_cache = lambda: self.trace.events.append(0)
             with storage_resizes(self._resized), FakeTensorMode(allow_non_fake_inputs=True), self:
                 yield
         finally:
+            torch.cuda.empty_cache = empty_cache
             hook.remove()
             self._closed = True
             self.trace.categories = self._categories()
@@ -117,13 +125,15 @@ class Tracer(TorchDispatchMode):
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
             func = IN_PLACE[func]
         tensors = list(_tensors((*args, *kwargs.values())))
-        if tensors and all(not isinstance(t, FakeTensor) and t.numel() <= 1 for t in tensors):
+        valueless = [isinstance(t, FakeTensor) or t.is_meta for t in tensors]
+        if func is torch.ops.aten._local_scalar_dense.default and any(valueless):
+            if not self.in_step or _framework_asks():
+                return 0  # the Trainer's own bookkeeping after training; a framework's check for overflow
+        elif tensors and not any(valueless) and all(t.numel() <= 1 for t in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and not self.in_step:
-            return 0  # the Trainer's own bookkeeping after training
         if func.namespace == "c10d":
-            self._known["communication"] |= {n for t in tensors if (n := self._number(t)) is not None}
+            self._know("communication", tensors)
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
             self._track(tensor)
@@ -136,22 +146,30 @@ class Tracer(TorchDispatchMode):
         # type() first: a lazy module's __class__ may import on being asked
         tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
-        self._known["parameters"] = {n for p in self._parameters if (n := self._number(p)) is not None}
+        self._know("parameters", self._parameters)
         self.mark(None, "load")
 
     def mark(self, step: int | None, phase: Phase) -> None:
         """A phase ends here."""
         if phase == "backward":
-            grads = (p.grad for p in self._parameters)
-            self._known["gradients"] |= {n for g in grads if g is not None and (n := self._number(g)) is not None}
+            held = self.held()
+            grads = [p.grad for p in self._parameters if p.grad is not None]
+            self._know("gradients", [*grads, *held.get("gradients", [])])
+            buckets = {self._number(bucket) for bucket in held.get("communication", [])}
+            self._known["communication"] |= buckets - {None}
+            for name in ("gradients", "buffers"):
+                self._known[name] -= buckets
         self.trace.marks.append(Mark(len(self.trace.events), step, phase))
+
+    def _know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        self._known[category] |= {n for t in tensors if (n := self._number(t)) is not None}
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
-            for tensor in _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)):
-                number = self._number(tensor)
-                if number is not None:
-                    self._known["optimizer_state"].add(number)
+            self._know("optimizer_state", _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)))
+        for group in optimizer.param_groups:  # of half precision's master weights; the model's own count as such
+            self._know("optimizer_state", group["params"])
+            self._know("gradients", [p.grad for p in group["params"] if p.grad is not None])
 
     def _handle(self) -> None:
         """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good."""
@@ -213,8 +231,8 @@ class Tracer(TorchDispatchMode):
             for event in trace.events[start : mark.end]:
                 if event > 0:
                     made[event - 1] = mark
-                else:
-                    made.pop(-event - 1)
+                elif event < 0:
+                    made.pop(-event - 1, None)
             for number, origin in made.items():
                 if origin is mark and mark.phase == "forward":
                     categories[number] = "activations"
@@ -225,6 +243,12 @@ class Tracer(TorchDispatchMode):
         return categories
 
 
+def active() -> Tracer | None:
+    """The tracer that records at this moment, if one does."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, Tracer)), None)
+
+
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that is sharded over ranks: FSDP's DTensor, ZeRO-3's partition."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
@@ -233,6 +257,17 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _framework_asks() -> bool:
+    """Whether DeepSpeed's or Accelerate's own code wants a value, not the model's or the user's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("torch", "runners"):
+            return package in FRAMEWORKS
+        frame = frame.f_back
+    return False
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
