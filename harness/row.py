@@ -118,7 +118,7 @@ COLUMNS: tuple[Column, ...] = (
         ("peak_temporaries_bytes", int, "B", "simulated: of peak_allocated_bytes, everything short-lived"),
         ("peak_workspaces_bytes", int, "B", "simulated: of peak_allocated_bytes, cuBLAS workspaces"),
         ("peak_rounding_bytes", int, "B", "simulated: of peak_allocated_bytes, what the allocator's rounding added"),
-        ("prediction_basis", dict, "", "simulated: for each predicted part, exact (follows from shapes and dtypes), traced (what the code allocates on fake tensors) or estimate (rests on what a trace does not show)"),
+        ("prediction_basis", str, "", "simulated: which parts are exact (follow from shapes and dtypes), traced (what the code allocates on fake tensors) and estimate (rest on what a trace does not show)"),
         ("load_peak_allocated_bytes", int, "B", "peak allocated while model and optimizer were built"),
         ("load_peak_reserved_bytes", int, "B", "peak reserved while model and optimizer were built"),
         ("forward_peak_allocated_bytes", int, "B", "peak allocated in the forward phase of the probe step"),

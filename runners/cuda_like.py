@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -269,9 +270,14 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     def step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
 
+    swap_tensors = torch.utils.swap_tensors
+
     def swap(old: torch.Tensor, new: torch.Tensor) -> None:
         """`Module.to` swaps fake parameters, and torch's own function refuses where fake mode watches them."""
-        old.data = new.data
+        if isinstance(old, DTensor):
+            swap_tensors(old, new)
+        else:
+            old.data = new.data
 
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 

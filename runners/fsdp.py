@@ -9,11 +9,12 @@ again for its backward pass).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from harness.trial import InvalidTrial, Trial
@@ -24,9 +25,8 @@ from runners.measure import Meter
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
     """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built."""
     ranks.join(trial, device)
-    with init_empty_weights(include_buffers=False):  # no rank ever holds the whole model
+    with weightless():  # no rank ever holds the whole model
         net = build.model(trial, device)
-    net.tie_weights()
     parameters = build.parameters(net)
     half = trial.precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
@@ -65,6 +65,23 @@ def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
     if not lists:
         raise InvalidTrial("runner=fsdp: the model has no list of blocks (torch.nn.ModuleList) to shard one by one")
     return list(max(lists, key=build.parameters))
+
+
+@contextlib.contextmanager
+def weightless() -> Iterator[None]:
+    """Modules made inside have their parameters on device meta, each from the moment it is theirs."""
+    register = torch.nn.Module.register_parameter
+
+    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def materialize(net: torch.nn.Module, device: torch.device) -> None:

@@ -89,19 +89,15 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def basis(trial: Trial) -> dict[str, str]:
-    """How good each predicted part is: exact, traced or estimate (harness/row.py says what they mean).
+def basis(trial: Trial) -> str:
+    """Which predicted parts are exact, traced and estimates (harness/row.py says what that means).
 
-    With several ranks, collectives run beside the computation, and when they let go of their blocks is not known.
+    Collectives of several ranks run beside the computation, and when they let go of their blocks is not known.
     """
     sharded = trial.runner.name in ("deepspeed", "fsdp")
-    return {
-        **dict.fromkeys(("parameters", "buffers", "gradients", "optimizer_state"), "exact"),
-        **dict.fromkeys(("activations", "temporaries"), "traced"),
-        **({"communication": "estimate"} if sharded else {}),
-        "workspaces": "estimate",
-        "reserved": "estimate" if sharded else "traced",
-    }
+    return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
+        "; estimate: communication, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
+    )
 
 
 def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
