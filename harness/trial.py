@@ -30,7 +30,7 @@ from harness.errors import UserError
 from harness.gpus import GPUS
 
 # Raise a runner's number when what it measures changes: old rows then no longer count as finished.
-MEASUREMENT_VERSIONS = {"torch": 1, "trainer": 1, "deepspeed": 1, "fsdp": 1, "custom": 1}
+MEASUREMENT_VERSIONS = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}
 FSDP_OPTIONS = ("reshard_after_forward",)
 
 
@@ -246,8 +246,6 @@ def _simulated(trial: Trial) -> str | None:
             f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
             "simulated; measure it on device=cuda"
         )
-    if trial.runner.name == "trainer" and trial.precision == "fp16":
-        return "runner=trainer in fp16 cannot be simulated yet; use precision=bf16, or runner=torch"
     if trial.attention == "flash_attention_2":
         return "attention flash_attention_2 cannot be simulated; sdpa runs the same flash kernel in half precision"
     if trial.weights == "pretrained":

@@ -33,7 +33,8 @@ def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
     deepspeed.init_distributed(dist_backend=ranks.join(trial, device), verbose=False)
     config = ds_config(trial)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.runner.zero_stage == 3, dtype=dtype):
+    # given a dtype, ZeRO-3 overrides it where fp16 is not supported, as on many CPUs; the configuration is heeded
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.runner.zero_stage == 3):
         net = build.model(trial, device, dtype)
     client = None if "optimizer" in config else build.optimizer(trial, net.parameters())
     engine, optimizer, _, _ = deepspeed.initialize(

@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from harness.trial import InvalidTrial, Trial
 from runners import build, ranks
@@ -61,10 +62,10 @@ def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
 
     Raises InvalidTrial for a model without one.
     """
-    lists = [m for m in net.modules() if isinstance(m, torch.nn.ModuleList)]
+    lists = [list(m) for m in net.modules() if isinstance(m, torch.nn.ModuleList)]
     if not lists:
         raise InvalidTrial("runner=fsdp: the model has no list of blocks (torch.nn.ModuleList) to shard one by one")
-    return list(max(lists, key=build.parameters))
+    return max(lists, key=lambda found: sum(map(build.parameters, found)))
 
 
 @contextlib.contextmanager
@@ -77,7 +78,7 @@ def weightless() -> Iterator[None]:
             parameter = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -89,7 +90,8 @@ def materialize(net: torch.nn.Module, device: torch.device) -> None:
     net._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
+            shard = cast(DTensor, parameter).to_local()
             if parameter.dim() > 1:
-                parameter.to_local().normal_(0, 0.02)
+                shard.normal_(0, 0.02)
             else:
-                parameter.to_local().fill_(0 if name.endswith("bias") else 1)
+                shard.fill_(0 if name.endswith("bias") else 1)

@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -155,8 +156,8 @@ class Tracer(TorchDispatchMode):
             held = self.held()
             grads = [p.grad for p in self._parameters if p.grad is not None]
             self._know("gradients", [*grads, *held.get("gradients", [])])
-            buckets = {self._number(bucket) for bucket in held.get("communication", [])}
-            self._known["communication"] |= buckets - {None}
+            buckets = {n for bucket in held.get("communication", []) if (n := self._number(bucket)) is not None}
+            self._known["communication"] |= buckets
             for name in ("gradients", "buffers"):
                 self._known[name] -= buckets
         self.trace.marks.append(Mark(len(self.trace.events), step, phase))
@@ -261,7 +262,7 @@ def _in_backward() -> bool:
 
 def _framework_asks() -> bool:
     """Whether DeepSpeed's or Accelerate's own code wants a value, not the model's or the user's."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in ("torch", "runners"):
