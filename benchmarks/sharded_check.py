@@ -117,7 +117,8 @@ def real(case: tuple[str, int | None, str], world: int) -> dict[str, int]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [forked(as_rank, case, world, rank, port) for rank in range(world)]
-    return [dict(rank.recv()) for rank in ranks][0]
+    found = [dict(rank.recv()) for rank in ranks]
+    return found[0]
 
 
 def forked(function: Callable[..., dict[str, int]], *arguments: Any) -> Any:

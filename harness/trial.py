@@ -246,6 +246,8 @@ def _simulated(trial: Trial) -> str | None:
             f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
             "simulated; measure it on device=cuda"
         )
+    if trial.runner.offload_param:
+        return "runner.offload_param cannot be simulated; offload_optimizer can, or measure on device=cuda"
     if trial.attention == "flash_attention_2":
         return "attention flash_attention_2 cannot be simulated; sdpa runs the same flash kernel in half precision"
     if trial.weights == "pretrained":

@@ -85,7 +85,7 @@ def behave(capability: Capability) -> Iterator[None]:
 class CudaIsHere(TorchFunctionMode):
     """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there.
 
-    What DeepSpeed names "cpu" is on device meta instead: it is host memory, which is not traced.
+    What DeepSpeed names "cpu" is on device meta instead: host memory (offload), which is not traced.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

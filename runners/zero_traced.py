@@ -3,8 +3,8 @@
 `behave` gives DeepSpeed an accelerator like CUDA's, with streams that are only told apart, and answers the questions
 that have no answer here as on a run where all goes well: no overflow, nothing to clip, all ranks agree.
 
-Not covered: everything else that CUDA does differently (cuda_like.py); blocks that a side stream still uses when they
-are freed (`record_stream`) go back to the allocator at once.
+Not covered: everything else that CUDA does differently (cuda_like.py, which also keeps host memory apart); blocks that
+a side stream still uses when they are freed (`record_stream`) go back to the allocator at once.
 """
 
 from __future__ import annotations
