@@ -30,7 +30,7 @@ def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
     if trial.device.name != "cuda":
         # The shared-memory communication kernel would be compiled on first use, for 20 s; gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=ranks.join(trial, device), verbose=False)
+    deepspeed.init_distributed(dist_backend=ranks.backend(trial, device), verbose=False)
     config = ds_config(trial)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
     # given a dtype, ZeRO-3 overrides it where fp16 is not supported, as on many CPUs; the configuration is heeded

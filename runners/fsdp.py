@@ -25,13 +25,12 @@ from runners.measure import Meter
 
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
     """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built."""
-    ranks.join(trial, device)
+    mesh = ranks.mesh(trial, device)
     with weightless():  # no rank ever holds the whole model
         net = build.model(trial, device)
-    parameters = build.parameters(net)
     half = trial.precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-    shared = {"mesh": ranks.mesh(trial, device), "mp_policy": policy, **trial.runner.options}
+    shared = {"mesh": mesh, "mp_policy": policy, **trial.runner.options}
     for unit in (*blocks(net), net):
         fully_shard(unit, **shared)
     materialize(net, device)
@@ -51,7 +50,6 @@ def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[
         optimizer.zero_grad(set_to_none=True)
         meter.step_end(loss)
     return build.describe(net, optimizer) | {
-        "parameters": parameters,
         "padding_fraction": data.padding_fraction,
         "runner_config": {"units": len(blocks(net)) + 1, "mp_policy": str(policy), **trial.runner.options},
     }

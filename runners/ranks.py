@@ -18,15 +18,14 @@ from harness.trial import Trial
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
-def join(trial: Trial, device: torch.device) -> str:
-    """Join the trial's process group; returns its backend's name."""
+def backend(trial: Trial, device: torch.device) -> str:
+    """Prepare the rendezvous; the name of the backend to join with. A simulated run has joined when this returns."""
     world = trial.runner.world_size
     # a single rank meets nobody, but without these variables DeepSpeed asks for MPI
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for key, value in alone.items():
         os.environ.setdefault(key, value)
     if trial.device.name != "simulated":
-        dist.init_process_group(BACKENDS[device.type])
         return BACKENDS[device.type]
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -38,6 +37,9 @@ def join(trial: Trial, device: torch.device) -> str:
 
 
 def mesh(trial: Trial, device: torch.device) -> DeviceMesh:
-    """All ranks in one dimension; its table of ranks is a real tensor also where everything else is fake."""
+    """Join, and all ranks in one dimension; its table of ranks is a real tensor where everything else is fake."""
+    name = backend(trial, device)
+    if not dist.is_initialized():
+        dist.init_process_group(name)
     with _disable_current_modes():
         return init_device_mesh(device.type, (trial.runner.world_size,))
