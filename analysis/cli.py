@@ -80,6 +80,14 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(verb=_compare)
 
+    calibrate = verbs.add_parser(
+        "calibrate", help="estimated speed of simulated rows, corrected by measured rows of equal settings"
+    )
+    calibrate.add_argument("rows", type=Path, metavar="MEASURED", help="rows measured on CUDA")
+    calibrate.add_argument("simulated", type=Path, metavar="SIMULATED", help="simulated rows; may be the same")
+    calibrate.add_argument("--json", action="store_true")
+    calibrate.set_defaults(verb=_calibrate, columns=None, mapping=None)
+
     timeline = verbs.add_parser("timeline", help="draw the what-if table of a replayed recording")
     timeline.add_argument("data", type=Path, help="the table as JSON, with timelines")
     timeline.add_argument("out", type=Path, help="the HTML page to write")
@@ -182,6 +190,34 @@ def _compare(arguments: argparse.Namespace) -> int:
     else:
         print(compare.text(found))
     return 1 if found.worse else 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from analysis import tables
+    from analysis.calibrate import calibrate, calibrated, together
+    from analysis.load import groups
+
+    table = _open(arguments)
+    notes: list[str] = []
+    if arguments.simulated != arguments.rows:
+        table, notes = together(table, _open(arguments, arguments.simulated))
+    calibrations, missing = calibrate(table)
+    if not calibrations:
+        raise UserError("nothing can be calibrated: " + "; ".join(missing))
+    rows = calibrated(table, calibrations)
+    if arguments.json:
+        plain = json.loads(rows.to_json(orient="records"))
+        _print_json({"calibrations": [c.as_json() for c in calibrations], "rows": plain, "notes": [*notes, *missing]})
+        return 0
+    print(tables.markdown(tables.of_calibrations(calibrations)))
+    simulated = [g for g in groups(table) if g.take("device")["device"].eq("simulated").all()]
+    print(tables.markdown(tables.of_estimates(simulated, rows)))
+    print("° calibrated, beyond what was measured")
+    for one in calibrations:
+        print(f"tokens/s of {one.gpu} in {one.precision}: {one.text()}")
+    for note in (*notes, *missing):
+        print(f"note: {note}")
+    return 0
 
 
 def _frontier(arguments: argparse.Namespace) -> int:

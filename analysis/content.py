@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from analysis import figures, figures_rows, findings, tables, words
+from analysis.calibrate import calibrate, calibrated
 from analysis.fit import Fit, fit_table
 from analysis.frontier import Limit, frontier
 from analysis.load import Table, groups
@@ -64,6 +65,11 @@ def collect(table: Table) -> Content:
     notes += replay_notes
     predicted = figures_rows.predicted_against_measured(table)
     drawn += [predicted] if predicted else []
+    calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
+    estimates = calibrated(table, calibrations)
+    beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
+    found += findings.calibrations(calibrations, estimates)
+    notes += calibration_notes if len(estimates) else []
     sweep = findings.values(table.frame, "sweep") or table.source
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     when = "" if pd.isna(first) else f", {first} to {last}"
@@ -79,6 +85,12 @@ def collect(table: Table) -> Content:
             ("Settings", "settings", tables.of_groups(all_groups[:60])),
             ("Fitted curves", "fits", tables.of_fits(fits)),
             ("Largest length that fits (° beyond the measured lengths)", "frontier", tables.of_limits(limits)),
+            (
+                f"Estimated throughput (roofline, not measured{beyond})",
+                "estimated_throughput",
+                tables.of_estimates(all_groups[:60], estimates),
+            ),
+            ("Calibration of the estimated throughput", "calibration", tables.of_calibrations(calibrations)),
             *replays,
         ],
         fits=fits,

@@ -38,6 +38,15 @@ def mfu(groups: Sequence[Group]) -> Figure | None:
     )  # fmt: skip
 
 
+def estimated(groups: Sequence[Group]) -> Figure | None:
+    """Estimated tokens per second against length; only simulated rows have it."""
+    return _lines(
+        groups, "estimated_tokens_per_s", 1.0, "estimated_throughput", "Estimated throughput (roofline, not measured)",
+        "estimated throughput (tokens/s, not measured)", "Roofline estimate of simulated rows, each kernel at its "
+        "card's peak: as a rule more than a real run reaches.", ("gpu_name", "precision", "micro_batch"),
+    )  # fmt: skip
+
+
 def _lines(
     groups: Sequence[Group], column: str, scale: float, name: str, title: str, axis: str, caption: str,
     prefer: Sequence[str],
@@ -324,8 +333,8 @@ def predicted_against_measured(table: Table) -> Figure | None:
 
 def of_rows(groups: Sequence[Group], limits: Sequence[Limit]) -> list[Figure]:
     """All figures of this module that these rows allow, in reading order."""
-    drawn = [unallocated(groups), mfu(groups), phases(groups), categories(groups), *steps(groups), heat_map(groups),
-             pareto(groups), frontier_chart(limits, groups)]  # fmt: skip
+    drawn = [unallocated(groups), mfu(groups), estimated(groups), phases(groups), categories(groups), *steps(groups),
+             heat_map(groups), pareto(groups), frontier_chart(limits, groups)]  # fmt: skip
     return [figure for figure in drawn if figure is not None]
 
 

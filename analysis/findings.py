@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import compare, words
+from analysis.calibrate import Calibration
 from analysis.figures import others_equal
 from analysis.fit import Fit
 from analysis.load import Group, Table
@@ -58,7 +59,8 @@ def asked(table: Table) -> dict[str, str]:
 
 def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: int = 10) -> list[str]:
     """Key findings, the most important first."""
-    found = [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table), *_edge(groups)]
+    found = [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table), *_estimated(table),
+             *_edge(groups)]  # fmt: skip
     return found[:most]
 
 
@@ -132,6 +134,33 @@ def _fastest(table: Table) -> list[str]:
         f"Highest throughput: {float(best['tokens_per_s']):,.0f} tokens/s at {length}{batch}{mfu} "
         f"(trial {best['trial_id']})."
     ]
+
+
+def _estimated(table: Table, most: int = 3) -> list[str]:
+    """The fastest simulated row of each card, by the roofline."""
+    speed = "estimated_tokens_per_s"
+    rows = table.ok(speed, "seq_len", "micro_batch", "precision", "simulated_gpu").dropna(subset=[speed])
+    best = rows.sort_values(speed, ascending=False).drop_duplicates("simulated_gpu").head(most)
+    return [
+        f"Estimated (roofline, not measured): at most {row[speed]:,.0f} tokens/s at {row['seq_len']:,} tokens, batch "
+        f"{row['micro_batch']}, {row['precision']} on {row['simulated_gpu']}."
+        for _, row in best.iterrows()
+    ]
+
+
+def calibrations(found: Sequence[Calibration], rows: pd.DataFrame) -> list[str]:
+    """Each calibration's fastest row, with how far the estimate may be trusted. `rows` are calibrate.calibrated's."""
+    sentences = []
+    for one in found:
+        mine = rows[rows["simulated_gpu"].eq(one.gpu) & rows["precision"].eq(one.precision)]
+        mine = mine[~mine["extrapolated"]].sort_values("calibrated_tokens_per_s", ascending=False)
+        if len(mine):
+            best = mine.iloc[0]
+            sentences.append(
+                f"Not measured: {best['calibrated_tokens_per_s']:,.0f} tokens/s at {best['seq_len']:,} tokens, batch "
+                f"{best['micro_batch']} ({one.text()})."
+            )
+    return sentences
 
 
 def _edge(groups: Sequence[Group]) -> list[str]:

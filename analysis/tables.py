@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import words
+from analysis.calibrate import PARTS, SECONDS, Calibration
 from analysis.fit import Fit
 from analysis.frontier import Limit
 from analysis.load import Group
@@ -72,6 +73,48 @@ def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
         text = f"{limit.value:,}" if limit.value is not None else limit.remark
         line[f"{limit.gib:g} GiB"] = text + "°" * (limit.extrapolated and limit.value is not None)
     return pd.DataFrame(list(lines.values()))
+
+
+def of_calibrations(calibrations: Sequence[Calibration]) -> pd.DataFrame:
+    """One line per calibration: efficiencies (what share of the roofline's speed real kernels reach) and errors."""
+    lines = []
+    for one in calibrations:
+        line = {"GPU": one.gpu, "precision": one.precision, "measured rows": f"{one.rows:,}"}
+        line["configurations"] = f"{one.configurations:,}"
+        for part, found in zip(PARTS, one.efficiencies(), strict=True):
+            line[f"{part} efficiency"] = "–" if found is None else f"{found[0]:.2f} ± {found[1]:.2f}"
+        line["leave-one-out error, median"] = f"{100 * one.median_error:.1f} %"
+        line["worst"] = f"{100 * one.worst_error:.1f} %"
+        line["remark"] = one.remark()
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 6) -> pd.DataFrame:
+    """Estimated speed of each group at up to `most` lengths, what bounds it, and calibrated where that is possible."""
+    steps = calibrated.set_index("trial_id")
+    lines = []
+    for group in groups if len(steps) else ():
+        rows = group.ok(*SECONDS, "estimated_tokens_per_s", "estimated_step_s", "seq_len").sort_values("seq_len")
+        rows = rows.drop_duplicates("seq_len")
+        rows = rows.iloc[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int))]
+        for _, row in rows.iterrows():
+            shares = (
+                f"{p} {100 * row[s] / row['estimated_step_s']:.0f} %" for p, s in zip(PARTS, SECONDS, strict=True)
+            )
+            line = {
+                "settings": group.label,
+                "length (tokens)": f"{int(row['seq_len']):,}",
+                "estimated, at most (tokens/s)": f"{row['estimated_tokens_per_s']:,.0f}",
+                "bound by": ", ".join(shares),
+            }
+            if steps["calibrated_step_s"].notna().any():
+                step = steps.loc[row["trial_id"]]
+                speed = step["calibrated_tokens_per_s"]
+                mark = "°" if step["extrapolated"] else ""
+                line["estimated, calibrated (tokens/s)"] = "–" if pd.isna(speed) else f"{speed:,.0f}{mark}"
+            lines.append(line)
+    return pd.DataFrame(lines)
 
 
 def markdown(frame: pd.DataFrame) -> str:

@@ -103,6 +103,7 @@ ANALYSIS = {
     "fit": "fit peak memory or speed against sequence length",
     "frontier": "the largest length per batch, or batch per length, that fits",
     "compare": "compare two sets of rows",
+    "calibrate": "correct the estimated speed of simulated rows by measured rows",
     "paper": "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
 }
 

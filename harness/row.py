@@ -160,6 +160,17 @@ COLUMNS: tuple[Column, ...] = (
         ("loss_last", float, "", "loss of the last measured step"),
     ),
     *_columns(
+        "estimate",
+        ("estimated_step_s", float, "s", "roofline estimate of a simulated row, not measured: as a rule a lower bound; the three parts below sum to it"),
+        ("estimated_tokens_per_s", float, "tokens/s", "roofline estimate, not measured, as a rule an upper bound on speed: tokens of a step / estimated_step_s"),
+        ("estimated_compute_s", float, "s", "roofline estimate, not measured: kernels bound by the peak FLOP/s of their precision"),
+        ("estimated_memory_s", float, "s", "roofline estimate, not measured: kernels bound by the memory's bandwidth"),
+        ("estimated_launch_s", float, "s", "roofline estimate, not measured: kernels bound by the time of a launch, which is assumed"),
+        ("estimated_flops", int, "FLOP", "simulated, not measured: matrix products, convolutions and attention of one optimizer step, recomputation included"),
+        ("estimated_moved_bytes", int, "B", "simulated, not measured: what the kernels of one optimizer step read and write at least"),
+        ("estimated_launches", int, "", "simulated, not measured: kernel launches of one optimizer step"),
+    ),
+    *_columns(
         "health",
         ("gpu_temperature_c", int, "°C", "temperature after the measured steps"),
         ("gpu_power_w", float, "W", "mean power over the measured steps: energy / elapsed"),

@@ -118,7 +118,8 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
         finished = terminal(rows)
         todo = plan.pending(planned, finished, settings.retry_failed)
         _write_plan(folder, planned)
-        print(f"{len(planned)} trials, {len(planned) - len(todo)} finished before, {len(todo)} to do → {folder}")
+        done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
+        print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
         progress = Progress(len(todo))
         with Launcher(settings.isolation, folder / "templates.log") as launcher:
             try:

@@ -86,7 +86,11 @@ def _config(trial: Trial) -> Any:
         try:
             return AutoConfig.from_pretrained(axis.path, trust_remote_code=False)
         except (OSError, ValueError) as error:
+            if "connect" in str(error):  # no verdict about the trial: a crash, which retry_failed=true runs again
+                raise
             first = str(error).strip().splitlines()[0]
+            if Path(axis.path).is_absolute() and not Path(axis.path).is_dir():
+                first = "there is no such folder; give a local model directory or a hub id"
             raise InvalidTrial(f"model.path {axis.path}: {first}") from None
     try:
         return AutoConfig.for_model(str(axis.model_type), **axis.config)

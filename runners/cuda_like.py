@@ -308,7 +308,8 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         yield owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor]
     for name in ("_lazy_init", "synchronize", "reset_peak_memory_stats"):
         yield torch.cuda, name, lambda *args, **kwargs: None
-    masks = sys.modules.get("transformers.masking_utils")
-    if masks is not None and hasattr(masks, "find_packed_sequence_indices"):
+    # imported here, as a cold worker would import it only once the model is built, and then keep the original
+    masks = importlib.import_module("transformers.masking_utils")
+    if hasattr(masks, "find_packed_sequence_indices"):
         # it asks for the values of the positions; our samples are never packed
         yield masks, "find_packed_sequence_indices", lambda position_ids: None

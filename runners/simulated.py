@@ -26,6 +26,7 @@ from harness import machine
 from harness.allocator import config as allocator_config
 from harness.attempt import STEPS
 from harness.gpus import Gpu, named
+from harness.roofline import Work, estimate
 from harness.trial import InvalidTrial, Trial
 from runners import build
 from runners.cuda_like import behave
@@ -33,7 +34,7 @@ from runners.measure import Meter, backward_boundaries, plateau
 from runners.predict import Prediction, replay
 from runners.trace import Mark, Trace, Tracer
 
-FORMAT = 2  # of a kept trace; raise it when traces change
+FORMAT = 3  # of a kept trace; raise it when traces change
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -54,10 +55,11 @@ class TraceMeter(Meter):
 
     def step_begin(self) -> None:
         self.tracer.in_step = True
+        self.tracer.in_last_step = self.index == self.trial.steps() - 1
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         self.mark("optimizer")
-        self.tracer.in_step = False
+        self.tracer.in_step = self.tracer.in_last_step = False
         self.index += 1
 
     def mark(self, phase: Any) -> None:
@@ -66,7 +68,7 @@ class TraceMeter(Meter):
 
 
 def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
-    """Predict the trial's memory; the row's columns.
+    """Predict the trial's memory and estimate its speed; the row's columns.
 
     Raises SimulatedOutOfMemoryError when it would not fit, InvalidTrial for a step that cannot be traced.
     """
@@ -78,7 +80,7 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     _record(folder, predicted)
     if predicted.failed is not None:
         raise SimulatedOutOfMemoryError(_refused(predicted, card, replay(trace, config, None)))
-    return columns(predicted) | details | {
+    return columns(predicted) | speed(trial, trace, card) | details | {
         "prediction_basis": basis(trial),
         "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
         "gpu_name": card.name,
@@ -133,11 +135,15 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
     if kept.is_file():
         stored = json.loads(kept.read_text())
         stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
+        stored["trace"]["kernels"] = [(Work(*work), count) for work, count in stored["trace"]["kernels"]]
         return Trace(**stored["trace"]), stored["details"]
     trace, details = trace_trial(trial, card, folder, runner)
     kept.parent.mkdir(exist_ok=True)
     aside = kept.with_suffix(f".{os.getpid()}")
-    values = asdict(trace) | {"marks": [list(asdict(mark).values()) for mark in trace.marks]}
+    values = asdict(trace) | {
+        "marks": [list(asdict(mark).values()) for mark in trace.marks],
+        "kernels": [(list(asdict(work).values()), count) for work, count in trace.kernels],
+    }
     aside.write_text(json.dumps({"trace": values, "details": details}))
     aside.rename(kept)
     return trace, details
@@ -180,6 +186,25 @@ def columns(predicted: Prediction) -> dict[str, Any]:
         "plateau": plateau(list(by_step["reserved"])),
         "alloc_retries": predicted.final.num_alloc_retries,
         "alloc_ooms": predicted.final.num_ooms,
+    }
+
+
+def speed(trial: Trial, trace: Trace, card: Gpu) -> dict[str, Any]:
+    """The row's estimate of speed; nothing where a peak is unknown, or where ranks or the host would set the pace."""
+    runner = trial.runner
+    alone = runner.world_size == 1 and not runner.offload_optimizer and not runner.offload_param
+    found = estimate(trace.kernels, card, trial.precision == "tf32") if alone else None
+    if found is None or not found.step_s:
+        return {}
+    return {
+        "estimated_step_s": found.step_s,
+        "estimated_tokens_per_s": trial.tokens_per_step() / found.step_s,
+        "estimated_compute_s": found.compute_s,
+        "estimated_memory_s": found.memory_s,
+        "estimated_launch_s": found.launch_s,
+        "estimated_flops": found.flops,
+        "estimated_moved_bytes": found.nbytes,
+        "estimated_launches": found.launches,
     }
 
 

@@ -16,6 +16,7 @@ import functools
 import gc
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -26,8 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from harness.roofline import Work
 from runners.cuda_like import Capability
 from runners.dispatch import sharded, storage_resizes
+from runners.kernels import work
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 CATEGORIES = (
@@ -69,6 +72,7 @@ class Trace:
     Event 0 is `torch.cuda.empty_cache`.
 
     `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
+    `kernels` are the operators of the last step, each with how often it ran.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -76,6 +80,7 @@ class Trace:
     categories: list[str] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    kernels: list[tuple[Work, int]] = field(default_factory=list)
 
 
 def cublas_workspace(capability: Capability) -> int:
@@ -90,6 +95,9 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.in_step = False
+        self.in_last_step = False
+        self._capability = capability
+        self._kernels: Counter[Work] = Counter()
         self._workspace = cublas_workspace(capability)
         self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
         self._numbers: dict[int, int] = {}  # storage's address to its number, while it lives
@@ -116,6 +124,7 @@ class Tracer(TorchDispatchMode):
             hook.remove()
             self._closed = True
             self.trace.categories = self._categories()
+            self.trace.kernels = list(self._kernels.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
@@ -138,6 +147,8 @@ class Tracer(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
             self._track(tensor)
+        if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
+            self._kernels[asked] += 1
         self._zeros = weakref.ref(out) if func in ZEROS else None
         return out
 

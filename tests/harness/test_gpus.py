@@ -47,3 +47,10 @@ def test_peaks_follow_the_precision_and_the_unknown_is_none() -> None:
 
 def test_names_are_unique() -> None:
     assert len({gpu.name for gpu in gpus.GPUS}) == len(gpus.GPUS)
+
+
+def test_a_figure_in_another_unit_would_stand_out() -> None:
+    """FLOPs per byte at the peaks: from 9.6 (A100, fp32) to 106 (L40S), and from 76 (RTX 3090, half) to 419 (L40S)."""
+    for gpu in gpus.GPUS:
+        assert 5 < gpu.fp32 / gpu.bandwidth < 150, gpu.name
+        assert 50 < (gpu.half or 0) / gpu.bandwidth < 500, gpu.name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny
+from conftest import ROOT, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -168,6 +170,18 @@ def test_dropout_keeps_a_byte_mask_and_optimizers_run_foreach() -> None:
     assert "native_dropout" in operators.names
     assert any(name.startswith("_foreach_norm") for name in operators.names)
     assert any(name.startswith("_foreach_addcdiv") for name in operators.names)
+
+
+def test_a_cold_worker_s_model_finds_cuda_s_ways_too() -> None:
+    """transformers' mask module is first imported by the model, inside: it would test positions and build a mask."""
+    code = (
+        "import sys; from runners import cuda_like\n"
+        "assert 'transformers.masking_utils' not in sys.modules\n"
+        "with cuda_like.behave((8, 0)):\n"
+        "    from transformers.masking_utils import find_packed_sequence_indices as find\n"
+        "    assert find(None) is None"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_behaviour_ends_with_its_context() -> None:

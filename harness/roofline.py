@@ -1,0 +1,87 @@
+"""How fast a step could be on a card: the roofline of its kernels, summed. An estimate, never a measurement.
+
+The model is Williams, Waterman and Patterson's ("Roofline", Communications of the ACM 52(4), 2009), kernel by kernel:
+each takes as long as its arithmetic at the card's peak, its traffic at the memory's bandwidth, or its launches,
+whichever is longest. Real kernels reach neither peak, so a real step is as a rule slower.
+
+Not covered: what a step's kernels are (runners/kernels.py), measured efficiencies (analysis/calibrate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from harness.gpus import Gpu
+
+# Seconds that a kernel takes at least, launched by a host. A plain assumption, not a published figure, and the same for
+# every card: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.
+LAUNCH_S = 4e-6
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operator asks of the card. `kind` names the arithmetic its `flops` are done in, "" where there are none.
+
+    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16; any other has no known peak. `nbytes` is what is
+    read and written.
+    """
+
+    kind: str
+    flops: int
+    nbytes: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step by what bounds each kernel, and the totals they come from. They sum to `step_s`."""
+
+    compute_s: float
+    memory_s: float
+    launch_s: float
+    flops: int
+    nbytes: int
+    launches: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step: its kernels one after the other."""
+        return self.compute_s + self.memory_s + self.launch_s
+
+
+def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estimate | None:
+    """The roofline of a step of these operators, each with how often it runs; None if a peak it needs is not known.
+
+    `tf32` says that fp32 matrix products run on tensor cores, as torch.backends.cuda.matmul.allow_tf32 does.
+    """
+    peaks = _peaks(gpu, tf32)
+    seconds = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
+    flops = nbytes = launches = 0
+    for work, count in kernels:
+        peak = peaks.get(work.kind)
+        if peak is None:
+            return None
+        bounds = {
+            "compute": work.flops / peak,
+            "memory": work.nbytes / gpu.bandwidth,
+            "launch": work.launches * LAUNCH_S,
+        }
+        longest = max(bounds, key=lambda name: bounds[name])
+        seconds[longest] += count * bounds[longest]
+        flops += count * work.flops
+        nbytes += count * work.nbytes
+        launches += count * work.launches
+    return Estimate(seconds["compute"], seconds["memory"], seconds["launch"], flops, nbytes, launches)
+
+
+def _peaks(gpu: Gpu, tf32: bool) -> dict[str, float | None]:
+    """FLOP/s by kind. Where a card has no tf32, asking for it changes nothing."""
+    tensor = gpu.tf32 or gpu.fp32
+    return {
+        "": gpu.fp32,  # never divides anything but zero
+        "fp32": tensor if tf32 else gpu.fp32,
+        "3xtf32": gpu.fp32 if gpu.tf32 is None else gpu.tf32 / 3,
+        "half": gpu.half,
+        "bf16": gpu.bf16,
+    }

@@ -1,0 +1,214 @@
+"""Calibration: known efficiencies come back from generated rows, and what the rows cannot tell is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic
+
+from analysis import cli
+from analysis.calibrate import FEWEST, PARTS, SECONDS, calibrate, calibrated, pairs, together
+from analysis.content import collect
+from analysis.load import Table, from_frame
+from harness.row import Row, complete
+
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+EFFICIENCIES = (0.62, 0.81, 0.35)
+CARD = {"simulated": "h100-80gb", "cuda": "NVIDIA H100 80GB HBM3"}
+
+
+def row(device: str, length: int, batch: int, repeat: int = 0, **over: Any) -> Row:
+    """Settings of one row, made up."""
+    values = {
+        "trial_id": f"{device}-{batch}-{length}-{repeat}-{over.get('precision', 'bf16')}", "terminal": True,
+        "outcome": "ok", "model": "made-up", "seq_len": length, "micro_batch": batch, "grad_accum": 1,
+        "precision": "bf16", "allocator": "default", "allocator_conf": "", "runner": "torch", "device": device,
+        "optimizer": "AdamW", "world_size": 1, "weights": "random", "protocol": "quick", "repeat": repeat,
+        "gpu_name": CARD[device], "simulated_gpu": CARD[device] if device == "simulated" else None,
+        "notes": [synthetic.NOTE],
+    }  # fmt: skip
+    return complete(values | over)
+
+
+def parts(length: int, batch: int) -> tuple[float, float, float]:
+    """A roofline: products of the tokens and of attention, the optimizer's traffic and the activations', launches."""
+    tokens = length * batch
+    return 3e-6 * tokens + 2e-10 * tokens * length, 4e-3 + 1.5e-6 * tokens, 6e-3
+
+
+def estimated(length: int, batch: int, **over: Any) -> Row:
+    compute, memory, launch = parts(length, batch)
+    step = compute + memory + launch
+    return row(
+        "simulated", length, batch, estimated_compute_s=compute, estimated_memory_s=memory, estimated_launch_s=launch,
+        estimated_step_s=step, estimated_tokens_per_s=length * batch / step, **over,
+    )  # fmt: skip
+
+
+def measured(
+    length: int, batch: int, noise: float = 0.0, efficiencies: Sequence[float] = EFFICIENCIES, **over: Any
+) -> Row:
+    step = sum(part / e for part, e in zip(parts(length, batch), efficiencies, strict=True)) * (1 + noise)
+    return row("cuda", length, batch, step_median_s=step, tokens_per_s=length * batch / step, **over)
+
+
+def sweep(noise: float = 0.0, lengths: Sequence[int] = LENGTHS, batches: Sequence[int] = (1, 4)) -> list[Row]:
+    """Each configuration estimated once and measured three times."""
+    random = np.random.default_rng(7)
+    rows = []
+    for length in lengths:
+        for batch in batches:
+            rows.append(estimated(length, batch))
+            rows += [measured(length, batch, noise * random.normal(), repeat=r) for r in range(3)]
+    return rows
+
+
+def table(rows: list[Row]) -> Table:
+    return from_frame(pd.DataFrame(rows), "test")
+
+
+@pytest.mark.parametrize(("noise", "near"), [(0.0, 1e-6), (0.01, 0.1)])
+def test_known_efficiencies_come_back(noise: float, near: float) -> None:
+    [found], notes = calibrate(table(sweep(noise)))
+    assert not notes
+    assert (found.gpu, found.precision, found.rows, found.configurations) == ("h100-80gb", "bf16", 42, 14)
+    assert [1 / factor for factor in found.factors] == pytest.approx(EFFICIENCIES, rel=near)
+    assert None not in found.efficiencies()
+    assert found.remark() == ""
+    for factor, margin, true in zip(found.factors, found.margins, EFFICIENCIES, strict=True):
+        assert abs(factor - 1 / true) <= margin
+    assert found.median_error <= max(noise, 1e-6)
+    assert found.median_error <= found.worst_error <= max(5 * noise, 1e-6)
+    assert "calibrated from 42 measured rows on h100-80gb (bf16), leave-one-out median error" in found.text()
+
+
+def test_the_error_is_of_rows_that_were_left_out() -> None:
+    rows = sweep()
+    odd = [measured(512, 2, noise=0.3), estimated(512, 2)]
+    [before], [after] = calibrate(table(rows))[0], calibrate(table([*rows, *odd]))[0]
+    assert before.worst_error < 1e-6
+    assert 0.2 < after.worst_error < 0.3  # 1 - 1 / 1.3: the odd one is not fitted to itself
+
+
+def test_calibrated_rows_are_the_estimate_with_the_efficiencies() -> None:
+    whole = table([*sweep(), estimated(65_536, 4), estimated(512, 1, precision="fp32")])
+    rows = calibrated(whole, calibrate(whole)[0]).set_index("trial_id")
+    one = rows.loc["simulated-4-2048-0-bf16"]
+    expected = sum(part / e for part, e in zip(parts(2048, 4), EFFICIENCIES, strict=True))
+    assert one["calibrated_step_s"] == pytest.approx(expected)
+    assert one["calibrated_tokens_per_s"] == pytest.approx(2048 * 4 / expected)
+    assert not one["extrapolated"]
+    assert rows.loc["simulated-4-65536-0-bf16", "extrapolated"]
+    other = rows.loc["simulated-1-512-0-fp32"]
+    assert pd.isna(other["calibrated_step_s"])
+    assert pd.isna(other["calibrated_tokens_per_s"])
+    assert other["estimated_tokens_per_s"] > 0
+    assert len(rows) == len(LENGTHS) * 2 + 2  # measured rows have no estimate
+
+
+def test_what_the_rows_cannot_tell_is_said() -> None:
+    # one length and one batch, many models: all parts grow together
+    def scaled(factor: float) -> list[Row]:
+        seconds = {c: p * factor for c, p in zip(SECONDS, parts(512, 1), strict=True)}
+        estimate = row("simulated", 512, 1, model=f"m{factor}", trial_id=f"s{factor}", **seconds)
+        real = row("cuda", 512, 1, model=f"m{factor}", trial_id=f"m{factor}", step_median_s=0.1 * factor)
+        return [estimate, real]
+
+    [found], _ = calibrate(table([r for factor in (1.0, 2.0, 3.0, 5.0, 8.0) for r in scaled(factor)]))
+    assert found.efficiencies() == [None] * 3
+    assert found.median_error < 1e-6
+    assert all(part in found.remark() for part in PARTS)
+
+    # launches would have to cost less than nothing, so their factor is at its bound
+    free = [r for r in sweep() if r["device"] == "simulated"]
+    free += [measured(length, b, efficiencies=(0.5, 0.5, -10)) for length in LENGTHS for b in (1, 4)]
+    [found], _ = calibrate(table(free))
+    assert "launch not identifiable (at its bound of 0 seconds)" in found.remark()
+    assert found.as_json()["launch_efficiency"] is None
+    assert found.as_json()["compute_efficiency"] == pytest.approx(0.5, rel=0.1)
+
+
+def test_pairs_are_of_equal_settings_on_the_same_card() -> None:
+    assert len(pairs(table(sweep(lengths=(128,), batches=(1,))))) == 1
+    for over in ({"gpu_name": "NVIDIA A100-SXM4-80GB"}, {"gpu_name": "NVIDIA Nonesuch"}, {"gpu_name": None},
+                 {"micro_batch": 2}, {"optimizer": "SGD"}, {"gradient_checkpointing": True}, {"step_median_s": None},
+                 {"outcome": "oom"}, {"foreign": "elsewhere"}):  # fmt: skip
+        assert pairs(table([estimated(128, 1), measured(128, 1) | over])).empty
+    apart = measured(128, 1) | {"protocol": "paper", "allocator": "expandable"}
+    assert len(pairs(table([estimated(128, 1), apart]))) == 1
+    # two estimates for what looks like one configuration: which is meant is not known
+    twice = estimated(128, 1) | {"trial_id": "other", "estimated_compute_s": 1.0}
+    assert pairs(table([estimated(128, 1), twice, measured(128, 1)])).empty
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([measured(128, 1), measured(256, 1)], "no measured CUDA row has a simulated row"),
+        ([estimated(128, 1), estimated(256, 1)], "no measured CUDA row has a simulated row"),
+        ([estimated(128, 1), measured(128, 1)], f"1 configuration both measured and simulated; .* {FEWEST} or more"),
+        ([estimated(128, 1) | {"estimated_launch_s": None}, measured(128, 1)], "no measured CUDA row"),
+    ],
+)
+def test_too_few_pairs_say_what_is_missing(
+    rows: list[Row], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrations, notes = calibrate(table(rows))
+    assert not calibrations
+    assert len(notes) == 1
+    path = str(synthetic.write(tmp_path / "sweep", rows))
+    assert cli.main(["calibrate", path, path]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert pd.Series(said).str.contains(f"nothing can be calibrated: .*{why}").any()
+
+
+def test_two_sweeps_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for device in ("cuda", "simulated"):
+        rows = [r | {"trial": {"model": {"name": "made-up"}}} for r in sweep(0.01) if r["device"] == device]
+        synthetic.write(tmp_path / device, rows)
+    both = [str(tmp_path / "cuda"), str(tmp_path / "simulated")]
+    assert cli.main(["calibrate", *both]) == 0
+    text = capsys.readouterr().out
+    assert "estimate, calibrated from 42 measured rows on h100-80gb (bf16), leave-one-out median error" in text
+    assert "estimated, at most (tokens/s)" in text
+    assert cli.main(["calibrate", *both, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["calibrations"][0]["compute_efficiency"] == pytest.approx(EFFICIENCIES[0], rel=0.05)
+    assert len(found["rows"]) == 14
+    assert cli.main(["calibrate", str(tmp_path / "nowhere"), both[1]]) == 2
+
+
+def test_a_setting_that_only_one_side_varies_is_named() -> None:
+    one, other = table(sweep()), table(sweep())
+    one.frame["trial.optimizer"] = "adamw"
+    other.frame["trial.precision"] = "bf16"  # is a column too
+    _, notes = together(one, other)
+    assert notes == ["trial.optimizer varies in one of the two sets of rows only and is not looked at"]
+
+
+def test_a_report_says_estimated_wherever_it_shows_one() -> None:
+    content = collect(table(sweep(0.01)))
+    [sentence] = [s for s in content.findings if s.startswith("Estimated (roofline, not measured): at most ")]
+    assert "on h100-80gb" in sentence
+    [sentence] = [s for s in content.findings if "leave-one-out" in s]
+    assert sentence.startswith("Not measured: ")
+    assert "estimate, calibrated from 42 measured rows on h100-80gb" in sentence
+    [figure] = [f for f in content.figures if f.name.startswith("estimated_throughput")]
+    assert "not measured" in figure.title
+    assert "estimated" in figure.plot.layout.yaxis.title.text
+    assert figure.data["trial_id"].str.startswith("simulated").all()
+    for other in content.figures:
+        if other is not figure:
+            assert not any("estimated" in str(column) for column in other.data.columns)
+    [frame] = [f for _, name, f in content.tables if name == "estimated_throughput"]
+    assert {"estimated, at most (tokens/s)", "estimated, calibrated (tokens/s)"} <= set(frame.columns)
+    alone = collect(table([r for r in sweep() if r["device"] == "simulated"]))
+    [frame] = [f for _, name, f in alone.tables if name == "estimated_throughput"]
+    assert "estimated, calibrated (tokens/s)" not in frame.columns
+    assert not any("calibrat" in note for note in alone.warnings)
