@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from scipy.stats import t as student_t
 
 from analysis.load import ASKED, Table, from_frame
-from harness.gpus import find
+from analysis.residuals import EXTRAS_APART, KEYS, pair
 
 PARTS = ("compute", "memory", "launch")
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)
@@ -30,12 +30,8 @@ WIDE = 0.5  # a factor whose 95 % interval reaches further than this share of it
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-# What an estimate cannot share with a measurement, or does not depend on.
-_APART = ("foreign", "device", "weights", "protocol", "allocator", "allocator_conf", "precision")
-_KEYS = ("gpu", "precision", "seq_len", "optimizer", *(key for key in ASKED if key not in _APART))
 # Leaves of the resolved trial that a key holds already. The optimizer's is not one: fused AdamW is an AdamW too.
 _HELD = {f"trial.{path}{key}" for key in ASKED for path in ("", "runner.")} | {"trial.model.name", "trial.runner.name"}
-_EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
 
 
 @dataclass(frozen=True)
@@ -108,25 +104,19 @@ def calibrate(table: Table) -> tuple[list[Calibration], list[str]]:
 
 
 def pairs(table: Table) -> pd.DataFrame:
-    """Each configuration that was measured on CUDA and estimated for the same card, one line each.
+    """Each estimate of a configuration that was measured on the same card, one line each.
 
-    `step_s` is the median of the measured rows, of which there are `rows`. Configurations that the table does not tell
-    apart, though their estimates differ, are left out.
+    `step_s` is the median of the measured rows, of which there are `rows`. Allocator settings, which an estimate does
+    not depend on, count as repeats.
     """
-    frame = table.frame[table.frame["outcome"].eq("ok").fillna(False) & table.frame["foreign"].isna()]
-    measured = _is(frame, "cuda") & frame["step_median_s"].notna() & frame["gpu_name"].notna()
-    estimated = _is(frame, "simulated") & frame[list(SECONDS)].notna().all(axis=1)
-    frame = frame[(measured | estimated) & bool(measured.any() and estimated.any())]
-    cards = {name: card.name for name in frame["gpu_name"].dropna().unique() if (card := find(str(name))) is not None}
-    frame = frame.assign(gpu=frame["simulated_gpu"].fillna(frame["gpu_name"].map(cards).astype("string")))
-    frame = frame.dropna(subset="gpu")
-    extras = [name for name in map(str, frame) if name.startswith("trial.") and not name.startswith(_EXTRAS_APART)]
-    frame = frame.assign(configuration=frame.groupby([*_KEYS, *extras], dropna=False, sort=False).ngroup())
-    both = frame[_is(frame, "cuda")].groupby("configuration")["step_median_s"].agg(step_s="median", rows="size")
-    other = frame.loc[_is(frame, "simulated"), ["configuration", "gpu", "precision", *SECONDS]].drop_duplicates()
-    other = other[~other["configuration"].duplicated(keep=False)]
-    found = other.merge(both, on="configuration").drop(columns="configuration")
-    return found.astype(dict.fromkeys(["step_s", *SECONDS], float))
+    both = pair(table, "step_median_s", "optimizer", *SECONDS)
+    known = both[["step_median_s_measured", *(f"{name}_predicted" for name in SECONDS)]].notna().all(axis=1)
+    ran = both["outcome_predicted"].eq("ok") & both["outcome_measured"].eq("ok")
+    both = both[known & ran & both["optimizer_predicted"].eq(both["optimizer_measured"])]
+    both = both.rename(columns={f"{name}_predicted": name for name in SECONDS})
+    shapes = both.groupby(["gpu", *(key for key in KEYS if key != "allocator_conf"), *SECONDS], dropna=False)
+    found = shapes["step_median_s_measured"].agg(step_s="median", rows="size").reset_index()
+    return found[["gpu", "precision", *SECONDS, "step_s", "rows"]].astype(dict.fromkeys(["step_s", *SECONDS], float))
 
 
 def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFrame:
@@ -150,15 +140,11 @@ def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFram
 def together(measured: Table, simulated: Table) -> tuple[Table, list[str]]:
     """Two tables as one, and what they cannot tell apart: settings that vary in only one of them."""
     frames = [measured.frame, simulated.frame]
-    lone = {str(name) for name in set(frames[0]) ^ set(frames[1]) if not str(name).startswith(_EXTRAS_APART)}
+    lone = {str(name) for name in set(frames[0]) ^ set(frames[1]) if not str(name).startswith(EXTRAS_APART)}
     both = pd.concat([frame.drop(columns=[n for n in frame if n in lone]) for frame in frames], ignore_index=True)
     unseen = sorted(lone - _HELD)
     notes = [f"{name} varies in one of the two sets of rows only and is not looked at" for name in unseen]
     return from_frame(both, f"{measured.source} and {simulated.source}"), notes
-
-
-def _is(frame: pd.DataFrame, device: str) -> pd.Series[bool]:
-    return frame["device"].eq(device).fillna(False).astype(bool)
 
 
 def _calibration(gpu: str, precision: str, mine: pd.DataFrame) -> Calibration:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from analysis import figures, figures_rows, findings, tables, words
+from analysis import figures, figures_residuals, figures_rows, findings, residuals_words, tables, words
 from analysis.calibrate import calibrate, calibrated
 from analysis.fit import Fit, fit_table
 from analysis.frontier import Limit, frontier
 from analysis.load import Table, groups
+from analysis.residuals import residuals
 from analysis.what_if import what_if_tables
 
 FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
@@ -32,6 +33,7 @@ class Content:
     tables: list[tuple[str, str, pd.DataFrame]]
     fits: list[Fit]
     limits: list[Limit]
+    residuals: pd.DataFrame
     fit_text: str
     summary: str
     asked: dict[str, str]
@@ -63,13 +65,15 @@ def collect(table: Table) -> Content:
         limits += own_limits
     replays, replay_notes = what_if_tables(table)
     notes += replay_notes
-    predicted = figures_rows.predicted_against_measured(table)
-    drawn += [predicted] if predicted else []
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
     beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
     found += findings.calibrations(calibrations, estimates)
     notes += calibration_notes if len(estimates) else []
+    apart = residuals(table)
+    drawn += figures_residuals.of_residuals(apart)
+    found += residuals_words.sentences(apart)
+    notes += residuals_words.not_compared(table)
     sweep = findings.values(table.frame, "sweep") or table.source
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     when = "" if pd.isna(first) else f", {first} to {last}"
@@ -91,10 +95,12 @@ def collect(table: Table) -> Content:
                 tables.of_estimates(all_groups[:60], estimates),
             ),
             ("Calibration of the estimated throughput", "calibration", tables.of_calibrations(calibrations)),
+            *residuals_words.tables(apart),
             *replays,
         ],
         fits=fits,
         limits=limits,
+        residuals=apart,
         fit_text="\n\n".join(words.text(fit) for fit in fits),
         summary=words.summary(fits),
         asked=findings.asked(table),

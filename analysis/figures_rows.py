@@ -1,4 +1,4 @@
-"""The figures that show rows rather than fits: phases, waste, steps, heat map, Pareto, frontier, predictions."""
+"""The figures that show rows rather than fits: phases, waste, steps, heat map, Pareto, frontier."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pandas as pd
 from analysis import figures
 from analysis.figures import COLOURS, GREY, MARKERS, MOST, End, Figure, escape, finish, new_plot, others_equal, sentence
 from analysis.frontier import Limit, as_frame
-from analysis.load import ASKED, Group, Table
+from analysis.load import Group
 from analysis.metrics import GIB
 
 LENGTH = "sequence length (tokens)"
-_OF_THE_DEVICE = ("foreign", "device", "allocator_conf", "weights", "data", "protocol")
 _HEAT = ("micro_batch", "seq_len", "peak_reserved_bytes", "peak_allocated_bytes", "outcome", "trial_id")
 _KINDS = ("allocator", "precision", "runner", "micro_batch")
 _PHASES = ("load", "forward", "backward", "optimizer")
@@ -295,40 +294,6 @@ def frontier_chart(limits: Sequence[Limit], groups: Sequence[Group]) -> Figure |
     plot.update_xaxes(type="category", categoryorder="array", categoryarray=[f"{s:g}" for s in sizes])
     caption = "From the chosen fits, bars: 95 % interval for a new run. Open markers lie beyond the measured lengths."
     return Figure("frontier", "What fits in which GPU", sentence(caption, note), plot, data)
-
-
-def predicted_against_measured(table: Table) -> Figure | None:
-    """Simulated rows against measured rows of equal settings: the one figure that shows both, each on its axis."""
-    devices = set(table.frame["device"].dropna().unique())
-    if not {"simulated", "cuda"} <= devices:
-        return None
-    frame = table.ok(*dict.fromkeys(["device", "seq_len", *ASKED, "peak_reserved_bytes"]))
-    simulated = frame["device"].eq("simulated").fillna(False).astype(bool)
-    keys = ["seq_len", *(key for key in ASKED if key not in _OF_THE_DEVICE)]
-    columns = [*keys, "peak_reserved_bytes", "trial_id", "device"]
-    left, right = (
-        frame.loc[mask, columns].assign(**{k: frame[k].astype("string").fillna("") for k in keys})
-        for mask in (simulated, ~simulated)
-    )
-    right = right[right["device"] == "cuda"]
-    both = left.merge(right, on=keys, suffixes=("_predicted", "_measured"))
-    both = both.dropna(subset=["peak_reserved_bytes_predicted", "peak_reserved_bytes_measured"])
-    if both.empty:
-        return None
-    measured, predicted = (both[f"peak_reserved_bytes_{s}"].to_numpy(float) / GIB for s in ("measured", "predicted"))
-    at = figures.thin(measured, predicted)
-    top = float(max(measured.max(), predicted.max())) * 1.05
-    plot = new_plot("measured peak reserved (GiB)", "predicted peak reserved (GiB)")
-    plot.add_scatter(x=[0, top], y=[0, top], mode="lines", line={"color": GREY, "dash": "dot"}, hoverinfo="skip")
-    plot.add_scatter(
-        x=measured[at], y=predicted[at], mode="markers", marker={"color": COLOURS[0], "size": 8},
-        hovertemplate="measured %{x:.3~f}, predicted %{y:.3~f} GiB<extra></extra>",
-    )  # fmt: skip
-    plot.update_xaxes(range=[0, top], tickformat=",~g")
-    plot.update_yaxes(range=[0, top])
-    error = float(np.median(np.abs(predicted / measured - 1)))
-    caption = f"{len(both):,} pairs of equal settings; median absolute error {100 * error:.1f} %. Dotted: equality."
-    return Figure("predicted_against_measured", "Predicted against measured", caption, plot, both)
 
 
 def of_rows(groups: Sequence[Group], limits: Sequence[Limit]) -> list[Figure]:

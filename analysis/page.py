@@ -29,9 +29,7 @@ def render(content: Content) -> str:
         "warnings": _list(content.warnings, "warnings") or "<p>None.</p>",
         "figures": "".join(_figure(f, i) for i, f in enumerate(content.figures))
         or "<p>No row holds what a figure shows.</p>",
-        "tables": "".join(
-            f"<h3>{escape(name)}</h3>{_table(frame, name)}" for name, _, frame in content.tables if len(frame)
-        ),
+        "tables": "".join(_table(frame, name) for name, _, frame in content.tables if len(frame)),
         "fits": f"<pre>{escape(content.fit_text)}</pre>" if content.fit_text else "<p>No curve could be fitted.</p>",
         "asked": _definitions(content.asked),
         "machine": _definitions(content.machine) or "<p>Not recorded in the rows.</p>",

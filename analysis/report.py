@@ -43,6 +43,7 @@ def write_report(table: Table, folder: Path, formats: Sequence[str]) -> Written:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_csv(table.frame, places["rows"])
+        places |= _write_residuals(content, folder)
         places["report"].write_text(page.render(content), encoding="utf-8")
         notes = figures.write(content.figures, places["figures"], formats)
     except OSError as error:
@@ -68,9 +69,20 @@ def write_paper(table: Table, folder: Path) -> Written:
                        "warnings": content.warnings}  # fmt: skip
         places["machine"].write_text(json.dumps(environment, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         write_csv(table.frame, places["rows"])
+        places |= _write_residuals(content, folder)
     except OSError as error:
         raise _unwritable(error, folder) from None
     return Written(places, content.summary, (*content.warnings, *notes))
+
+
+def _write_residuals(content: Content, folder: Path) -> dict[str, Path]:
+    """residuals.csv, where anything predicted could be compared with a measurement; where it is."""
+    path = folder / "residuals.csv"
+    if content.residuals.empty:
+        path.unlink(missing_ok=True)  # an earlier report's would no longer be true
+        return {}
+    write_csv(content.residuals, path)
+    return {"residuals": path}
 
 
 def _write_tables(content: Content, folder: Path) -> None:

@@ -2,16 +2,19 @@
 
     python benchmarks/gpu_check.py OUT [--device cuda] [--seconds 520]
 
-Writes at most eight files into OUT, to be kept under results/reference/<gpu>/: `summary.json` (verdicts and figures),
-`rows.jsonl` (every row of every part), `recordings.zip` (one recorded step for each allocator setting), `tests.txt`
-and `log.txt`. A part that fails or finds no time is said so in the summary and does not stop the others. With
---device cpu the same parts run on the tiny model as far as they go, which is how the kit itself is tested.
+Writes six files into OUT, at most 16 MiB, to be kept under results/reference/<gpu>/: `summary.json` (verdicts and
+figures), `rows.jsonl` (every row of every part), `residuals.csv` (predicted against measured), `recordings.zip` (the
+allocator's events under each setting), `tests.txt` and `log.txt`. A part that fails or finds no time is said so in the
+summary and does not stop the others. With --device cpu the same parts run on the tiny model as far as they go, which is
+how the kit itself is tested.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,7 +22,8 @@ import tempfile
 import time
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,112 +31,238 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+NEEDED = ("torch", "transformers", "hydra", "omegaconf", "pydantic", "pandas", "pyarrow", "psutil", "pynvml")
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """The modules among these that this interpreter does not have."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+if __name__ == "__main__" and missing(NEEDED):
+    sys.exit(
+        f"gpu_check: {sys.executable} lacks {', '.join(missing(NEEDED))}\n"
+        "install them with pip (hydra is hydra-core, pynvml is nvidia-ml-py); without a network, bring the wheels along"
+    )
+
+from analysis.compare import compare  # noqa: E402
+from analysis.export import write_csv  # noqa: E402
+from analysis.load import load  # noqa: E402
+from analysis.residuals import COMPONENTS, residuals  # noqa: E402
+from analysis.residuals import summary as per_component  # noqa: E402
+from analysis.residuals_words import not_compared, sentences  # noqa: E402
 from harness import journal, machine  # noqa: E402
 from harness.allocator.replay import what_if  # noqa: E402
+from harness.attempt import environment  # noqa: E402
+from harness.errors import UserError  # noqa: E402
+from harness.gpus import find  # noqa: E402
 from harness.row import Row  # noqa: E402
 
-KIB = 1024
+KIB = 1 << 10
+MIB = 1 << 20
+MOST_FILES, MOST_BYTES = 8, 16 * MIB
 # A user's public measurement of GPT-2 with the Trainer's defaults, length 512, fp32, torch 2.9.1, transformers 4.57.3.
 PUBLIC_GPT2 = {"peak_allocated_bytes": round(8_450_177.5 * KIB), "peak_reserved_bytes": 9_154_560 * KIB}
+REHEARSED = "h100-80gb"  # the card that a rehearsal without one predicts for
+# What a prediction does not depend on, or refuses: these overrides of a measured sweep are left out of its predictions.
+NOT_PREDICTED = ("isolation=", "repeats=", "protocol=", "record=")
 
 
 @dataclass
 class Check:
-    """What the parts share: where things go, the device and its models, the deadline, and the rows so far."""
+    """What the parts share: where things go, the device, the deadline, the rows so far and the sweeps asked for."""
 
     out: Path
     scratch: Path
     device: str
     deadline: float
     rows: list[Row] = field(default_factory=list)
+    asked: list[tuple[str, ...]] = field(default_factory=list)
 
     @property
     def real(self) -> bool:
         """Whether this is the card itself and not the rehearsal on a CPU."""
         return self.device == "cuda"
 
+    def left(self) -> float:
+        """Seconds until the part must have ended."""
+        return max(1.0, self.deadline - time.monotonic())
+
     def sweep(self, name: str, *overrides: str) -> list[Row]:
-        """Run one sweep and return its terminal rows; ends it when the time is up and keeps what there is."""
-        words = ["-m", f"device={self.device}", f"name={name}", f"results={self.scratch}", "report=false", *overrides]
-        with (self.out / "log.txt").open("a") as log:
-            log.write(f"\n== {name}: {' '.join(overrides)}\n")
-            log.flush()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "harness", "sweep", *words], cwd=ROOT, stdout=log, stderr=log
-            )
-            try:
-                process.wait(max(1.0, self.deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                process.wait(30)
-                log.write("ended: no time left\n")
-        rows = list(journal.terminal(journal.read(self.scratch / name)[0]).values())
-        self.rows += rows
+        """Measure one sweep on the device; its terminal rows. The predictions are for what was asked here.
+
+        Raises RuntimeError when it left none.
+        """
+        self.asked.append(overrides)
+        rows = self.run_sweep(name, f"device={self.device}", *overrides)
+        if not rows:
+            raise RuntimeError(f"sweep {name} left no row: {last_line((self.scratch / f'{name}.log').read_text())}")
+        self.rows = [r for r in self.rows if r["sweep"] != name] + rows  # a sweep may be gone on with
         return rows
 
+    def run_sweep(self, name: str, *overrides: str) -> list[Row]:
+        """Run one sweep and return its terminal rows; ends it when the time is up and keeps what there is."""
+        words = ["-m", *overrides, f"name={name}", f"results={self.scratch}", "report=false", "retries=1"]
+        words += ["backoff_s=1", "timeout_s=120"]
+        log = self.scratch / f"{name}.log"
+        with log.open("a") as stream:
+            stream.write(f"\n== {name}: {' '.join(overrides)}\n")
+            stream.flush()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "harness", "sweep", *words], cwd=ROOT, stdout=stream, stderr=stream
+            )
+            try:
+                process.wait(self.left())
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                stream.write("ended: no time left\n")
+        folder = self.scratch / name
+        return list(journal.terminal(journal.read(folder)[0]).values()) if (folder / journal.NAME).exists() else []
 
-def tests(check: Check) -> dict[str, Any]:
-    """The tests marked `gpu`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=max(1.0, check.deadline - time.monotonic()),
-    )
-    (check.out / "tests.txt").write_text(done.stdout + done.stderr)
-    return {"exit_status": done.returncode, "last_line": (done.stdout.strip().splitlines() or [""])[-1]}
+    def python(self, arguments: Sequence[str], conf: str = "") -> subprocess.CompletedProcess[str]:
+        """Run Python in a worker's environment. Raises RuntimeError when it is not done in time."""
+        cards = machine.visible_gpus(dict(os.environ))[:1] if self.real else []
+        try:
+            return subprocess.run(
+                [sys.executable, *arguments],
+                env=environment(conf, self.device, os.environ, [card.uuid for card in cards]),
+                cwd=ROOT, capture_output=True, text=True, check=False, timeout=self.left(),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"not done within its {error.timeout:.0f} s") from None
+
+    def finish_log(self) -> None:
+        """One log.txt of all sweeps, each with its end: a log that grew without bounds must not fill the folder."""
+        logs = sorted(self.scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        (self.out / "log.txt").write_text("".join(path.read_text(errors="replace")[-40_000:] for path in logs))
 
 
-def isolation(check: Check) -> dict[str, Any]:
-    """Cold against warm: memory to the byte, speed within the spread, overhead of each."""
-    shape = ["model=qwen0.5b", "seq_len=512"] if check.real else ["model=tiny", "seq_len=64", "protocol=brief"]
-    rows = {
-        kind: check.sweep(f"isolation-{kind}", *shape, f"isolation={kind}", "repeats=3") for kind in ("cold", "warm")
-    }
-    cold, warm = ([r for r in rows[kind] if r["outcome"] == "ok"] for kind in ("cold", "warm"))
-    names = ["peak_allocated_bytes"] + (["peak_active_bytes", "peak_reserved_bytes"] if check.real else [])
-    speed = {kind: [r["tokens_per_s"] for r in found] for kind, found in (("cold", cold), ("warm", warm))}
-    return {
-        "equal_memory": {n: len({r[n] for r in cold + warm}) == 1 for n in names},
-        "tokens_per_s": speed,
-        "speed_ratio_warm_cold": statistics.median(speed["warm"]) / statistics.median(speed["cold"]),
-        "overhead_s": {
-            kind: statistics.median(r["overhead_s"] for r in f) for kind, f in (("cold", cold), ("warm", warm))
-        },
-    }
+def last_line(text: str) -> str:
+    """What a program said last."""
+    return (text.strip().splitlines() or ["no output"])[-1]
 
 
-def allocators(check: Check) -> dict[str, Any]:
-    """The quick sweep over lengths, batches, precisions and every allocator setting."""
-    if check.real:
-        grid = ["model=qwen0.5b", "seq_len=256,512,1024,2048", "micro_batch=1,4", "precision=bf16,fp32"]
-        grid += ["allocator=default,expandable,max_split_128,gc,roundup,cuda_malloc_async"]
-    else:
-        grid = ["model=tiny", "seq_len=32,64", "precision=bf16,fp32", "protocol=brief"]
-    rows = check.sweep("allocators", *grid)
-    fast = [r for r in rows if r["mfu"] is not None]
-    best = max(fast, key=lambda r: r["mfu"], default=None)
-    return {
-        "outcomes": outcomes(rows),
-        "highest_mfu": best
-        and {k: best[k] for k in ("mfu", "hfu", "seq_len", "micro_batch", "precision", "allocator")},
-    }
+def ended_ok(rows: list[Row]) -> list[Row]:
+    """The rows that ended ok. Raises RuntimeError, with the first reason, if none did."""
+    ok = [r for r in rows if r["outcome"] == "ok"]
+    if not ok:
+        raise RuntimeError(f"no row ended ok: {rows[0]['outcome']}, {rows[0]['reason']}")
+    return ok
+
+
+def outcomes(rows: list[Row]) -> dict[str, int]:
+    """How many rows of each outcome."""
+    return {name: sum(r["outcome"] == name for r in rows) for name in sorted({str(r["outcome"]) for r in rows})}
 
 
 def gpt2_trainer(check: Check) -> dict[str, Any]:
     """GPT-2 at the Trainer's defaults beside the public measurement."""
-    shape = ["model=gpt2", "seq_len=512"] if check.real else ["model=tiny", "seq_len=64", "protocol=brief"]
+    shape = ["model=gpt2", "seq_len=512"] if check.real else ["model=tiny", "seq_len=64"]
+    if not check.real:
+        shape.append("protocol=brief")
     rows = check.sweep("gpt2-trainer", *shape, "runner=trainer", "precision=fp32")
-    row = rows[0]
+    (row,) = ended_ok(rows)
     found = {name: row[name] for name in PUBLIC_GPT2}
     differs = {n: row[n] / PUBLIC_GPT2[n] - 1 for n in PUBLIC_GPT2 if row[n] is not None} if check.real else None
     return {"outcomes": outcomes(rows), "measured": found, "public": PUBLIC_GPT2, "relative_difference": differs}
 
 
+def recordings(check: Check) -> dict[str, Any]:
+    """The allocator's events from the first on under each setting: is their replay exact?
+
+    Limits are shares of what the default setting reserves. Which one makes the allocator retry and still fits depends
+    on the card's kernels, so the largest of a few that does is taken; with far too little memory the run must fail.
+    """
+    if not check.real:
+        return {"skipped": "recordings need CUDA"}
+    found = {"default": recorded(check, "default", "", None)}
+    peak = found["default"]["peak_reserved_bytes"]
+    settings = [
+        ("expandable", "expandable_segments:True", None),
+        ("roundup", "roundup_power2_divisions:8", None),
+        ("max_split", "max_split_size_mb:32", peak),
+        ("gc", "garbage_collection_threshold:0.5", round(1.05 * peak)),
+        ("out_of_memory", "", round(0.7 * peak)),
+    ]
+    for name, conf, limit in settings:
+        found[name] = recorded(check, name, conf, limit)
+    for share in (0.985, 0.97, 0.955, 0.94):
+        retried = recorded(check, "retry", "", round(share * peak))
+        if not retried["out_of_memory"]:
+            found["retry"] = retried
+        if retried["out_of_memory"] or retried["retries"]:
+            break
+    with zipfile.ZipFile(check.out / "recordings.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in found:
+            archive.write(check.scratch / f"{name}.pickle", f"{name}.pickle")
+    return found
+
+
+def recorded(check: Check, name: str, conf: str, limit: int | None) -> dict[str, Any]:
+    """Record one run in a process of its own, replay it, and say whether that was exact."""
+    path = check.scratch / f"{name}.pickle"
+    script = str(ROOT / "benchmarks" / "recorded_steps.py")
+    done = check.python([script, str(path), *(["--limit", str(limit)] if limit else [])], conf)
+    if done.returncode:
+        raise RuntimeError(f"recording {name}: {last_line(done.stderr)}")
+    said: dict[str, Any] = json.loads(last_line(done.stdout))
+    replayed = what_if(path, [], recorded_limit=said["limit_bytes"]).rows[0]
+    match = replayed.match
+    assert match is not None
+    return {"conf": conf, **said, "replayed_peak_reserved_bytes": replayed.peak_reserved, "exact": match.exact,
+            "segment_events": match.segment_events, "matched": match.matched, "blocks": match.blocks,
+            "first_difference": match.first_difference}  # fmt: skip
+
+
+def isolation(check: Check) -> dict[str, Any]:
+    """Cold against warm: memory to the byte, speed within the spread, overhead of each."""
+    shape = ["model=qwen0.5b", "seq_len=512"] if check.real else ["model=tiny", "seq_len=64"]
+    kinds = ("cold", "warm")
+    rows: dict[str, list[Row]] = {}
+    for number in range(3):  # in turns, each goes first in every other round: what drifts with time hits both
+        for kind in kinds if number % 2 else reversed(kinds):
+            rows[kind] = check.sweep(f"isolation-{kind}", *shape, f"isolation={kind}", f"repeats={number + 1}")
+    ok = {kind: ended_ok(rows[kind]) for kind in kinds}
+    every = [*ok["cold"], *ok["warm"]]
+    # on a CPU reserved memory is the process's resident set, which the template's imports are part of
+    names = [c for c in COMPONENTS if every[0][c] is not None and (check.real or "allocated" in c)]
+    sides = [load(check.scratch / f"isolation-{kind}") for kind in kinds]
+    try:
+        speed = compare(sides[0], sides[1], kinds).speed
+        verdict = f"{speed.verdict}: {speed.reason}"
+    except UserError as error:
+        verdict = f"not compared: {error}"
+    return {
+        "memory_equal_to_the_byte": {n: len({r[n] for r in every}) == 1 for n in names},
+        "tokens_per_s": {kind: [r["tokens_per_s"] for r in found] for kind, found in ok.items()},
+        "fastest_step_s": {kind: min(min(r["step_times_s"]) for r in found) for kind, found in ok.items()},
+        "speed_of_warm": verdict,
+        "overhead_s": {kind: statistics.median(r["overhead_s"] for r in found) for kind, found in ok.items()},
+    }
+
+
+def instruments(check: Check) -> dict[str, Any]:
+    """Our loop against a bare one on the same shapes. In a process of its own: one that has touched the GPU and lives
+    on would count as a foreign user of it in every sweep to come."""
+    if missing(["pytest"]):
+        return {"skipped": "pytest is not installed here, and the tiny model is the tests'"}
+    code = "import json, sys; sys.path.insert(0, 'benchmarks'); import overhead; "
+    code += f"print(json.dumps(overhead.instruments(rounds=10, steps=30, device={check.device!r})))"
+    done = check.python(["-c", code])
+    if done.returncode:
+        raise RuntimeError(last_line(done.stderr))
+    found: dict[str, Any] = json.loads(last_line(done.stdout))
+    return found
+
+
 def zero3(check: Check) -> dict[str, Any]:
     """Qwen1.5-0.5B, ZeRO-3, fp16, with and without expandable segments: the shape of the public curve."""
+    if missing(["deepspeed"]):
+        return {"skipped": "deepspeed is not installed here"}
     if check.real:
         grid = ["model=qwen0.5b", "seq_len=64,256,512,768,896,960,1024,1280,1536,1792,1920,2048"]
         grid += ["precision=fp16", "allocator=default,expandable"]
@@ -150,60 +280,114 @@ def zero3(check: Check) -> dict[str, Any]:
     return {"outcomes": outcomes(rows), "curve": curve}
 
 
-def recordings(check: Check) -> dict[str, Any]:
-    """One recorded step under each setting: is its replay exact? A tight limit forces the retries."""
-    if not check.real:
-        return {"skipped": "recordings need CUDA"}
-    shape = ["model=gpt2", "seq_len=256", "micro_batch=4", "precision=bf16", "record=true", "protocol=brief"]
-    plain = check.sweep("recorded-default", *shape)
-    total, peak = plain[0]["device_total_bytes"], plain[0]["peak_reserved_bytes"]
-    settings = {
-        "default": "",
-        "expandable": "expandable_segments:True",
-        "max_split": "max_split_size_mb:20",
-        "roundup": "roundup_power2_divisions:8",
-        "gc": f"garbage_collection_threshold:0.6,per_process_memory_fraction:{1.2 * peak / total:.6f}",
-        "retry": f"per_process_memory_fraction:{0.97 * peak / total:.6f}",
+def tests(check: Check) -> dict[str, Any]:
+    """The tests marked `gpu`."""
+    if missing(["pytest", "pytest_timeout"]):
+        return {"skipped": "pytest or pytest-timeout is not installed here"}
+    done = check.python(["-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider", "tests/test_gpu.py"])
+    (check.out / "tests.txt").write_text((done.stdout + done.stderr)[-MIB:])
+    return {"exit_status": done.returncode, "last_line": last_line(done.stdout)}
+
+
+def allocators(check: Check) -> dict[str, Any]:
+    """Every allocator setting with repeats; then lengths, batches and precisions. MFU at the larger shapes."""
+    if check.real:
+        grids = [
+            ["model=qwen0.5b", "repeats=2", "seq_len=512,2048", "micro_batch=4",
+             "allocator=default,expandable,max_split_128,gc,roundup,cuda_malloc_async"],
+            ["model=qwen0.5b", "seq_len=256,512,1024,2048", "micro_batch=1,4", "precision=bf16,fp32",
+             "allocator=default,expandable"],
+        ]  # fmt: skip
+    else:
+        grids = [["model=tiny", "seq_len=32,64", "precision=bf16,fp32", "protocol=brief"]]
+    for grid in grids:
+        rows = check.sweep("allocators", *grid)
+    fast = [r for r in rows if r["mfu"] is not None]
+    best = max(fast, key=lambda r: r["mfu"], default=None)
+    return {
+        "outcomes": outcomes(rows),
+        "highest_mfu": best
+        and {k: best[k] for k in ("mfu", "hfu", "seq_len", "micro_batch", "precision", "allocator")},
     }
-    found: dict[str, Any] = {}
-    with zipfile.ZipFile(check.out / "recordings.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, conf in settings.items():
-            chosen = ["allocator=custom", f"allocator.conf='{conf}'"] if conf else []
-            rows = plain if not conf else check.sweep(f"recorded-{name}", *shape, *chosen)
-            row = rows[0]
-            found[name] = {
-                "conf": conf,
-                "outcome": row["outcome"],
-                "reason": row["reason"],
-                "retries": row["alloc_retries"],
-            }
-            if row["recording"] is None:
-                continue
-            path = check.scratch / f"recorded-{name}" / row["recording"]
-            archive.write(path, f"{name}.pickle")
-            fraction = float(conf.rpartition("fraction:")[2]) if "fraction" in conf else None
-            limit = None if fraction is None else int(fraction * total)
-            match = what_if(path, [], recorded_limit=limit).rows[0].match
-            found[name] |= {"exact": match and match.exact, "first_difference": match and match.first_difference}
-    return found
 
 
-def instruments(check: Check) -> dict[str, Any]:
-    """Our loop against a bare one on the same shapes, in one process."""
-    import overhead
+def predicted(check: Check) -> dict[str, Any]:
+    """The simulated device's prediction of every trial that the other parts measured, and how far off it was."""
+    name = next((r["gpu_name"] for r in check.rows if r["gpu_name"] is not None), None)
+    card = find(name) if name else None
+    if check.real and card is None:
+        return {"skipped": f"{name or 'the GPU'} is not in harness/gpus.py, so nothing can be predicted for it"}
+    gpu = card.name if card else REHEARSED
+    grids = list(dict.fromkeys(part for asked in check.asked for part in by_length(asked)))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # tracing is the interpreter's work, and several run at once
 
-    return overhead.instruments(rounds=10, steps=30, device=check.device)
+    def predict(number: int) -> list[Row]:
+        return check.run_sweep(f"predicted-{number}", "device=simulated", f"device.gpu={gpu}", *grids[number])
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        rows = [row for found in pool.map(predict, range(len(grids))) for row in found]
+    measured, check.rows = check.rows, [*check.rows, *rows]
+    return {"gpu": gpu, "outcomes": outcomes(rows), **compared(measured, rows, check.out / "residuals.csv")}
 
 
-def outcomes(rows: list[Row]) -> dict[str, int]:
-    """How many rows of each outcome."""
-    return {name: sum(r["outcome"] == name for r in rows) for name in sorted({str(r["outcome"]) for r in rows})}
+def by_length(overrides: Sequence[str]) -> list[tuple[str, ...]]:
+    """The overrides of a measured sweep as those of predictions, one set a length: these run side by side."""
+    kept = [word for word in overrides if not word.startswith(NOT_PREDICTED)]
+    lengths = next(word for word in kept if word.startswith("seq_len=")).removeprefix("seq_len=").split(",")
+    rest = [word for word in kept if not word.startswith("seq_len=")]
+    return [(f"seq_len={length}", *rest) for length in lengths]
 
 
-# The shortest and the most telling first: what finds no time is at the end.
-PARTS: tuple[Callable[[Check], dict[str, Any]], ...] = (
-    gpt2_trainer, recordings, isolation, instruments, tests, allocators, zero3,
-)  # fmt: skip
+def compared(measured: list[Row], predicted: list[Row], path: Path) -> dict[str, Any]:
+    """Residuals of the predictions, written to `path`; per component and in words, and what has none and why."""
+    if not any(row["device"] == "cuda" for row in measured):
+        return {"not_compared": ["needs cuda rows"]}
+    with tempfile.TemporaryDirectory() as scratch:
+        both = Path(scratch) / journal.NAME
+        both.write_text("".join(json.dumps(row) + "\n" for row in (*measured, *predicted)))
+        table = load(both)
+    found = residuals(table)
+    write_csv(found, path)
+    return {
+        "configurations": int(found["configuration"].nunique()),
+        "components": per_component(found).to_dict("records"),
+        "words": sentences(found),
+        "not_compared": not_compared(table),
+    }
+
+
+def bounded(out: Path) -> dict[str, Any]:
+    """Hold the folder to its limits: recordings are left out, the largest first, until it fits; what is in it."""
+    archive = out / "recordings.zip"
+    left_out: list[str] = []
+    while archive.exists() and sum(path.stat().st_size for path in out.iterdir()) > MOST_BYTES:
+        with zipfile.ZipFile(archive) as stream:
+            kept = sorted(stream.infolist(), key=lambda entry: entry.compress_size)
+            if not kept:
+                break
+            left_out.append(kept.pop().filename)
+            contents = {entry.filename: stream.read(entry) for entry in kept}
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as stream:
+            for name, content in contents.items():
+                stream.writestr(name, content)
+    sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+    within = len(sizes) <= MOST_FILES and sum(sizes.values()) <= MOST_BYTES
+    return {"bytes": sizes, "within_limits": within, "recordings_left_out": left_out}
+
+
+# In this order, each with the seconds that it may take. The comments say what it should take on an H200 with 16 cores,
+# reckoned from 4 s to start a process that imports everything and 3 to 4 s a trial; not measured yet.
+PARTS: tuple[tuple[Callable[[Check], dict[str, Any]], float], ...] = (
+    (gpt2_trainer, 60),  # 12: a template and a trial
+    (recordings, 90),  # 55: nine processes at 6 s
+    (isolation, 90),  # 55: three cold trials at 10 s, three templates, three warm trials
+    (instruments, 40),  # 15
+    (tests, 100),  # 50: seven processes to start, eight trials
+    (allocators, 170),  # 170: six templates, 24 trials, then as many of 28 more as there is time for
+    (zero3, 120),  # 100: two templates, 24 trials
+    (predicted, 90),  # 40: nothing on the GPU, half as many at once as there are cores
+)
+RESERVED = 60  # seconds that the parts before `predicted` leave it
 
 
 def main() -> int:
@@ -213,32 +397,46 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=520)
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not machine.gpus():
+        sys.exit("gpu_check: NVML sees no GPU here; --device cpu rehearses the check without one")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    if any(arguments.out.iterdir()):
+        sys.exit(f"gpu_check: {arguments.out} is not empty; name a new folder, so that no earlier result is mixed in")
+    ends = time.monotonic() + arguments.seconds
     summary: dict[str, Any] = {
         "device": arguments.device,
-        "machine": machine.facts(),
-        "gpus": [card.name for card in machine.gpus()],
+        "machine": machine.facts() | {"deepspeed_version": machine.version("deepspeed"), "cores": os.cpu_count()},
+        "gpus": [
+            {"name": card.name, "driver": card.driver, "memory_bytes": card.memory_total} for card in machine.gpus()
+        ],
         "parts": {},
     }
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
-        check = Check(arguments.out, Path(scratch), arguments.device, began + arguments.seconds)
-        for part in PARTS:
+        check = Check(arguments.out, Path(scratch), arguments.device, ends)
+        for part, most in PARTS:
             start = time.monotonic()
+            check.deadline = min(start + most, ends - (0 if part is predicted else RESERVED))
             if start > check.deadline - 10:
-                summary["parts"][part.__name__] = {"skipped": "no time left"}
-                continue
-            try:
-                found = part(check)
-            except Exception:  # one part's failure is a finding, and must not cost the others
-                found = {"failed": traceback.format_exc().strip().splitlines()[-1]}
-                failed = True
+                found: dict[str, Any] = {"skipped": "no time left"}
+            else:
+                try:
+                    found = part(check)
+                except Exception:  # one part's failure is a finding, and must not cost the others
+                    found = {"failed": traceback.format_exc().strip().splitlines()[-1]}
+                    failed = True
             summary["parts"][part.__name__] = found | {"seconds": round(time.monotonic() - start, 1)}
             print(f"{part.__name__}: {json.dumps(summary['parts'][part.__name__])[:300]}", flush=True)
-            (arguments.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
             (arguments.out / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in check.rows))
+            check.finish_log()
+            write_summary(arguments.out, summary)
     return int(failed)
+
+
+def write_summary(out: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json after each part, so that a check that is cut short leaves what it has."""
+    summary["files"] = bounded(out)
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,23 +101,32 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self._sizes.pop(key)
 
 
-def _cpu_attention(query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+def _attention(query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, *_every_head(query, key, value)))
 
 
-def _cpu_attention_backward(
+def _attention_backward(
     grad_out: Any, query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
-    return int(sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape))
+    return int(sdpa_backward_flop_count(grad_out.shape, query.shape, *_every_head(query, key, value)))
+
+
+def _every_head(query: Any, key: Any, value: Any) -> tuple[torch.Size, torch.Size]:
+    """Shapes of key and value with as many heads as the query's, which share them.
+
+    torch's own formulas take shared heads in 2.13 and raise in 2.11.
+    """
+    keys, values = (torch.Size((t.shape[0], query.shape[1], *t.shape[2:])) for t in (key, value))
+    return keys, values
 
 
 _aten = torch.ops.aten
-# torch's registry of FLOP formulas, and the CPU's fused attention, which it lacks
-FORMULAS: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-    **flop_registry,
-}
+_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+# torch's registry of FLOP formulas; attention by ours, for shared heads and the CPU's fused kernel, which it lacks
+FORMULAS: dict[Any, Any] = dict(flop_registry)
+for _kernel in _KERNELS:
+    FORMULAS[getattr(_aten, f"_scaled_dot_product_{_kernel}")] = _attention
+    FORMULAS[getattr(_aten, f"_scaled_dot_product_{_kernel}_backward")] = _attention_backward
 
 
 class FlopCount(TorchDispatchMode):

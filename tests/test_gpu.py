@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import SETTINGS as HOW
 from conftest import Run, tiny
 
+from harness import machine, plan, sweep
 from harness.allocator.replay import what_if
+from harness.row import Row
 
 pytestmark = pytest.mark.gpu
 
 CUDA = {"device": {"name": "cuda"}, "seq_len": 256, "micro_batch": 8}
-SETTINGS = {
+RECORDED = {
     "default": "",
     "expandable": "expandable_segments:True",
     "max_split": "max_split_size_mb:128",
@@ -23,6 +26,22 @@ SETTINGS = {
 
 def cuda(conf: str = "", **over: Any) -> dict[str, Any]:
     return tiny(**(CUDA | {"allocator": {"name": conf or "default", "conf": conf}} | over))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Row]]:
+    """One warm sweep with all that the tests look at, as starting templates is what takes the time; rows by name."""
+    if not machine.gpus():
+        pytest.skip("needs a CUDA device, and this machine has none")
+    trials = {name: cuda(conf, record=True) for name, conf in RECORDED.items()} | {
+        "bf16": cuda(precision="bf16"),
+        "driver": cuda("backend:cudaMallocAsync"),
+        "too large": cuda(seq_len=4096, micro_batch=2_000, attention="eager"),
+    }
+    folder = tmp_path_factory.mktemp("gpu") / "t"
+    expanded = plan.expand(trials.values(), 1)
+    rows, _ = sweep.run(plan.order(expanded), plan.Settings(**(HOW | {"isolation": "warm", "retries": 1})), folder)
+    return folder, {name: rows[one[0].trial_id] for name, one in zip(trials, expanded, strict=True)}
 
 
 def test_cold_and_warm_agree_to_the_byte(run_sweep: Run, tmp_path: Path) -> None:
@@ -35,14 +54,21 @@ def test_cold_and_warm_agree_to_the_byte(run_sweep: Run, tmp_path: Path) -> None
     assert memory[0] == memory[1]
 
 
-def test_settings_take_effect_and_are_read_back(run_sweep: Run) -> None:
-    rows = run_sweep(*(cuda(conf) for conf in SETTINGS.values()), isolation="warm")
-    assert [row["outcome"] for row in rows] == ["ok"] * len(SETTINGS), [row["reason"] for row in rows]
-    assert [row["allocator_conf_effective"] for row in rows] == [row["allocator_conf"] for row in rows]
+@pytest.mark.parametrize("name", sorted(RECORDED))
+def test_settings_take_effect_and_a_recorded_step_replays_exactly(
+    swept: tuple[Path, dict[str, Row]], name: str
+) -> None:
+    folder, rows = swept
+    assert rows[name]["outcome"] == "ok", rows[name]["reason"]
+    assert rows[name]["allocator_conf_effective"] == rows[name]["allocator_conf"] == RECORDED[name]
+    match = what_if(folder / rows[name]["recording"], []).rows[0].match
+    assert match is not None
+    assert match.exact, match.first_difference
 
 
-def test_a_row_of_a_gpu(run_sweep: Run) -> None:
-    (row,) = run_sweep(cuda(precision="bf16"), isolation="warm")
+def test_a_row_of_a_gpu(swept: tuple[Path, dict[str, Row]]) -> None:
+    row = swept[1]["bf16"]
+    assert row["outcome"] == "ok", row["reason"]
     assert row["memory_source"] == "cuda_allocator"
     assert row["peak_requested_bytes"] <= row["peak_allocated_bytes"] <= row["peak_active_bytes"]
     assert (
@@ -54,8 +80,8 @@ def test_a_row_of_a_gpu(run_sweep: Run) -> None:
     assert row["alloc_ooms"] == 0
 
 
-def test_the_driver_s_allocator_leaves_what_it_does_not_count_unknown(run_sweep: Run) -> None:
-    (row,) = run_sweep(cuda("backend:cudaMallocAsync"), isolation="warm")
+def test_the_driver_s_allocator_leaves_what_it_does_not_count_unknown(swept: tuple[Path, dict[str, Row]]) -> None:
+    row = swept[1]["driver"]
     assert row["outcome"] == "ok", row["reason"]
     assert row["allocator_conf_effective"] == "backend:cudaMallocAsync"
     assert row["peak_reserved_bytes"] >= row["peak_allocated_bytes"] > 0
@@ -63,17 +89,8 @@ def test_the_driver_s_allocator_leaves_what_it_does_not_count_unknown(run_sweep:
     assert row["alloc_retries"] is None
 
 
-def test_out_of_memory_is_a_result(run_sweep: Run) -> None:
-    (row,) = run_sweep(cuda(seq_len=4096, micro_batch=60_000, attention="eager"), isolation="warm", retries=2)
-    assert row["outcome"] == "oom"
+def test_out_of_memory_is_a_result(swept: tuple[Path, dict[str, Row]]) -> None:
+    row = swept[1]["too large"]
+    assert row["outcome"] == "oom", row["reason"]
     assert row["attempt"] == 1
     assert row["peak_allocated_bytes"] is None
-
-
-@pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_a_recorded_step_replays_exactly(run_sweep: Run, tmp_path: Path, name: str) -> None:
-    (row,) = run_sweep(cuda(SETTINGS[name], record=True), isolation="warm")
-    assert row["outcome"] == "ok", row["reason"]
-    match = what_if(tmp_path / "t" / row["recording"], []).rows[0].match
-    assert match is not None
-    assert match.exact, match.first_difference

@@ -53,10 +53,14 @@ def test_axes_have_units_and_lines_have_markers() -> None:
 
 
 def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> None:
-    both = [*synthetic.sweep(batches=(1,)), *synthetic.sweep(batches=(1,), device="simulated", seed=1)]
+    both = [
+        *synthetic.sweep(batches=(1,), gpu_name="NVIDIA L4"),
+        *synthetic.sweep(batches=(1,), device="simulated", simulated_gpu="l4-24gb", seed=1),
+    ]
     content = collect(table(both))
     names = {figure.name for figure in content.figures}
     assert {"memory_by_length_measured_on_cuda", "memory_by_length_predicted", "predicted_against_measured"} <= names
+    assert any("peak allocated exact to the byte" in finding for finding in content.findings)
     for figure in content.figures:
         if figure.name.endswith("_predicted") and "trial_id" in figure.data:
             ids = " ".join(figure.data["trial_id"].astype(str)).split()

@@ -56,6 +56,17 @@ def test_flops_of_attention_do_not_depend_on_its_kernel(fused: bool) -> None:
     assert count.total - forward == 2 * forward + recomputed
 
 
+def test_flops_of_attention_count_every_head_of_the_query_also_where_they_share_keys() -> None:
+    totals = []
+    for heads in (1, 4):
+        q = torch.randn(2, 4, 64, 16, requires_grad=True)
+        k, v = (torch.randn(2, heads, 64, 16, requires_grad=True) for _ in range(2))
+        with FlopCount() as count:
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
+        totals.append(count.total)
+    assert totals[0] == totals[1]
+
+
 def test_flops_of_a_linear_layer() -> None:
     net = torch.nn.Linear(32, 16)
     with FlopCount() as count:

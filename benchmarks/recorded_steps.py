@@ -1,0 +1,90 @@
+"""Record every event of PyTorch's CUDA allocator over a small training run, from its first allocation on.
+
+    PYTORCH_CUDA_ALLOC_CONF=... python benchmarks/recorded_steps.py OUT.pickle [--limit BYTES]
+
+GPT-2, length 256, batch 4, bf16: loading and three steps. A sweep's `record=true` keeps one step after warm-up, when
+the cache has what it needs and no segment comes or goes; growth, garbage collection and retries are before that. The
+limit is `torch.cuda.set_per_process_memory_fraction`, which every torch has. Prints one line of JSON: the limit that
+the allocator makes of it, peaks, retries, and whether the run ended out of memory, which is recorded too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from harness import trial as trials  # noqa: E402
+from runners import build  # noqa: E402
+
+STEPS = 3
+TRIAL: dict[str, Any] = {
+    "model": {
+        "name": "gpt2",
+        "model_type": "gpt2",
+        "config": {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12},
+    },
+    "seq_len": 256,
+    "micro_batch": 4,
+    "precision": "bf16",
+    "allocator": {"name": "default"},  # the environment's decides
+    "runner": {"name": "torch"},
+    "device": {"name": "cuda"},
+    "protocol": {"name": "recorded", "warmup_steps": 1, "measured_steps": 1},
+}
+
+
+def main() -> None:
+    """Record, dump, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--limit", type=int)
+    arguments = parser.parse_args()
+    limit = None
+    if arguments.limit is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        fraction = arguments.limit / total
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        limit = int(fraction * total)  # as the allocator computes it
+    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+    out_of_memory = False
+    try:
+        train(trials.parse(TRIAL), torch.device("cuda", 0))
+    except torch.OutOfMemoryError:
+        out_of_memory = True
+    torch.cuda.memory._dump_snapshot(str(arguments.out))
+    stats = torch.cuda.memory_stats()
+    found = {
+        "limit_bytes": limit,
+        "out_of_memory": out_of_memory,
+        "retries": stats["num_alloc_retries"],
+        "peak_allocated_bytes": stats["allocated_bytes.all.peak"],
+        "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
+    }
+    print(json.dumps(found))
+
+
+def train(trial: trials.Trial, device: torch.device) -> None:
+    """A few steps of the plain loop."""
+    build.prepare(trial)
+    net = build.model(trial, device)
+    optimizer = build.optimizer(trial, net.parameters())
+    data = build.data(trial)
+    for index in range(STEPS):
+        batch = {k: v.to(device) for k, v in data.batch(index, trial.micro_batch).items()}
+        with build.autocast(trial, device):
+            loss = net(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+if __name__ == "__main__":
+    main()

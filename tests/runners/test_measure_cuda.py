@@ -1,0 +1,193 @@
+"""The CUDA branches of the instruments, on a stand-in for the card, so that the first run on one meets no typo.
+
+Only the lowest calls are replaced (torch._C where torch's own wrapper can run without a card, else torch.cuda; NVML's
+functions by their names, which must exist). What a card answers is made up; what the meter makes of it is tested.
+"""
+
+from __future__ import annotations
+
+import pickle
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+from conftest import tiny
+
+from harness import trial as trials
+from harness.row import complete
+from runners import run
+from runners.measure import Meter
+
+MIB = 1 << 20
+UUID = "GPU-stand-in"
+
+
+class Card:
+    """Counters that move as an allocator's would, a clock of 2 ms a mark, and what was asked of it."""
+
+    def __init__(self) -> None:
+        self.current, self.peak, self.marks, self.energy = 100 * MIB, 100 * MIB, 0, 5000
+        self.calls: list[Any] = []
+
+    def use(self, size: int) -> None:
+        """Something is allocated and freed again."""
+        self.peak = max(self.peak, self.current + size)
+
+    def stats(self) -> dict[str, Any]:
+        names = ("allocated", "active", "requested", "reserved", "inactive_split")
+        return {f"{n}_bytes": {"all": {"current": self.current, "peak": self.peak}} for n in names} | {
+            "num_alloc_retries": 2,
+            "num_ooms": 0,
+        }
+
+    def reset(self) -> None:
+        self.peak = self.current
+
+    def snapshot(self, *_: Any) -> dict[str, Any]:
+        self.calls.append("snapshot")
+        settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "expandable_segments": False}
+        return {"segments": [], "device_traces": [[]], "allocator_settings": settings}
+
+
+class Event:
+    """torch.cuda.Event: 2 ms lie between one and the next."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.number = -1
+
+    def record(self) -> None:
+        Event.made += 1
+        self.number = Event.made
+
+    def synchronize(self) -> None:
+        assert self.number > 0
+
+    def elapsed_time(self, other: Event) -> float:
+        return 2.0 * (other.number - self.number)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    """A card in place of torch.cuda's and NVML's."""
+    card = Card()
+    for name, stand_in in {
+        "init": lambda: None,
+        "is_available": lambda: True,
+        "set_device": lambda device: card.calls.append(device),
+        "synchronize": lambda: card.calls.append("synchronize"),
+        "get_allocator_backend": lambda: "native",
+        "memory_stats_as_nested_dict": card.stats,
+        "reset_peak_memory_stats": card.reset,
+        "Event": Event,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", card.snapshot, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_record_memory_history", lambda enabled, *_, **__: card.calls.append(enabled), raising=False
+    )
+    memory = types.SimpleNamespace(total=80 << 30, used=700 * MIB, free=79 << 30)
+
+    def energy(_: Any) -> int:
+        card.energy += 1500
+        return card.energy
+
+    for name, stand_in in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "999.1",
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetMemoryInfo": lambda _: memory,
+        "nvmlDeviceGetName": lambda _: "NVIDIA H100 80GB HBM3",
+        "nvmlDeviceGetUUID": lambda _: UUID,
+        "nvmlDeviceGetComputeRunningProcesses": lambda _: [],
+        "nvmlDeviceGetTotalEnergyConsumption": energy,
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda _: pynvml.nvmlClocksEventReasonSwPowerCap | 1,  # 1: idle
+        "nvmlDeviceGetTemperature": lambda _, sensor: 51,
+        "nvmlDeviceGetClockInfo": lambda _, clock: 1980,
+    }.items():
+        monkeypatch.setattr(pynvml, name, stand_in)
+    return card
+
+
+def drive(card: Card, folder: Path, **over: Any) -> dict[str, Any]:
+    """The meter around steps that use 10 MiB forward, 30 backward, 20 in the optimizer."""
+    trial = trials.parse(tiny(device={"name": "cuda"}, **over))
+    meter = Meter(trial, folder, torch.device("cuda", 0), 0)
+    weight = torch.ones(8, requires_grad=True)
+    card.use(5 * MIB)
+    meter.built()
+    for _ in range(trial.steps()):
+        meter.step_begin()
+        card.use(10 * MIB)
+        loss = weight.square().sum()
+        loss.register_hook(lambda _: card.use(30 * MIB))
+        loss.backward()
+        card.use(20 * MIB)
+        meter.step_end(loss)
+    return meter.columns()
+
+
+def test_a_row_of_the_stand_in(card: Card, tmp_path: Path) -> None:
+    values = drive(card, tmp_path)
+    values.pop("steps_s")
+    row = complete(values)  # every column exists and has its type
+    own = 100 * MIB
+    assert row["load_peak_allocated_bytes"] == own + 5 * MIB
+    phases = {p: row[f"{p}_peak_reserved_bytes"] - own for p in ("forward", "backward", "optimizer")}
+    assert phases == {"forward": 10 * MIB, "backward": 30 * MIB, "optimizer": 20 * MIB}
+    assert row["peak_allocated_bytes"] == row["inactive_split_peak_bytes"] == own + 30 * MIB
+    assert row["step_times_s"] == [0.002] * row["measured_steps"]
+    assert row["tokens_per_s"] == pytest.approx(2 * 32 / 0.002)
+    assert row["gpu_energy_j"] == 1.5
+    assert row["gpu_power_w"] == pytest.approx(1.5 / 0.004)
+    assert row["throttle_reasons"] == ["sw_power_cap"]
+    assert row["alloc_retries"] == 2
+    assert row["device_used_bytes"] == row["device_baseline_bytes"] == 700 * MIB
+    assert row["gpu_uuid"] == UUID and row["driver_version"] == "999.1" and row["gpu_sm_clock_mhz"] == 1980
+    assert row["peak_flops"] == 67e12
+    assert row["mfu"] is not None and row["memory_source"] == "cuda_allocator"
+    assert row["rss_baseline_bytes"] is None
+
+
+def test_what_the_driver_does_not_give_is_unknown(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    for name in ("TotalEnergyConsumption", "CurrentClocksEventReasons", "ClockInfo"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", refused)
+    row = drive(card, tmp_path)
+    assert row["gpu_energy_j"] is row["gpu_power_w"] is row["throttle_reasons"] is row["gpu_sm_clock_mhz"] is None
+    assert row["gpu_temperature_c"] == 51
+
+
+def test_the_recorded_step_goes_through_torch_s_own_wrappers(card: Card, tmp_path: Path) -> None:
+    drive(card, tmp_path, record=True)
+    assert [call for call in card.calls if call != "synchronize"] == ["all", "snapshot", None]
+    assert pickle.loads((tmp_path / "recording.pickle").read_bytes())["device_traces"] == [[]]
+
+
+def test_a_trial_on_the_stand_in_reads_its_settings_back(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        run.importlib, "import_module", lambda name: types.SimpleNamespace(run=lambda *_: {"optimizer": name})
+    )
+    monkeypatch.setattr(run, "Meter", lambda *_: types.SimpleNamespace(columns=lambda: {
+        "peak_allocated_bytes": 1, "peak_reserved_bytes": 2}))  # fmt: skip
+    columns = run.run(trials.parse(tiny(device={"name": "cuda"})), tmp_path)
+    assert columns is not None
+    assert columns["allocator_conf_effective"] == ""
+    assert columns["rank_peak_reserved_bytes"] == [2]
+    asked = trials.parse(tiny(device={"name": "cuda"}, allocator={"name": "e", "conf": "expandable_segments:True"}))
+    with pytest.raises(run.AllocatorMismatch, match="expandable_segments"):
+        run.run(asked, tmp_path)

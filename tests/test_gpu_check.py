@@ -1,0 +1,173 @@
+"""The GPU check's own logic, without a card: what it predicts, compares, records and keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import zipfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pandas as pd
+import pytest
+from conftest import ROOT, Run, tiny
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_check
+import recorded_steps
+import torch
+
+from analysis.residuals import COMPONENTS
+from harness.row import Row, complete
+
+CONF = "expandable_segments:True"
+
+
+def check(tmp_path: Path, device: str = "cuda") -> gpu_check.Check:
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    out.mkdir()
+    scratch.mkdir()
+    return gpu_check.Check(out, scratch, device, float("inf"))
+
+
+def as_measured(row: Row, **over: Any) -> Row:
+    """The row that a card would have given for the same trial, had it measured what was predicted."""
+    trial = row["trial"] | {"device": {"name": "cuda"}}
+    return row | {"device": "cuda", "simulated_gpu": None, "trial": trial, "trial_id": "m" + row["trial_id"],
+                  "gpu_name": "NVIDIA H100 80GB HBM3", "memory_source": "cuda_allocator"} | over  # fmt: skip
+
+
+def test_fabricated_cuda_rows_are_compared_with_the_predictions_of_their_trials(run_sweep: Run, tmp_path: Path) -> None:
+    simulated = {"device": {"name": "simulated", "gpu": "h100-80gb"}}
+    driver = tiny(**simulated, allocator={"name": "cuda_malloc_async", "conf": "backend:cudaMallocAsync"})
+    rows = run_sweep(
+        tiny(**simulated), tiny(**simulated, allocator={"name": "expandable", "conf": CONF}), driver, isolation="warm"
+    )
+    assert [row["outcome"] for row in rows] == ["ok", "ok", "invalid"]
+    plain, other, refused = rows
+    measured = [
+        as_measured(plain, peak_reserved_bytes=round(plain["peak_reserved_bytes"] / 1.25)),
+        as_measured(other, outcome="oom", peak_reserved_bytes=None, gpu_name=None),
+        as_measured(refused, outcome="ok", allocator_conf="backend:cudaMallocAsync"),
+    ]
+    path = tmp_path / "residuals.csv"
+    found = gpu_check.compared(measured, rows, path)
+    assert found["configurations"] == 2
+    by_name = {line["component"]: line for line in found["components"]}
+    assert by_name["peak_reserved_bytes"]["worst"] == pytest.approx(0.25, abs=1e-3)
+    assert by_name["peak_allocated_bytes"]["worst_bytes"] == 0
+    assert len(pd.read_csv(path)) == len(COMPONENTS) + 1
+    assert any("Predicted to fit, but ran out of memory: 1 configuration" in text for text in found["words"])
+    assert any(text.startswith("1 not predicted: allocator cuda_malloc_async") for text in found["not_compared"])
+    assert json.dumps(found, allow_nan=False)
+
+
+def test_without_cuda_rows_nothing_is_compared(tmp_path: Path) -> None:
+    row = complete({"trial_id": "a", "device": "cpu", "outcome": "ok", "terminal": True})
+    path = tmp_path / "residuals.csv"
+    assert gpu_check.compared([row], [], path) == {"not_compared": ["needs cuda rows"]}
+    assert not path.exists()
+
+
+def test_predictions_are_of_what_was_measured_one_sweep_a_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    own = check(tmp_path)
+    own.rows = [complete({"trial_id": "a", "device": "cuda", "outcome": "ok", "gpu_name": "NVIDIA H200"})]
+    own.asked = [
+        ("model=tiny", "seq_len=64", "isolation=cold", "repeats=3"),
+        ("model=tiny", "seq_len=64", "isolation=warm", "repeats=3"),
+        ("model=tiny", "seq_len=32,64", "allocator=default,expandable", "protocol=brief"),
+    ]
+    monkeypatch.setattr(gpu_check.Check, "run_sweep", lambda self, name, *words: ran.append((name, words)) or [])
+    monkeypatch.setattr(gpu_check, "compared", lambda measured, predicted, path: {"configurations": 0})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert gpu_check.predicted(own)["gpu"] == "h200-141gb"
+    assert sorted(words for _, words in ran) == [
+        ("device=simulated", "device.gpu=h200-141gb", "seq_len=32", "model=tiny", "allocator=default,expandable"),
+        ("device=simulated", "device.gpu=h200-141gb", "seq_len=64", "model=tiny"),
+        ("device=simulated", "device.gpu=h200-141gb", "seq_len=64", "model=tiny", "allocator=default,expandable"),
+    ]
+    assert len({name for name, _ in ran}) == 3
+    own.rows[0]["gpu_name"] = "NVIDIA Imaginary 9000"
+    assert "NVIDIA Imaginary 9000 is not in harness/gpus.py" in gpu_check.predicted(own)["skipped"]
+
+
+@pytest.mark.parametrize(
+    ("retries_at", "fails_below", "kept"), [(0.97, 0.9, 0.97), (0.9, 0.96, 0.97), (1.0, 1.0, None)]
+)
+def test_the_largest_limit_that_makes_the_allocator_retry_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retries_at: float, fails_below: float, kept: float | None
+) -> None:
+    peak = 1_000_000
+
+    def recorded(own: gpu_check.Check, name: str, conf: str, limit: int | None) -> dict[str, Any]:
+        (own.scratch / f"{name}.pickle").write_text(name)
+        share = 2.0 if limit is None else limit / peak
+        return {"limit_bytes": limit, "peak_reserved_bytes": peak, "out_of_memory": share < fails_below,
+                "retries": int(share <= retries_at)}  # fmt: skip
+
+    monkeypatch.setattr(gpu_check, "recorded", recorded)
+    own = check(tmp_path)
+    found = gpu_check.recordings(own)
+    assert found["out_of_memory"]["out_of_memory"]
+    assert (found["retry"]["limit_bytes"] if "retry" in found else None) == (kept and round(kept * peak))
+    with zipfile.ZipFile(own.out / "recordings.zip") as archive:
+        assert set(archive.namelist()) == {f"{name}.pickle" for name in found}
+
+
+def test_recordings_are_left_out_until_the_folder_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "MOST_BYTES", 2500)
+    (tmp_path / "rows.jsonl").write_bytes(bytes(1800))
+    random = Random(0)  # bytes that do not compress
+    with zipfile.ZipFile(tmp_path / "recordings.zip", "w") as archive:
+        for name, size in (("small", 300), ("large", 5000), ("middle", 400)):
+            archive.writestr(name, random.randbytes(size))
+    found = gpu_check.bounded(tmp_path)
+    assert found["recordings_left_out"] == ["large", "middle"]
+    assert found["within_limits"]
+    with zipfile.ZipFile(tmp_path / "recordings.zip") as archive:
+        assert len(archive.read("small")) == 300
+    (tmp_path / "rows.jsonl").write_bytes(bytes(3000))
+    assert not gpu_check.bounded(tmp_path)["within_limits"]
+
+
+def test_a_run_is_recorded_under_the_limit_that_the_allocator_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+
+    def train(*_: Any) -> None:
+        calls.append("train")
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    card = types.SimpleNamespace(total_memory=85_899_345_920 - 7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", calls.append)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {
+        "num_alloc_retries": 1, "allocated_bytes.all.peak": 2, "reserved_bytes.all.peak": 3})  # fmt: skip
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: calls.append("record"))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    monkeypatch.setattr(recorded_steps, "train", train)
+    monkeypatch.setattr(sys, "argv", ["recorded_steps.py", str(tmp_path / "r.pickle"), "--limit", "3000000001"])
+    recorded_steps.main()
+    said = json.loads(capsys.readouterr().out)
+    fraction = calls[0]
+    assert said["limit_bytes"] == int(fraction * card.total_memory)
+    assert abs(said["limit_bytes"] - 3_000_000_001) <= 1
+    assert said["out_of_memory"] and said["retries"] == 1
+    assert calls[1:] == ["record", "train", str(tmp_path / "r.pickle")]
+
+
+def test_what_is_recorded_trains() -> None:
+    trial = {**recorded_steps.TRIAL, "model": tiny()["model"], "device": {"name": "cpu"}, "seq_len": 32}
+    before = torch.random.get_rng_state()
+    recorded_steps.train(recorded_steps.trials.parse(trial), torch.device("cpu"))
+    assert not torch.equal(before, torch.random.get_rng_state())
+
+
+def test_modules_that_are_missing_are_named() -> None:
+    assert gpu_check.missing(["json", "no_such_module_here"]) == ["no_such_module_here"]
