@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,17 @@ from runners.trace import Mark, Trace
 PARAMETERS = 119360
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
 WORKSPACES = 2 * 8_519_680  # forward's and backward's, on that card
+
+
+@pytest.fixture(autouse=True)
+def _left_alone_afterwards() -> Iterator[None]:
+    """A worker runs one trial and ends; here the next test must not find a group of ranks."""
+    found = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(found)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def fsdp_trial(world: int, device: dict[str, str], **over: Any) -> dict[str, Any]:
