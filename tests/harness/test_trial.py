@@ -94,6 +94,13 @@ CUDA = {"device": {"name": "cuda"}}
             ),
             "offload_param cannot be simulated",
         ),
+        (
+            tiny(
+                runner={"name": "deepspeed", "zero_stage": 2, "options": {"optimizer": {"type": "AdamW"}}},
+                device={"name": "simulated", "gpu": "a100-80gb"},
+            ),
+            "compiled kernels and cannot be simulated",
+        ),
         (tiny(runner={"name": "deepspeed"}), "needs runner.zero_stage"),
         (tiny(runner={"name": "deepspeed", "zero_stage": 4}), "zero_stage = 4"),
         (tiny(runner={"name": "deepspeed", "zero_stage": 0, "offload_optimizer": True}), "silently ignores"),

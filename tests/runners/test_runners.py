@@ -135,9 +135,10 @@ def test_deepspeed_stages_offload_and_two_ranks_real_and_predicted(run_sweep: Ru
         assert (row["peak_parameters_bytes"], row["peak_optimizer_state_bytes"]) == state, row["reason"]
         assert row["peak_communication_bytes"] >= 2 << 20  # the bucket of 1 Mi half-precision gradients
         assert row["deepspeed_version"]
-    for phase in ("forward", "backward"):  # in the optimizer's phase a CPU does not update all parameters at once
+    # in the optimizer's phase a CPU does not update all parameters at once; docs/simulated.md on the backward phase
+    for phase, tolerance in (("forward", 0.03), ("backward", 0.15)):
         column = f"{phase}_peak_allocated_bytes"
-        assert two[column] - two["peak_workspaces_bytes"] == pytest.approx(rows[6][column], rel=0.05), phase
+        assert two[column] - two["peak_workspaces_bytes"] == pytest.approx(rows[6][column], rel=tolerance), phase
     assert [row["zero_stage"] for row in rows] == [0, 1, 3, 2, 3, 2, 3]
     for row in rows:
         assert row["runner_config"]["zero_optimization"]["stage"] == row["zero_stage"]

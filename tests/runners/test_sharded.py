@@ -78,10 +78,10 @@ def test_real_ranks_hold_what_is_predicted(run_sweep: Run) -> None:
     assert real["parameters"] == predicted["parameters"] == PARAMETERS
     assert real["hardware_flops_per_token"] == pytest.approx(770_048)  # the plain loop's; sharding adds none
     assert len(real["rank_peak_allocated_bytes"]) == 2
-    for phase in ("forward", "backward"):
+    for phase, tolerance in (("forward", 0.03), ("backward", 0.15)):
         column = f"{phase}_peak_allocated_bytes"
-        # what differs: blocks are multiples of 512 bytes, the pool of samples, what gloo's threads still hold
-        assert predicted[column] - WORKSPACES == pytest.approx(real[column], rel=0.05), phase
+        # blocks are multiples of 512 bytes, and there is the pool of samples; docs/simulated.md on the backward phase
+        assert predicted[column] - WORKSPACES == pytest.approx(real[column], rel=tolerance), phase
     assert predicted["rank_peak_allocated_bytes"] == [predicted["peak_allocated_bytes"]]
     assert "estimate: communication" in predicted["prediction_basis"]
     assert real["prediction_basis"] is None
