@@ -248,8 +248,8 @@ def _simulated(trial: Trial) -> str | None:
         )
     if trial.runner.name == "deepspeed" and "optimizer" in trial.runner.options:
         return (
-            "runner.options.optimizer: DeepSpeed's own optimizers are compiled kernels and cannot be simulated; leave it "
-            "out for torch's, or measure on device=cuda"
+            "runner.options.optimizer: DeepSpeed's own optimizers are compiled kernels and cannot be simulated; leave "
+            "it out for torch's, or measure on device=cuda"
         )
     if trial.runner.offload_param:
         return "runner.offload_param cannot be simulated; offload_optimizer can, or measure on device=cuda"

@@ -73,10 +73,12 @@ def test_what_fsdp_gathers_is_freed_after_the_forward_pass_if_asked(tmp_path: Pa
 
 def test_real_ranks_hold_what_is_predicted(run_sweep: Run) -> None:
     """Forward and backward peaks; in the optimizer's phase a CPU updates one parameter after the other."""
-    real, predicted = run_sweep(*(fsdp_trial(2, device) for device in ({"name": "cpu"}, SIMULATED)), isolation="warm")
+    # eager: with grouped heads in fp32, CUDA and a CPU differ in the fused kernel that they choose
+    both = (fsdp_trial(2, device, attention="eager") for device in ({"name": "cpu"}, SIMULATED))
+    real, predicted = run_sweep(*both, isolation="warm")
     assert real["outcome"] == predicted["outcome"] == "ok", (real["reason"], predicted["reason"])
     assert real["parameters"] == predicted["parameters"] == PARAMETERS
-    assert real["hardware_flops_per_token"] == pytest.approx(770_048)  # the plain loop's; sharding adds none
+    assert real["model_flops_per_token"] == pytest.approx(761_856, rel=1e-3)  # the plain loop's; sharding adds none
     assert len(real["rank_peak_allocated_bytes"]) == 2
     for phase, tolerance in (("forward", 0.03), ("backward", 0.15)):
         column = f"{phase}_peak_allocated_bytes"
