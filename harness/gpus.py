@@ -53,8 +53,8 @@ GPUS: tuple[Gpu, ...] = (
 )
 
 
-# A name with one of these is another product than the one without, and none of those is listed.
-VARIANTS = {"Ti", "D", "SUPER", "Laptop", "Max"}
+# A name with one of these is another product than the one without, or a slice of it, and none of those is listed.
+VARIANTS = {"Ti", "D", "SUPER", "Laptop", "Max", "MIG"}
 
 
 def named(name: str | None) -> Gpu:

@@ -29,6 +29,7 @@ from harness import gpus
         ("NVIDIA A1000", None),
         ("NVIDIA L40", None),
         ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("", None),
     ],
 )
