@@ -30,7 +30,8 @@ from harness.errors import UserError
 from harness.gpus import GPUS
 
 # Raise a runner's number when what it measures changes: old rows then no longer count as finished.
-MEASUREMENT_VERSIONS = {"torch": 1, "trainer": 1, "deepspeed": 1, "custom": 1}
+MEASUREMENT_VERSIONS = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}
+FSDP_OPTIONS = ("reshard_after_forward",)
 
 
 class InvalidTrial(UserError):
@@ -60,9 +61,12 @@ class AllocatorAxis(_Frozen):
 
 
 class RunnerAxis(_Frozen):
-    """How training is driven. `options` overrides TrainingArguments (trainer) or the ds config (deepspeed)."""
+    """How training is driven.
 
-    name: Literal["torch", "trainer", "deepspeed", "custom"]
+    `options` overrides TrainingArguments (trainer), the ds config (deepspeed) or arguments of fully_shard (fsdp).
+    """
+
+    name: Literal["torch", "trainer", "deepspeed", "fsdp", "custom"]
     world_size: int = Field(default=1, ge=1)
     zero_stage: int | None = Field(default=None, ge=0, le=3)
     offload_optimizer: bool | None = None
@@ -242,12 +246,13 @@ def _simulated(trial: Trial) -> str | None:
             f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
             "simulated; measure it on device=cuda"
         )
-    if trial.runner.name == "deepspeed":
+    if trial.runner.name == "deepspeed" and "optimizer" in trial.runner.options:
         return (
-            "runner=deepspeed cannot be simulated yet; use runner=torch, trainer or custom, or measure on device=cuda"
+            "runner.options.optimizer: DeepSpeed's own optimizers are compiled kernels and cannot be simulated; leave "
+            "it out for torch's, or measure on device=cuda"
         )
-    if trial.runner.name == "trainer" and trial.precision == "fp16":
-        return "runner=trainer in fp16 cannot be simulated yet; use precision=bf16, or runner=torch"
+    if trial.runner.offload_param:
+        return "runner.offload_param cannot be simulated; offload_optimizer can, or measure on device=cuda"
     if trial.attention == "flash_attention_2":
         return "attention flash_attention_2 cannot be simulated; sdpa runs the same flash kernel in half precision"
     if trial.weights == "pretrained":
@@ -282,9 +287,25 @@ def _deepspeed(trial: Trial) -> str | None:
     return None
 
 
+def _fsdp(trial: Trial) -> str | None:
+    if trial.runner.name != "fsdp":
+        return None
+    unknown = sorted(set(trial.runner.options) - set(FSDP_OPTIONS))
+    if unknown:
+        return f"runner.options.{unknown[0]}: runner=fsdp takes {', '.join(FSDP_OPTIONS)}"
+    if trial.precision == "fp16":
+        return "runner=fsdp in fp16 is not supported; use precision=bf16"
+    if trial.weights == "pretrained":
+        return "runner=fsdp starts from random weights; use weights=random, which changes neither memory nor speed"
+    return None
+
+
 def _ranks(trial: Trial) -> str | None:
-    if trial.runner.world_size > 1 and trial.runner.name != "deepspeed":
-        return f"runner.world_size {trial.runner.world_size} needs runner=deepspeed; {trial.runner.name} runs one rank"
+    if trial.runner.world_size > 1 and trial.runner.name not in ("deepspeed", "fsdp"):
+        return (
+            f"runner.world_size {trial.runner.world_size} needs runner=deepspeed or fsdp; "
+            f"{trial.runner.name} runs one rank"
+        )
     return None
 
 
@@ -313,6 +334,7 @@ RULES: tuple[Callable[[Trial], str | None], ...] = (
     _device,
     _allocator,
     _deepspeed,
+    _fsdp,
     _ranks,
     _custom,
 )

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,7 +28,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
@@ -79,20 +83,26 @@ def behave(capability: Capability) -> Iterator[None]:
 
 
 class CudaIsHere(TorchFunctionMode):
-    """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there."""
+    """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there.
+
+    What DeepSpeed names "cpu" is on device meta instead: host memory (offload), which is not traced.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
-        return func(*map(_on_cpu, args), **{key: _on_cpu(value) for key, value in (kwargs or {}).items()})
+        host = "cpu"
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("deepspeed."):
+            host = "meta"
+            if func is torch.Tensor.cpu:
+                return args[0].to(host)
+        return func(*(_placed(v, host) for v in args), **{k: _placed(v, host) for k, v in (kwargs or {}).items()})
 
 
-def _on_cpu(value: Any) -> Any:
-    if (isinstance(value, torch.device) and value.type == "cuda") or (
-        isinstance(value, str) and value.partition(":")[0] == "cuda"
-    ):
-        return torch.device("cpu")
-    return value
+def _placed(value: Any, host: str) -> Any:
+    if isinstance(value, str):
+        return "cpu" if value.partition(":")[0] == "cuda" else host if value == "cpu" else value
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
 def _registered(key: str) -> set[str]:
@@ -260,15 +270,37 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     def step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
 
+    swap_tensors = torch.utils.swap_tensors
+
     def swap(old: torch.Tensor, new: torch.Tensor) -> None:
         """`Module.to` swaps fake parameters, and torch's own function refuses where fake mode watches them."""
-        old.data = new.data
+        if isinstance(old, DTensor):
+            swap_tensors(old, new)
+        else:
+            old.data = new.data
+
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward_here(*args: Any, **kwargs: Any) -> Any:
+        """A function mode steps aside for `backward`, but hooks in the backward pass name devices too."""
+        with CudaIsHere():
+            return run_backward(*args, **kwargs)
 
     def devices() -> list[str]:
         return ["cpu", "cuda"]
 
+    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def shapes_outside(self: Any, schema: Any) -> Any:
+        """DTensor learns an operator's shapes on fake tensors of its own, of the whole shape; they take no memory."""
+        with _disable_current_modes():
+            return shapes(self, schema)
+
+    yield ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_outside
     yield autocast, "__init__", autocast_on_cpu
     yield torch, "clear_autocast_cache", clear_casts
+    yield torch.autograd, "_engine_run_backward", run_backward_here
+    yield torch.Tensor, "record_stream", lambda tensor, stream: None
     yield torch.utils, "swap_tensors", swap
     yield torch.amp.GradScaler, "_maybe_opt_step", step
     for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):

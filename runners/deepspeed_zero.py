@@ -6,7 +6,8 @@ autocast. `runner.options` is merged over the generated configuration, key by ke
 
 from __future__ import annotations
 
-import os
+import contextlib
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,28 +16,34 @@ import deepspeed
 import torch
 
 from harness.trial import Trial
-from runners import build
+from runners import build, ranks, trace, zero_traced
 from runners.measure import Meter
-
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
     """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built and the ds config."""
-    if trial.device.name == "cpu":
+    with zero_traced.behave() if trial.device.name == "simulated" else contextlib.nullcontext():
+        return _run(trial, device, meter)
+
+
+def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
+    if trial.device.name != "cuda":
         # The shared-memory communication kernel would be compiled on first use, for 20 s; gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _rendezvous()
-    deepspeed.init_distributed(dist_backend=BACKENDS[device.type], verbose=False)
+    deepspeed.init_distributed(dist_backend=ranks.backend(trial, device), verbose=False)
     config = ds_config(trial)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.runner.zero_stage == 3, dtype=dtype):
+    # given a dtype, ZeRO-3 overrides it where fp16 is not supported, as on many CPUs; the configuration is heeded
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.runner.zero_stage == 3):
         net = build.model(trial, device, dtype)
     client = None if "optimizer" in config else build.optimizer(trial, net.parameters())
     engine, optimizer, _, _ = deepspeed.initialize(
         model=net, model_parameters=net.parameters(), optimizer=client, config=config
     )
     data = build.data(trial)
+    tracer = trace.active()
+    if tracer is not None:
+        tracer.held = functools.partial(zero_traced.held, optimizer)
     meter.built()
     micro = 0
     for _ in range(trial.steps()):
@@ -84,10 +91,3 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         held = merged.get(key)
         merged[key] = _merged(held, value) if isinstance(held, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def _rendezvous() -> None:
-    """A single rank meets nobody, but without these variables DeepSpeed asks for MPI."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for key, value in alone.items():
-        os.environ.setdefault(key, value)

@@ -1,18 +1,43 @@
-"""Two dispatch modes that watch every operator of an untimed step: live tensor bytes, and FLOPs.
+"""What watches every operator of an untimed step: live tensor bytes, FLOPs, storages resized in place.
 
 They slow a step down several times, so they never run in a measured one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+
+@contextlib.contextmanager
+def storage_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `resized` with each storage whose size was changed in place, which goes through no operator."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def sharded(types: Iterable[type]) -> bool:
+    """Whether an operator was called on DTensors: a mode declines, and is called again for this rank's part."""
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -23,6 +48,7 @@ class LiveBytes(TorchDispatchMode):
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._resizes = storage_resizes(self._resized)
 
     def __enter__(self) -> LiveBytes:
         # type(), not isinstance(): a lazy module's __class__ may import on being asked
@@ -31,10 +57,17 @@ class LiveBytes(TorchDispatchMode):
             if tensor.is_leaf and tensor.grad is not None:
                 self._track(tensor.grad)
         self.peak = self.live
+        self._resizes.__enter__()
         super().__enter__()
         return self
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizes.__exit__(*error)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -47,16 +80,22 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def _track(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
             return
-        self._sizes[key] = storage.nbytes()
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
+        self._sizes[key] = 0
+        self._resized(storage)
         weakref.finalize(storage, self._release, key).atexit = False
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            self.live += storage.nbytes() - self._sizes[key]
+            self._sizes[key] = storage.nbytes()
+            self.peak = max(self.peak, self.live)
 
     def _release(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
@@ -102,6 +141,8 @@ class FlopCount(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented
         kwargs = kwargs or {}
         formula = FORMULAS.get(func._overloadpacket)
         if formula is None and func is not torch.ops.prim.device.default:

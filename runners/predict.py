@@ -49,9 +49,12 @@ def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None) -> P
             if event < 0:
                 simulator.free(-event - 1)
                 continue
+            if event == 0:
+                simulator.empty_cache()
+                continue
             number = event - 1
             try:
-                simulator.malloc(number, trace.sizes[number])
+                simulator.malloc(number, trace.sizes[number], trace.streams[number])
             except OutOfMemory:
                 failed_request = trace.sizes[number]
                 break
@@ -78,7 +81,7 @@ def _restart_peaks(simulator: Simulator) -> None:
 
 def _breakdown(trace: Trace, blocks: dict[int, int], until: int) -> dict[str, int]:
     held = dict.fromkeys((*CATEGORIES, "rounding"), 0)
-    for event in trace.events[:until]:
+    for event in filter(None, trace.events[:until]):
         number, sign = abs(event) - 1, 1 if event > 0 else -1
         held[trace.categories[number]] += sign * trace.sizes[number]
         held["rounding"] += sign * (blocks[number] - trace.sizes[number])

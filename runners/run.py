@@ -19,6 +19,7 @@ RUNNERS = {
     "torch": "runners.torch_loop",
     "trainer": "runners.trainer",
     "deepspeed": "runners.deepspeed_zero",
+    "fsdp": "runners.fsdp",
     "custom": "runners.custom",
 }
 

@@ -34,7 +34,7 @@ from runners.measure import Meter, backward_boundaries, plateau
 from runners.predict import Prediction, replay
 from runners.trace import Mark, Trace, Tracer
 
-FORMAT = 2  # of a kept trace; raise it when traces change
+FORMAT = 3  # of a kept trace; raise it when traces change
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -81,12 +81,25 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     if predicted.failed is not None:
         raise SimulatedOutOfMemoryError(_refused(predicted, card, replay(trace, config, None)))
     return columns(predicted) | speed(trial, trace, card) | details | {
+        "prediction_basis": basis(trial),
+        "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
         "gpu_name": card.name,
         "device_total_bytes": limit,
         "allocator_conf_effective": config.render(),
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
     }  # fmt: skip
+
+
+def basis(trial: Trial) -> str:
+    """Which predicted parts are exact, traced and estimates (harness/row.py says what that means).
+
+    Collectives of several ranks run beside the computation, and when they let go of their blocks is not known.
+    """
+    sharded = trial.runner.name in ("deepspeed", "fsdp")
+    return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
+        "; estimate: communication, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
+    )
 
 
 def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
@@ -139,7 +152,7 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
 def trace_key(trial: Trial, card: Gpu) -> str:
     """Names what a trace depends on: all of a trial that can change it, the card's generation, versions."""
     axes = trial.model_dump(mode="json", exclude={"allocator", "protocol", "repeat", "device"})
-    versions = [machine.version(package) for package in ("torch", "transformers", "accelerate")]
+    versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
     text = json.dumps([FORMAT, axes, card.capability, versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

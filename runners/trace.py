@@ -14,23 +14,35 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from harness.roofline import Work
 from runners.cuda_like import Capability
+from runners.dispatch import sharded, storage_resizes
 from runners.kernels import work
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
-CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporaries", "workspaces")
+CATEGORIES = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "communication",
+    "temporaries",
+    "workspaces",
+)
 MATMULS = {
     getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")
 }
@@ -41,6 +53,7 @@ IN_PLACE = {
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
 }
+FRAMEWORKS = ("deepspeed", "accelerate")  # they look at gradients' norms and at the loss scale; nothing is lost by 0
 KIB = 1 << 10
 
 
@@ -56,11 +69,14 @@ class Mark:
 @dataclass
 class Trace:
     """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it.
+    Event 0 is `torch.cuda.empty_cache`.
 
+    `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
     `kernels` are the operators of the last step, each with how often it ran.
     """
 
     sizes: list[int] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -89,33 +105,45 @@ class Tracer(TorchDispatchMode):
         self._known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
+        self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._closed = False
+        # tensors that are neither a parameter's nor its gradient, by category; asked for when a backward pass ends
+        self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
         """Trace everything that runs inside."""
+        empty_cache = torch.cuda.empty_cache
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), self:
+            torch.cuda.empty_cache = lambda: self.trace.events.append(0)
+            with storage_resizes(self._resized), FakeTensorMode(allow_non_fake_inputs=True), self:
                 yield
         finally:
+            torch.cuda.empty_cache = empty_cache
             hook.remove()
             self._closed = True
             self.trace.categories = self._categories()
             self.trace.kernels = list(self._kernels.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented
         kwargs = kwargs or {}
         if func in MATMULS:
             self._handle()
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
             func = IN_PLACE[func]
         tensors = list(_tensors((*args, *kwargs.values())))
-        if tensors and all(not isinstance(t, FakeTensor) and t.numel() <= 1 for t in tensors):
+        valueless = [isinstance(t, FakeTensor) or t.is_meta for t in tensors]
+        if func is torch.ops.aten._local_scalar_dense.default and any(valueless):
+            if not self.in_step or _framework_asks():
+                return 0  # the Trainer's own bookkeeping after training; a framework's check for overflow
+        elif tensors and not any(valueless) and all(t.numel() <= 1 for t in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and not self.in_step:
-            return 0  # the Trainer's own bookkeeping after training
+        if func.namespace == "c10d":
+            self._know("communication", tensors)
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
             self._track(tensor)
@@ -130,22 +158,30 @@ class Tracer(TorchDispatchMode):
         # type() first: a lazy module's __class__ may import on being asked
         tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
-        self._known["parameters"] = {n for p in self._parameters if (n := self._number(p)) is not None}
+        self._know("parameters", self._parameters)
         self.mark(None, "load")
 
     def mark(self, step: int | None, phase: Phase) -> None:
         """A phase ends here."""
         if phase == "backward":
-            grads = (p.grad for p in self._parameters)
-            self._known["gradients"] |= {n for g in grads if g is not None and (n := self._number(g)) is not None}
+            held = self.held()
+            grads = [p.grad for p in self._parameters if p.grad is not None]
+            self._know("gradients", [*grads, *held.get("gradients", [])])
+            buckets = {n for bucket in held.get("communication", []) if (n := self._number(bucket)) is not None}
+            self._known["communication"] |= buckets
+            for name in ("gradients", "buffers"):
+                self._known[name] -= buckets
         self.trace.marks.append(Mark(len(self.trace.events), step, phase))
+
+    def _know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        self._known[category] |= {n for t in tensors if (n := self._number(t)) is not None}
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
-            for tensor in _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)):
-                number = self._number(tensor)
-                if number is not None:
-                    self._known["optimizer_state"].add(number)
+            self._know("optimizer_state", _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)))
+        for group in optimizer.param_groups:  # of half precision's master weights; the model's own count as such
+            self._know("optimizer_state", group["params"])
+            self._know("gradients", [p.grad for p in group["params"] if p.grad is not None])
 
     def _handle(self) -> None:
         """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good."""
@@ -155,14 +191,17 @@ class Tracer(TorchDispatchMode):
             self._known["workspaces"].add(self._allocate(self._workspace))
 
     def _number(self, tensor: torch.Tensor) -> int | None:
+        tensor = _own(tensor)
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return None
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def _track(self, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
             return
-        storage = tensor.untyped_storage()
+        self._hold(tensor.untyped_storage())
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._numbers:
             return
@@ -172,13 +211,23 @@ class Tracer(TorchDispatchMode):
         self._numbers[key] = self._allocate(size)
         self._references[key] = weakref.ref(storage, functools.partial(self._release, key))
 
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees the weights that it gathered, and makes room for them again, in one and the same storage."""
+        if storage._cdata in self._numbers:
+            self._release(storage._cdata)
+        self._hold(storage)
+        number = self._numbers.get(storage._cdata)
+        if number is not None:
+            self._known["communication"].add(number)
+
     def _allocate(self, size: int) -> int:
         number = len(self.trace.sizes)
         self.trace.sizes.append(size)
+        self.trace.streams.append(self._streams.setdefault(torch.cpu.current_stream(), len(self._streams)))
         self.trace.events.append(number + 1)
         return number
 
-    def _release(self, key: int, _reference: Any) -> None:
+    def _release(self, key: int, _reference: Any = None) -> None:
         number = self._numbers.pop(key)
         del self._references[key]
         if not self._closed:
@@ -194,20 +243,43 @@ class Tracer(TorchDispatchMode):
             for event in trace.events[start : mark.end]:
                 if event > 0:
                     made[event - 1] = mark
-                else:
-                    made.pop(-event - 1)
+                elif event < 0:
+                    made.pop(-event - 1, None)
             for number, origin in made.items():
                 if origin is mark and mark.phase == "forward":
                     categories[number] = "activations"
             start = mark.end
-        for name in ("buffers", "optimizer_state", "gradients", "parameters", "workspaces"):
+        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", "workspaces"):
             for number in self._known[name]:
                 categories[number] = name
         return categories
 
 
+def active() -> Tracer | None:
+    """The tracer that records at this moment, if one does."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, Tracer)), None)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is sharded over ranks: FSDP's DTensor, ZeRO-3's partition."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
+    return part
+
+
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _framework_asks() -> bool:
+    """Whether DeepSpeed's or Accelerate's own code wants a value, not the model's or the user's."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("torch", "runners"):
+            return package in FRAMEWORKS
+        frame = frame.f_back
+    return False
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

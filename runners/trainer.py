@@ -70,6 +70,9 @@ def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[
     samples = _Samples(data, trial.steps() * trial.samples_per_step())
     trainer = _Trainer(model=net, args=arguments, train_dataset=samples, callbacks=[boundaries])
     trainer.boundaries = boundaries
+    if trial.device.name == "simulated" and trial.precision == "fp16":
+        # Accelerate leaves fp16 off on a CPU, where the fake tensors are
+        trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler()
     trainer.train()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     config = {k: v for k, v in arguments.to_sanitized_dict().items() if k not in ("output_dir", "logging_dir")}

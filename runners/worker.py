@@ -27,6 +27,7 @@ PRELOAD = {
     "torch": ("runners.torch_loop", "transformers.models.auto.modeling_auto"),
     "custom": ("runners.torch_loop", "transformers.models.auto.modeling_auto"),
     "trainer": ("runners.trainer", "transformers.models.auto.modeling_auto"),
+    "fsdp": ("runners.fsdp", "transformers.models.auto.modeling_auto"),
     "deepspeed": (
         "runners.deepspeed_zero",
         "transformers.models.auto.modeling_auto",
@@ -65,7 +66,7 @@ def main(folder: Path, parent: int) -> int:
     """Run the attempt in `folder`; returns the exit status."""
     die_with(parent)
     trial = trials.Trial.model_validate(json.loads((folder / SPEC).read_text())["trial"])
-    if trial.runner.world_size == 1:
+    if trial.runner.world_size == 1 or trial.device.name == "simulated":  # which predicts one rank of the many
         return _rank(trial, folder)
     return _ranks(trial, folder)
 

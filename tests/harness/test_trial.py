@@ -84,6 +84,23 @@ CUDA = {"device": {"name": "cuda"}}
         ),
         (tiny(runner={"name": "torch", "zero_stage": 2}), "belongs to runner=deepspeed"),
         (tiny(runner={"name": "torch", "world_size": 2}), "needs runner=deepspeed"),
+        (tiny(**CUDA, runner={"name": "fsdp"}, precision="fp16"), "runner=fsdp in fp16"),
+        (tiny(runner={"name": "fsdp", "options": {"mesh": 2}}), "runner=fsdp takes reshard_after_forward"),
+        (tiny(runner={"name": "fsdp", "zero_stage": 2}), "belongs to runner=deepspeed"),
+        (
+            tiny(
+                runner={"name": "deepspeed", "zero_stage": 3, "offload_param": True},
+                device={"name": "simulated", "gpu": "a100-80gb"},
+            ),
+            "offload_param cannot be simulated",
+        ),
+        (
+            tiny(
+                runner={"name": "deepspeed", "zero_stage": 2, "options": {"optimizer": {"type": "AdamW"}}},
+                device={"name": "simulated", "gpu": "a100-80gb"},
+            ),
+            "compiled kernels and cannot be simulated",
+        ),
         (tiny(runner={"name": "deepspeed"}), "needs runner.zero_stage"),
         (tiny(runner={"name": "deepspeed", "zero_stage": 4}), "zero_stage = 4"),
         (tiny(runner={"name": "deepspeed", "zero_stage": 0, "offload_optimizer": True}), "silently ignores"),

@@ -23,6 +23,7 @@ PARTS = (
     "gradients",
     "optimizer_state",
     "activations",
+    "communication",
     "temporaries",
     "workspaces",
     "rounding",

@@ -1,0 +1,214 @@
+"""Sharded training, predicted against what real ranks hold on this CPU: DeepSpeed's stages and FSDP, one and two ranks.
+
+    python benchmarks/sharded_check.py [--worlds 1,2] [--json]
+
+Nothing is timed. The real ranks train over gloo while every tensor storage is counted; the prediction is the runner
+traced on fake tensors over a fake process group, as device=simulated does. Both count bytes of rank 0: at rest after
+everything is built, at rest between steps, and the largest in each phase of the third step. Left out on both sides:
+token ids, one-element tensors, which are on the host for the one and on the device for the other, and CUDA's
+workspaces. The real ranks' optimizer updates all parameters at once, as on CUDA, not one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from harness import gpus, trial  # noqa: E402
+from runners import build, deepspeed_zero, fsdp, simulated, worker  # noqa: E402
+from runners.dispatch import LiveBytes  # noqa: E402
+from runners.measure import backward_boundaries  # noqa: E402
+from runners.trace import Trace  # noqa: E402
+
+FORK = multiprocessing.get_context("fork")
+RUNNERS = {"deepspeed": deepspeed_zero, "fsdp": fsdp}
+COLUMNS = ("built", "rest", "forward", "backward", "optimizer")
+MODEL = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+SMALL = {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}  # the default's buckets take 1 GB and more
+CASES = [
+    ("deepspeed", 0, "fp32"),
+    *(("deepspeed", stage, "bf16") for stage in (1, 2, 3)),
+    *(("deepspeed", stage, "fp32") for stage in (1, 2, 3)),
+    ("fsdp", None, "fp32"),
+    ("fsdp", None, "bf16"),
+]
+
+
+def make(runner: str, stage: int | None, precision: str, world: int, device: dict[str, str]) -> trial.Trial:
+    """One trial of the check."""
+    options = {"zero_optimization": SMALL} if stage is not None else {}
+    values = {
+        "model": {"name": "check", "model_type": "qwen2", "config": MODEL},
+        "runner": {"name": runner, "zero_stage": stage, "world_size": world, "options": options},
+        "seq_len": 64, "micro_batch": 2, "precision": precision, "device": device,
+        "allocator": {"name": "default"}, "protocol": {"name": "check", "warmup_steps": 1, "measured_steps": 1},
+    }  # fmt: skip
+    return trial.parse(values)
+
+
+class Rests(simulated.TraceMeter):
+    """Takes a runner's calls and notes what is alive at rest and the peaks of the third step's phases, in bytes."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.index = rank, 0
+        self.found: dict[str, int] = {}
+        self.live = LiveBytes()
+
+    def built(self) -> None:
+        self.found["built"] = resting()
+
+    def step_begin(self) -> None:
+        if self.index == 2:
+            self.apart = resting()
+            self.live.__enter__()
+            self.apart = self.live.live - self.apart  # ids and counters
+
+    def step_end(self, loss: torch.Tensor | None = None) -> None:
+        if self.index == 2:
+            self.mark("optimizer")
+            self.live.__exit__(None, None, None)
+        del loss
+        self.found["rest"] = resting()
+        self.index += 1
+
+    def mark(self, phase: Any) -> None:
+        if self.index == 2:
+            self.found[phase] = self.live.take() - self.apart
+
+
+def resting() -> int:
+    """Bytes of the floating-point storages that are alive now, one-element ones left out."""
+    gc.collect()
+    storages = {}
+    for tensor in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]:
+        for held in (tensor, tensor.grad if tensor.is_leaf else None):
+            if held is not None and held.is_floating_point() and held.device.type == "cpu":
+                held = getattr(held, "_local_tensor", held)
+                storage = held.untyped_storage()
+                storages[storage._cdata] = storage.nbytes() if storage.nbytes() > held.element_size() else 0
+    return sum(storages.values())
+
+
+def real(case: tuple[str, int | None, str], world: int) -> dict[str, int]:
+    """What rank 0 of `world` real ranks held."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [forked(as_rank, case, world, rank, port) for rank in range(world)]
+    found = [dict(rank.recv()) for rank in ranks]
+    return found[0]
+
+
+def forked(function: Callable[..., dict[str, int]], *arguments: Any) -> Any:
+    """Call the function in a process of its own; the result comes through the connection that is returned."""
+    here, there = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        there.send(function(*arguments))
+        os._exit(0)  # without interpreter teardown, as a worker ends
+
+    FORK.Process(target=run).start()
+    there.close()
+    return here
+
+
+def as_rank(case: tuple[str, int | None, str], world: int, rank: int, port: int) -> dict[str, int]:
+    """Train as one real rank."""
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in where.items()})
+    chosen = make(*case, world, {"name": "cpu"})
+    for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
+        owner._get_foreach_kernels_supported_devices = lambda: ["cpu"]
+    meter = Rests(rank)
+    build.prepare(chosen)
+    with backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")):
+        RUNNERS[case[0]].run(chosen, torch.device("cpu"), meter, Path())
+    return meter.found
+
+
+def predicted(case: tuple[str, int | None, str], world: int) -> dict[str, int]:
+    """The same of the trace."""
+    chosen = make(*case, world, {"name": "simulated", "gpu": "a100-80gb"})
+    with tempfile.TemporaryDirectory() as folder:
+        trace, _ = simulated.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), RUNNERS[case[0]])
+    ids = 2 * 8 * chosen.micro_batch * chosen.seq_len  # a batch: token ids and labels, 8 bytes each
+    return {name: size - (name != "built") * ids for name, size in sums(trace).items()}
+
+
+def sums(trace: Trace) -> dict[str, int]:
+    """Bytes at rest and peaks of the third step's phases, workspaces and one-element tensors left out."""
+    found: dict[str, int] = {}
+    live = start = 0
+    for mark in trace.marks:
+        peak = live
+        for event in trace.events[start : mark.end]:
+            number = abs(event) - 1
+            if event and trace.categories[number] != "workspaces" and trace.sizes[number] > 8:
+                live += trace.sizes[number] if event > 0 else -trace.sizes[number]
+                peak = max(peak, live)
+        start = mark.end
+        if mark.step is None:
+            found["built"] = live
+        elif mark.step == 2:
+            found[mark.phase] = max(peak, found.get(mark.phase, 0))
+    return found | {"rest": live}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", default="1,2", help="numbers of ranks")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON instead of a table")
+    chosen = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    for runner in RUNNERS:
+        worker.preload(runner)
+    results = []
+    for world in map(int, chosen.worlds.split(",")):
+        for case in CASES:
+            results.append(
+                {"case": [*case, world], "real": real(case, world), "predicted": forked(predicted, case, world).recv()}
+            )
+            if not chosen.json:
+                print(line(results[-1]), flush=True)
+    if chosen.json:
+        print(json.dumps(results))
+
+
+def line(result: dict[str, Any]) -> str:
+    """One row of the table: real bytes, and how far the prediction is off."""
+    runner, stage, precision, world = result["case"]
+    name = runner if stage is None else f"ZeRO-{stage}"
+    cells = []
+    for column in COLUMNS:
+        bytes_, off = result["real"][column], result["predicted"][column] - result["real"][column]
+        cells.append(
+            f"{bytes_:,} ({'exact' if not off else f'{off:+,} B' if abs(off) < 1000 else f'{off / bytes_:+.1%}'})"
+        )
+    return " | ".join([f"| {name}, {precision}", str(world), *cells]) + " |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""DeepSpeed's engine on fake tensors: what it believes to run on, and what it is told where it asks for values.
+
+`behave` gives DeepSpeed an accelerator like CUDA's, with streams that are only told apart, and answers the questions
+that have no answer here as on a run where all goes well: no overflow, nothing to clip, all ranks agree.
+
+Not covered: everything else that CUDA does differently (cuda_like.py, which also keeps host memory apart); blocks that
+a side stream still uses when they are freed (`record_stream`) go back to the allocator at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed.accelerator import real_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime.zero import utils as zero_utils
+
+
+class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
+    """DeepSpeed's view of a CUDA device where there is none."""
+
+    Stream = torch.cpu.Stream
+    Event = torch.cpu.Event
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def use_host_timers(self) -> bool:
+        return True
+
+    def device_name(self, device_index: Any = None) -> str:
+        return "cuda"
+
+    def current_device_name(self) -> str:
+        return "cuda:0"
+
+    def device(self, device_index: Any = None) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def stream(self, stream: Any) -> Any:
+        return torch.cpu.stream(stream)
+
+    def current_stream(self, device_index: Any = None) -> Any:
+        return torch.cpu.current_stream()
+
+    default_stream = current_stream
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def available_memory(self, device_index: Any = None) -> int:
+        return 1 << 60  # a trace does not depend on how large the card is
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "meta"
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        return tensor
+
+
+@contextlib.contextmanager
+def behave() -> Iterator[None]:
+    """DeepSpeed on a card that is not there, until the context is left."""
+    replaced = [
+        (real_accelerator, "ds_accelerator", CudaAccelerator()),
+        (zero_utils, "assert_lst_len_same_as_other_ranks", nothing),
+        (zero_utils, "get_lst_from_rank0", list),  # this is rank 0
+        (torch.cpu.Stream, "synchronize", nothing),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        yield
+
+
+def nothing(*args: Any) -> None:
+    """In the place of what there is no use for."""
+
+
+def held(optimizer: Any) -> dict[str, list[torch.Tensor]]:
+    """Tensors that ZeRO's optimizer keeps for itself at this moment, by what trace.py calls them."""
+    buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
+    return {
+        "communication": [t for b in buckets for t in (b if isinstance(b, list) else [b]) if t is not None],
+        "gradients": [t for t in [getattr(optimizer, "grad_partitions_flat_buffer", None)] if t is not None],
+    }
