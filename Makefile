@@ -56,8 +56,10 @@ report: $(READY)  ## figures and report again: RESULTS=results/SWEEP
 paper: $(READY)  ## PDF figures, LaTeX tables, CSV, methods text: RESULTS=results/SWEEP
 	$(PY) -m analysis paper $(RESULTS)
 
+# two processes, as most tests wait for workers of their own; those on the GPU would be in each other's way
 test: $(READY)  ## run the tests
-	$(PY) -m pytest
+	$(PY) -m pytest -m 'not gpu' -n 2 --dist worksteal
+	$(PY) -m pytest -m gpu -rs
 
 lint: $(READY)  ## ruff and mypy --strict
 	$(PY) -m ruff format --check .
