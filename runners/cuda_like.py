@@ -289,6 +289,13 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     def devices() -> list[str]:
         return ["cpu", "cuda"]
 
+    load = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+
+    def load_on_host(self: Any) -> Any:
+        """A loader shuffles and collates on the host, with values."""
+        with _disable_current_modes():
+            return load(self)
+
     shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def shapes_outside(self: Any, schema: Any) -> Any:
@@ -297,6 +304,7 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
             return shapes(self, schema)
 
     yield ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_outside
+    yield torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", load_on_host
     yield autocast, "__init__", autocast_on_cpu
     yield torch, "clear_autocast_cache", clear_casts
     yield torch.autograd, "_engine_run_backward", run_backward_here

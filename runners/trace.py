@@ -53,7 +53,8 @@ IN_PLACE = {
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
     torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
 }
-FRAMEWORKS = ("deepspeed", "accelerate")  # they look at gradients' norms and at the loss scale; nothing is lost by 0
+# They look at norms and at the loss scale, which decide nothing about memory: nothing is lost by 0.
+FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
 KIB = 1 << 10
 
 
@@ -272,12 +273,14 @@ def _in_backward() -> bool:
 
 
 def _framework_asks() -> bool:
-    """Whether DeepSpeed's or Accelerate's own code wants a value, not the model's or the user's."""
+    """Whether the code of one of `FRAMEWORKS` wants a value, not the model's or the user's."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package not in ("torch", "runners"):
-            return package in FRAMEWORKS
+        module = f"{frame.f_globals.get('__name__')}."
+        if module.startswith(FRAMEWORKS):
+            return True
+        if not module.startswith(("torch.", "runners.")):
+            return False
         frame = frame.f_back
     return False
 

@@ -74,9 +74,10 @@ def test_custom_targets_run_as_they_are_or_say_why_not(run_sweep: Run) -> None:
         target("unknown_operator"),
         target("selects_by_value"),
         *(target("documented", precision=precision) for precision in ("fp32", "bf16", "fp16")),
+        target("loads_and_adapts"),
         isolation="warm",
     )
-    assert [row["outcome"] for row in rows] == ["invalid"] * 3 + ["ok"] * 3
+    assert [row["outcome"] for row in rows] == ["invalid"] * 3 + ["ok"] * 4
     assert ".item()" in rows[0]["reason"]
     assert "register_fake" in rows[1]["reason"]
     assert "vramsweep_tests" in rows[1]["reason"]

@@ -27,6 +27,21 @@ def documented(trial: Any, change: Any = lambda loss: loss) -> Any:
     return net, optimizer, step, lambda index: torch.randn(4, 64, device=device)
 
 
+def loads_and_adapts(trial: Any) -> Any:
+    """A shuffling loader, and an optimizer that looks at norms."""
+    net, _, _, _ = documented(trial)
+    optimizer = torch.optim.Adafactor(net.parameters())
+    samples = torch.utils.data.TensorDataset(torch.randn(64, 64))
+    loader = iter(torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True))
+
+    def step(batch: Any) -> None:
+        net(next(loader)[0].to("cuda", non_blocking=True)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return net, optimizer, step
+
+
 def asks_for_a_value(trial: Any) -> Any:
     return documented(trial, lambda loss: loss * 2 if loss.item() > 1 else loss)
 
