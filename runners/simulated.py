@@ -120,7 +120,8 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             ".item(), boolean tests of tensors and masks by value out of the step, or measure on device=cuda"
         ) from error
     except (UnsupportedOperatorException, UnsupportedFakeTensorException, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "fake impl" not in str(error):  # what custom operators say
+        unsupported = isinstance(error, (UnsupportedOperatorException, UnsupportedFakeTensorException))
+        if not unsupported and "fake impl" not in str(error):  # what custom operators say
             raise
         what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
         raise InvalidTrial(
