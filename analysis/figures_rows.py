@@ -11,7 +11,7 @@ import pandas as pd
 from analysis import figures
 from analysis.figures import COLOURS, GREY, MARKERS, MOST, End, Figure, escape, finish, new_plot, others_equal, sentence
 from analysis.frontier import Limit, as_frame
-from analysis.load import Group
+from analysis.load import Group, whatever
 from analysis.metrics import GIB
 
 LENGTH = "sequence length (tokens)"
@@ -38,11 +38,12 @@ def mfu(groups: Sequence[Group]) -> Figure | None:
 
 
 def estimated(groups: Sequence[Group]) -> Figure | None:
-    """Estimated tokens per second against length; only simulated rows have it."""
+    """Estimated tokens per second against length; only simulated rows have it, and it knows no allocator."""
     return _lines(
-        groups, "estimated_tokens_per_s", 1.0, "estimated_throughput", "Estimated throughput (roofline, not measured)",
-        "estimated throughput (tokens/s, not measured)", "Roofline estimate of simulated rows, each kernel at its "
-        "card's peak: as a rule more than a real run reaches.", ("gpu_name", "precision", "micro_batch"),
+        whatever(groups, "allocator"), "estimated_tokens_per_s", 1.0, "estimated_throughput",
+        "Estimated throughput (roofline, not measured)", "estimated throughput (tokens/s, not measured)",
+        "Roofline estimate of simulated rows, each kernel at its card's peak: as a rule more than a real run reaches.",
+        ("gpu_name", "precision", "micro_batch"),
     )  # fmt: skip
 
 

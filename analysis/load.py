@@ -408,6 +408,15 @@ def _split(
     return codes, keys
 
 
+def whatever(groups: Sequence[Group], axis: str) -> list[Group]:
+    """The groups, but only the first of those that differ in `axis` alone (and in what follows from it)."""
+    first: dict[Any, Group] = {}
+    for group in groups:
+        settings = group.settings.items()
+        first.setdefault(frozenset((k, v) for k, v in settings if not k.removeprefix(EXTRA).startswith(axis)), group)
+    return list(first.values())
+
+
 def label(settings: Mapping[str, Any]) -> str:
     """`micro_batch 4 · expandable` : values that speak for themselves go without their name."""
     plain = {

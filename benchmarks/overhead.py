@@ -80,14 +80,17 @@ def overhead(runner: dict[str, Any], precision: str, isolation: str, lengths: li
 
 
 def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float]:
-    """Measured steps of our loop against a bare one's, alternating in one process; the median of the rounds' ratios."""
+    """Measured steps of our loop against bare ones in between, the medians of each round's; the median of their ratios.
+
+    Step by step in turns, as the machine's speed drifts by more within seconds than what is looked for.
+    """
     import torch
 
     from harness import trial as trials
     from runners import build
     from runners.measure import Clock, Meter
 
-    protocol = {"name": "x", "warmup_steps": 1, "measured_steps": steps}
+    protocol = {"name": "x", "warmup_steps": 1, "measured_steps": rounds * steps}
     trial = trials.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))
     place = torch.device(device)
     net = build.model(trial, place)
@@ -102,34 +105,26 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
         optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def bare() -> float:
-        clock = Clock(place)
-        clock.mark()
-        for index in range(steps):
-            step(index)
-            clock.mark()
-        return statistics.median(clock.times())
-
-    def metered(folder: Path) -> float:
-        meter = Meter(trial, folder, place, 0)
+    clock = Clock(place)
+    with tempfile.TemporaryDirectory() as scratch:
+        meter = Meter(trial, Path(scratch), place, 0)
         meter.built()
         for index in range(trial.steps()):
+            timed = meter.probe < index <= meter.last_measured
+            if timed:
+                clock.mark()
             meter.step_begin()
             meter.step_end(step(index))
-        return float(meter.columns()["step_median_s"])
-
-    with tempfile.TemporaryDirectory() as scratch:
-        metered(Path(scratch))
-        pairs = []
-        for number in range(rounds):  # each goes first in every other round
-            if number % 2:
-                base = bare()
-                pairs.append((metered(Path(scratch)), base))
-            else:
-                pairs.append((metered(Path(scratch)), bare()))
-    ratios = [a / b for a, b in pairs]
+            if timed:
+                clock.mark()
+                step(index)
+                clock.mark()
+    times = clock.times()
+    ours, bare = times[::3], times[1::3]  # the third is from one pair to the next
+    parts = [slice(at, at + steps) for at in range(0, rounds * steps, steps)]
+    ratios = [statistics.median(ours[part]) / statistics.median(bare[part]) for part in parts]
     return {
-        "bare_step_ms": 1000 * statistics.median(b for _, b in pairs),
+        "bare_step_ms": 1000 * statistics.median(bare),
         "ratio": statistics.median(ratios),
         "ratio_low": min(ratios),
         "ratio_high": max(ratios),

@@ -120,6 +120,15 @@ def test_rows_that_ran_out_of_memory_join_the_group_of_equal_settings() -> None:
     assert len(load.groups(table)) == 1
 
 
+def test_one_group_stands_for_those_that_differ_in_the_allocator_alone() -> None:
+    table = load.from_frame(pd.DataFrame(synthetic.sweep(batches=(1, 2))), "test")
+    found = load.groups(table)
+    assert {group.settings["allocator"] for group in found} > {"default"}
+    shown = load.whatever(found, "allocator")
+    assert [group.settings["micro_batch"] for group in shown] == [1, 2]
+    assert len({group.settings["allocator"] for group in shown}) == 1
+
+
 def test_labels_show_only_what_varies() -> None:
     assert load.label(
         {"allocator": "default", "micro_batch": 4, "gradient_checkpointing": True, "zero_stage": None}
