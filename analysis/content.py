@@ -17,6 +17,7 @@ from analysis.what_if import what_if_tables
 
 FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
 SHOWN = 200  # groups that figures, findings and warnings look at
+PREDICTED = "predicted"
 LENGTHS = 12_000  # over all fitted groups, for the same reason
 
 
@@ -59,8 +60,10 @@ def collect(table: Table) -> Content:
         own = own[:SHOWN]
         own_limits = frontier(part, fits=own_fits, found=own, most=most)
         plots = [*figures.of_fits(own_fits, own), *figures_rows.of_rows(own, own_limits)]
-        drawn += [figures.renamed(f, name) for f in plots] if len(worlds) > 1 else plots
-        found += findings.findings(part, own, own_fits)
+        alone, predicted = len(worlds) == 1, name == PREDICTED
+        drawn += plots if alone and not predicted else [figures.of_world(f, name, alone) for f in plots]
+        said = findings.findings(part, own, own_fits)
+        found += [f"Predicted: {s}" for s in said] if predicted else said
         notes += own_notes
         fits += own_fits
         limits += own_limits
@@ -69,12 +72,13 @@ def collect(table: Table) -> Content:
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
     beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
-    found += findings.calibrations(calibrations, estimates)
+    found += [*findings.estimates(table), *findings.calibrations(calibrations, estimates)]
     notes += calibration_notes if len(estimates) else []
     apart = residuals(table)
     drawn += figures_residuals.of_residuals(apart)
     found += residuals_words.sentences(apart)
     notes += residuals_words.not_compared(table)
+    kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""
     sweep = findings.values(table.frame, "sweep") or table.source
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     when = "" if pd.isna(first) else f", {first} to {last}"
@@ -87,9 +91,9 @@ def collect(table: Table) -> Content:
         warnings=[*findings.warnings(table, all_groups, fits), *notes],
         figures=drawn,
         tables=[
-            ("Settings", "settings", tables.of_groups(all_groups[:60])),
-            ("Fitted curves", "fits", tables.of_fits(fits)),
-            ("Largest length that fits (° beyond the measured lengths)", "frontier", tables.of_limits(limits)),
+            (f"Settings{kind}", "settings", tables.of_groups(all_groups[:60])),
+            (f"Fitted curves{kind}", "fits", tables.of_fits(fits)),
+            (f"Largest length that fits{kind} (° beyond the fitted lengths)", "frontier", tables.of_limits(limits)),
             (
                 f"Estimated throughput (roofline, not measured{beyond})",
                 "estimated_throughput",
@@ -117,6 +121,6 @@ def split_worlds(table: Table) -> list[tuple[str, Table]]:
     parts = []
     for key in keys.value_counts().index:
         origin, device = str(key).rsplit("|", 1)
-        name = f"from {origin}" if origin else "predicted" if device == "simulated" else f"measured on {device}"
+        name = f"from {origin}" if origin else PREDICTED if device == "simulated" else f"measured on {device}"
         parts.append((name, table.where(keys == key) if keys.nunique() > 1 else table))
     return parts

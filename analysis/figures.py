@@ -26,6 +26,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 GREY = "#7f7f7f"
 MOST = len(COLOURS)
+WORLD = "world"  # the annotation that says what kind of rows a figure shows
 Box = tuple[float, float, float, float]
 POINTS = 1500  # more points in one trace than this cannot be told apart, and make a browser slow
 BLOG = (800, 460)
@@ -358,10 +359,19 @@ def short(name: str, most: int = 34) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def renamed(figure: Figure, world: str) -> Figure:
-    """The figure of one kind of rows where there are several: predicted, measured on cuda, from a foreign file."""
+def of_world(figure: Figure, world: str, alone: bool) -> Figure:
+    """The figure with what kind its rows are of (predicted, measured on cuda, from a foreign file) written on it.
+
+    The file's name says it too unless there are no others.
+    """
     name = re.sub(r"[^a-z0-9]+", "_", f"{figure.name} {world}".lower()).strip("_")
-    return replace(figure, name=name, title=f"{figure.title}, {world}")
+    plot = go.Figure(figure.plot)
+    plot.add_annotation(
+        text=escape(world), showarrow=False, xref="paper", yref="paper", x=0, y=1, xanchor="left", yanchor="bottom",
+        font={"size": 12, "color": GREY}, name=WORLD,
+    )  # fmt: skip
+    plot.update_layout(margin={"t": 28})
+    return replace(figure, name=figure.name if alone else name, title=f"{figure.title}, {world}", plot=plot)
 
 
 def column_width(plot: go.Figure) -> go.Figure:
@@ -372,7 +382,7 @@ def column_width(plot: go.Figure) -> go.Figure:
     small.update_layout(
         showlegend=bool(labels) or bool(plot.layout.showlegend),
         legend={"yref": "container", "y": 0, "yanchor": "bottom"},
-        margin={"l": 50, "r": 10, "t": 10, "b": 44},
+        margin={"l": 50, "r": 10, "t": 24 if any(a.name == WORLD for a in small.layout.annotations) else 10, "b": 44},
         font={"size": 11, "color": "#000"},
     )
     return small

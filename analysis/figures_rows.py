@@ -295,7 +295,7 @@ def frontier_chart(limits: Sequence[Limit], groups: Sequence[Group]) -> Figure |
         reach.append(float(np.nanmax(np.append(high, y.max()))))
     finish(plot, ends if len(shown) > 1 else [], reach)
     plot.update_xaxes(type="category", categoryorder="array", categoryarray=[f"{s:g}" for s in sizes])
-    caption = "From the chosen fits, bars: 95 % interval for a new run. Open markers lie beyond the measured lengths."
+    caption = "From the chosen fits, bars: 95 % interval for a new run. Open markers lie beyond the fitted lengths."
     return Figure("frontier", "What fits in which GPU", sentence(caption, note), plot, data)
 
 

@@ -59,8 +59,7 @@ def asked(table: Table) -> dict[str, str]:
 
 def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: int = 10) -> list[str]:
     """Key findings, the most important first."""
-    found = [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table), *_estimated(table),
-             *_edge(groups)]  # fmt: skip
+    found = [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table), *_edge(groups)]
     return found[:most]
 
 
@@ -136,7 +135,7 @@ def _fastest(table: Table) -> list[str]:
     ]
 
 
-def _estimated(table: Table, most: int = 3) -> list[str]:
+def estimates(table: Table, most: int = 3) -> list[str]:
     """The fastest simulated row of each card, by the roofline."""
     speed = "estimated_tokens_per_s"
     rows = table.ok(speed, "seq_len", "micro_batch", "precision", "simulated_gpu").dropna(subset=[speed])

@@ -94,7 +94,8 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
     """Estimated speed of each group at up to `most` lengths, what bounds it, and calibrated where that is possible."""
     steps = calibrated.set_index("trial_id")
     lines = []
-    for group in whatever(groups, "allocator") if len(steps) else ():
+    known = [group for group in groups if len(group.ok(*SECONDS))] if len(steps) else []
+    for group in whatever(known, "allocator"):
         rows = group.ok(*SECONDS, "estimated_tokens_per_s", "estimated_step_s", "seq_len").sort_values("seq_len")
         rows = rows.drop_duplicates("seq_len")
         rows = rows.iloc[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int))]

@@ -72,6 +72,20 @@ def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> N
     assert all(fit.points.ids[0][:2] == fit.points.ids[-1][:2] for fit in content.fits)
 
 
+def test_what_is_only_predicted_says_so_on_every_figure_table_and_finding() -> None:
+    rows = synthetic.sweep(lengths=(128, 256, 512, 1024), batches=(1, 2), device="simulated")
+    content = collect(from_frame(pd.DataFrame(rows), "test"))
+    assert content.figures
+    for figure in content.figures:
+        assert "predicted" in [note.text for note in figure.plot.layout.annotations]
+        assert "predicted" in [note.text for note in figures.column_width(figure.plot).layout.annotations]
+    assert content.findings
+    assert all(sentence.startswith(("Predicted: ", "Estimated ")) for sentence in content.findings)
+    assert [title for title, name, _ in content.tables if name in ("settings", "fits")] == [
+        "Settings, predicted", "Fitted curves, predicted",
+    ]  # fmt: skip
+
+
 def test_thinning_keeps_ends_and_extremes() -> None:
     x = np.arange(100_000.0)
     y = np.sin(x)
