@@ -16,19 +16,10 @@ from harness.allocator.config import AllocatorConfig
 from harness.allocator.replay import replay_as_recorded
 from runners import custom, predict, simulated
 from runners import trainer as hf_trainer
+from runners.trace import CATEGORIES
 
 DEVICE = {"name": "simulated", "gpu": "a100-80gb"}
-PARTS = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_state",
-    "activations",
-    "communication",
-    "temporaries",
-    "workspaces",
-    "rounding",
-)
+PARTS = (*CATEGORIES, "rounding")
 MEASURED = ("tokens_per_s", "elapsed_s", "step_times_s", "device_used_bytes", "mfu", "gpu_power_w", "loss_first")
 
 
