@@ -22,7 +22,7 @@ endif
 GRID = -m model=$(MODEL) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep plan status doctor report paper test lint format gpu-check bench
+.PHONY: help setup sweep plan status doctor report paper test test-all lint format gpu-check bench
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,10 +56,15 @@ report: $(READY)  ## figures and report again: RESULTS=results/SWEEP
 paper: $(READY)  ## PDF figures, LaTeX tables, CSV, methods text: RESULTS=results/SWEEP
 	$(PY) -m analysis paper $(RESULTS)
 
-# two processes, as most tests wait for workers of their own; those on the GPU would be in each other's way
-test: $(READY)  ## run the tests
-	$(PY) -m pytest -m 'not gpu' -n 2 --dist worksteal
+# Those on the GPU come first, one by one: they would be in each other's way. The others run in two processes, as most
+# of them wait for workers of their own. pytest's 5 is "no tests"; without a card those for it are all skipped.
+test: $(READY)  ## run the tests, in under five minutes: the pure core and one path per runner
+	$(PY) -m pytest -m 'gpu and not slow' -rs
+	$(PY) -m pytest -m 'not gpu and not slow' -n 2 --dist worksteal
+
+test-all: $(READY)  ## the same and the long ones, as CI does: wheel, ranks, browser
 	$(PY) -m pytest -m gpu -rs
+	$(PY) -m pytest -m 'not gpu' -n 2 --dist worksteal
 
 lint: $(READY)  ## ruff and mypy --strict
 	$(PY) -m ruff format --check .

@@ -1,7 +1,7 @@
-"""`python -m analysis`."""
+"""`python -m analysis VERB`: in a checkout, the same as `vramsweep VERB`."""
 
 import sys
 
-from analysis.cli import main
+from vramsweep.__main__ import main
 
-sys.exit(main(sys.argv[1:]))
+sys.exit(main())

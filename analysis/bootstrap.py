@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 from scipy import linalg, stats
 
-from analysis.curves import Array, refit
-from analysis.metrics import Metric
-from analysis.observe import Model, Points
+from vramsweep.analysis.curves import Array, refit
+from vramsweep.analysis.metrics import Metric
+from vramsweep.analysis.observe import Model, Points
 
 DRAWS = 999
 SEED = 20_240_917

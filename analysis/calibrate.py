@@ -19,8 +19,8 @@ import pandas as pd
 from scipy.optimize import nnls
 from scipy.stats import t as student_t
 
-from analysis.load import ASKED, Table, from_frame
-from analysis.residuals import EXTRAS_APART, KEYS, pair
+from vramsweep.analysis.load import ASKED, Table, from_frame
+from vramsweep.analysis.residuals import EXTRAS_APART, KEYS, pair
 
 PARTS = ("compute", "memory", "launch")
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)

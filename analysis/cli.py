@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from analysis.importers import open_rows
-from analysis.load import Table
-from analysis.metrics import METRICS
-from harness.errors import UserError
+from vramsweep.analysis.importers import open_rows
+from vramsweep.analysis.load import Table
+from vramsweep.analysis.metrics import METRICS
+from vramsweep.harness.errors import UserError
 
 
 def main(argv: list[str]) -> int:
@@ -22,14 +22,14 @@ def main(argv: list[str]) -> int:
     try:
         return verb(arguments)
     except UserError as error:
-        print(f"analysis: {error}", file=sys.stderr)
+        print(f"vramsweep: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m analysis", description="From rows to fits, figures and a report.")
+    parser = argparse.ArgumentParser(prog="vramsweep", description="From rows to fits, figures and a report.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     fit = verbs.add_parser("fit", help="how memory and speed depend on sequence length, in words")
@@ -114,15 +114,15 @@ def _print_json(value: Any) -> None:
 
 
 def _timeline(arguments: argparse.Namespace) -> int:
-    from analysis.timeline import draw
+    from vramsweep.analysis.timeline import draw
 
     draw(arguments.data, arguments.out)
     return 0
 
 
 def _fit(arguments: argparse.Namespace) -> int:
-    from analysis import words
-    from analysis.fit import fit_table
+    from vramsweep.analysis import words
+    from vramsweep.analysis.fit import fit_table
 
     table = _open(arguments)
     fits, notes = fit_table(
@@ -144,7 +144,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from analysis.report import write_report
+    from vramsweep.analysis.report import write_report
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
@@ -157,7 +157,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _paper(arguments: argparse.Namespace) -> int:
-    from analysis.report import write_paper
+    from vramsweep.analysis.report import write_paper
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
@@ -173,7 +173,7 @@ def _print_written(written: Any, as_json: bool) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from analysis import compare
+    from vramsweep.analysis import compare
 
     if len(arguments.rows) != (1 if arguments.by else 2):
         raise UserError("compare takes two sets of rows, or one with --by AXIS=VALUE,VALUE")
@@ -193,9 +193,9 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from analysis import tables
-    from analysis.calibrate import calibrate, calibrated, together
-    from analysis.load import groups
+    from vramsweep.analysis import tables
+    from vramsweep.analysis.calibrate import calibrate, calibrated, together
+    from vramsweep.analysis.load import groups
 
     table = _open(arguments)
     notes: list[str] = []
@@ -221,7 +221,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _frontier(arguments: argparse.Namespace) -> int:
-    from analysis import frontier
+    from vramsweep.analysis import frontier
 
     try:
         sizes = [float(size) for size in arguments.gib.split(",")] if arguments.gib else list(frontier.SIZES)
@@ -238,7 +238,7 @@ def _frontier(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from analysis import export
+    from vramsweep.analysis import export
 
     writers = {".csv": export.write_csv, ".parquet": export.write_parquet}
     writer = writers.get(arguments.out.suffix)
@@ -254,7 +254,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _track(arguments: argparse.Namespace) -> int:
-    from analysis.trackers import log
+    from vramsweep.analysis.trackers import log
 
     logged = log(_open(arguments), arguments.tracker, arguments.project)
     print(f"{logged:,} rows logged to {arguments.tracker}, project {arguments.project}")

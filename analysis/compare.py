@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from analysis.curves import Array
-from analysis.load import ASKED, EXTRA, FOUND, Table, label
-from analysis.metrics import METRICS
-from harness.errors import UserError
+from vramsweep.analysis.curves import Array
+from vramsweep.analysis.load import ASKED, EXTRA, FOUND, Table, label
+from vramsweep.analysis.metrics import METRICS
+from vramsweep.harness.errors import UserError
 
 MARGIN = 0.01
 DRAWS = 4999

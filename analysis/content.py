@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import figures, figures_residuals, figures_rows, findings, residuals_words, tables, words
-from analysis.calibrate import calibrate, calibrated
-from analysis.fit import Fit, fit_table
-from analysis.frontier import Limit, frontier
-from analysis.load import Table, groups
-from analysis.residuals import residuals
-from analysis.what_if import what_if_tables
+from vramsweep.analysis import figures, figures_residuals, figures_rows, findings, residuals_words, tables, words
+from vramsweep.analysis.calibrate import calibrate, calibrated
+from vramsweep.analysis.fit import Fit, fit_table
+from vramsweep.analysis.frontier import Limit, frontier
+from vramsweep.analysis.load import Table, groups
+from vramsweep.analysis.residuals import residuals
+from vramsweep.analysis.what_if import what_if_tables
 
 FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
 SHOWN = 200  # groups that figures, findings and warnings look at

@@ -17,10 +17,10 @@ import pandas as pd
 import plotly.graph_objects as go
 import plotly.io
 
-from analysis.curves import Array
-from analysis.fit import Fit
-from analysis.load import Group, label
-from analysis.metrics import GIB, MIB
+from vramsweep.analysis.curves import Array
+from vramsweep.analysis.fit import Fit
+from vramsweep.analysis.load import Group, label
+from vramsweep.analysis.metrics import GIB, MIB
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from analysis.figures import COLOURS, GREY, MARKERS, POINTS, Figure, faint, new_plot, thin
-from analysis.metrics import GIB
-from analysis.residuals import COMPONENTS
-from analysis.residuals_words import HEADLINES, name_of, percent
+from vramsweep.analysis.figures import COLOURS, GREY, MARKERS, POINTS, Figure, faint, new_plot, thin
+from vramsweep.analysis.metrics import GIB
+from vramsweep.analysis.residuals import COMPONENTS
+from vramsweep.analysis.residuals_words import HEADLINES, name_of, percent
 
 
 def of_residuals(found: pd.DataFrame) -> list[Figure]:

@@ -8,11 +8,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import figures
-from analysis.figures import COLOURS, GREY, MARKERS, MOST, End, Figure, escape, finish, new_plot, others_equal, sentence
-from analysis.frontier import Limit, as_frame
-from analysis.load import Group, whatever
-from analysis.metrics import GIB
+from vramsweep.analysis import figures
+from vramsweep.analysis.figures import (
+    COLOURS,
+    GREY,
+    MARKERS,
+    MOST,
+    End,
+    Figure,
+    escape,
+    finish,
+    new_plot,
+    others_equal,
+    sentence,
+)
+from vramsweep.analysis.frontier import Limit, as_frame
+from vramsweep.analysis.load import Group, whatever
+from vramsweep.analysis.metrics import GIB
 
 LENGTH = "sequence length (tokens)"
 _HEAT = ("micro_batch", "seq_len", "peak_reserved_bytes", "peak_allocated_bytes", "outcome", "trial_id")

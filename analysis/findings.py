@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import compare, words
-from analysis.calibrate import Calibration
-from analysis.figures import others_equal
-from analysis.fit import Fit
-from analysis.load import Group, Table
-from analysis.metrics import show_bytes
-from harness.command import command
-from harness.errors import UserError
-from harness.row import BY_NAME
+from vramsweep.analysis import compare, words
+from vramsweep.analysis.calibrate import Calibration
+from vramsweep.analysis.figures import others_equal
+from vramsweep.analysis.fit import Fit
+from vramsweep.analysis.load import Group, Table
+from vramsweep.analysis.metrics import show_bytes
+from vramsweep.harness.command import command
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import BY_NAME
 
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
 _MACHINE = (

@@ -16,11 +16,11 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from analysis import bootstrap
-from analysis.curves import NEEDS, Array, Curve, evaluate, fit_curve, huber
-from analysis.load import Group, Table, groups
-from analysis.metrics import METRICS, Metric
-from analysis.observe import Mask, Model, Points, observations
+from vramsweep.analysis import bootstrap
+from vramsweep.analysis.curves import NEEDS, Array, Curve, evaluate, fit_curve, huber
+from vramsweep.analysis.load import Group, Table, groups
+from vramsweep.analysis.metrics import METRICS, Metric
+from vramsweep.analysis.observe import Mask, Model, Points, observations
 
 MODULI = (8, 16, 64)
 

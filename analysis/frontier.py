@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.curves import Array
-from analysis.fit import Fit, fit_points
-from analysis.load import Group, Table, groups
-from analysis.metrics import GIB, METRICS
-from analysis.observe import observations
-from harness.gpus import GPUS
+from vramsweep.analysis.curves import Array
+from vramsweep.analysis.fit import Fit, fit_points
+from vramsweep.analysis.load import Group, Table, groups
+from vramsweep.analysis.metrics import GIB, METRICS
+from vramsweep.analysis.observe import observations
+from vramsweep.harness.gpus import GPUS
 
 SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
 REACH = 4  # how far beyond the measured range a fit may be asked, as a multiple of the longest value

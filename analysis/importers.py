@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load import Table, converted, from_frame, load
-from analysis.metrics import GIB, METRICS, MIB
-from harness import journal
-from harness.errors import UserError
-from harness.row import BY_NAME
+from vramsweep.analysis.load import Table, converted, from_frame, load
+from vramsweep.analysis.metrics import GIB, METRICS, MIB
+from vramsweep.harness import journal
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import BY_NAME
 
 # Names with another unit than the registry's: column and factor.
 _UNITS: dict[str, tuple[str, float]] = {

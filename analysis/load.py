@@ -20,9 +20,9 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
-from harness import journal
-from harness.errors import UserError
-from harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION
+from vramsweep.harness import journal
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}

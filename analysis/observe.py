@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.curves import NAMES, Array, Curve
-from analysis.metrics import Metric
+from vramsweep.analysis.curves import NAMES, Array, Curve
+from vramsweep.analysis.metrics import Metric
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 

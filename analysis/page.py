@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import figures, tables
-from analysis.content import Content
-from analysis.findings import reproduce
-from analysis.load import Table, trials
-from harness.row import BY_NAME
+from vramsweep.analysis import figures, tables
+from vramsweep.analysis.content import Content
+from vramsweep.analysis.findings import reproduce
+from vramsweep.analysis.load import Table, trials
+from vramsweep.harness.row import BY_NAME
 
 MOST_ROWS = 400
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"

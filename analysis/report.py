@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from analysis import figures, page, tables
-from analysis.content import Content, collect
-from analysis.export import write_csv
-from analysis.load import Table
-from harness.errors import UserError
+from vramsweep.analysis import figures, page, tables
+from vramsweep.analysis.content import Content, collect
+from vramsweep.analysis.export import write_csv
+from vramsweep.analysis.load import Table
+from vramsweep.harness.errors import UserError
 
 
 @dataclass(frozen=True)

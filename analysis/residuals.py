@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load import ASKED, Table, label
-from harness.gpus import find
+from vramsweep.analysis.load import ASKED, Table, label
+from vramsweep.harness.gpus import find
 
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_requested_bytes", "peak_reserved_bytes")
 PHASES = ("load", "forward", "backward", "optimizer")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.load import Table
-from analysis.metrics import show_bytes
-from analysis.residuals import CARD, OUTCOME, PHASES, card, is_device, pair, summary
+from vramsweep.analysis.load import Table
+from vramsweep.analysis.metrics import show_bytes
+from vramsweep.analysis.residuals import CARD, OUTCOME, PHASES, card, is_device, pair, summary
 
 HEADLINES = ("peak_allocated_bytes", "peak_reserved_bytes")
 MOST = 60  # configurations in a table

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from analysis import words
-from analysis.calibrate import PARTS, SECONDS, Calibration
-from analysis.fit import Fit
-from analysis.frontier import Limit
-from analysis.load import Group, whatever
-from analysis.metrics import GIB
+from vramsweep.analysis import words
+from vramsweep.analysis.calibrate import PARTS, SECONDS, Calibration
+from vramsweep.analysis.fit import Fit
+from vramsweep.analysis.frontier import Limit
+from vramsweep.analysis.load import Group, whatever
+from vramsweep.analysis.metrics import GIB
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",

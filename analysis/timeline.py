@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from analysis.figures_allocator import allocator_timelines
-from harness.errors import UserError
+from vramsweep.analysis.figures_allocator import allocator_timelines
+from vramsweep.harness.errors import UserError
 
 
 def draw(data: Path, out: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.load import ASKED, EXTRA, FOUND, Table
-from harness.errors import UserError
-from harness.row import COLUMNS
+from vramsweep.analysis.load import ASKED, EXTRA, FOUND, Table
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import COLUMNS
 
 _RESULTS = tuple(c.name for c in COLUMNS if c.group in ("memory", "speed", "health") and c.type in (int, float))
 

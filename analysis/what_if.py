@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis.load import Table
-from harness.allocator.replay import Row, what_if
-from harness.allocator.search import grid, rank
-from harness.errors import UserError
+from vramsweep.analysis.load import Table
+from vramsweep.harness.allocator.replay import Row, what_if
+from vramsweep.harness.allocator.search import grid, rank
+from vramsweep.harness.errors import UserError
 
 MOST = 4  # recordings; each is a table of its own
 BEST = 8  # settings shown of those tried

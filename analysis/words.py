@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from analysis.curves import Curve
-from analysis.fit import Candidate, Fit
-from analysis.metrics import Metric, show_bytes
+from vramsweep.analysis.curves import Curve
+from vramsweep.analysis.fit import Candidate, Fit
+from vramsweep.analysis.metrics import Metric, show_bytes
 
 
 def equation(curve: Curve, metric: Metric) -> str:

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.allocator import recording
-from harness.allocator.config import MIB, parse
-from harness.allocator.replay import replay_as_recorded, replay_under
-from harness.allocator.restore import undo
-from harness.allocator.simulator import Simulator
-from harness.allocator.timeline import Timeline
+from vramsweep.harness.allocator import recording
+from vramsweep.harness.allocator.config import MIB, parse
+from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under
+from vramsweep.harness.allocator.restore import undo
+from vramsweep.harness.allocator.simulator import Simulator
+from vramsweep.harness.allocator.timeline import Timeline
 
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:128", "roundup_power2_divisions:8")
 Step = tuple[int, int, int]  # kind (0 allocate, 1 request free, 2 complete free), handle, size

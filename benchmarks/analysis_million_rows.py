@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def generate(path: Path, rows: int) -> None:
     """Rows of 2 precisions x 6 allocators x 4 batches, 2,048 lengths, as many repeats as it takes."""
-    from harness.row import complete
+    from vramsweep.harness.row import complete
 
     random = np.random.default_rng(0)
     settings = [(p, a, b) for p in ("bf16", "fp32") for a in range(6) for b in (1, 2, 4, 8)]
@@ -62,9 +62,9 @@ def generate(path: Path, rows: int) -> None:
 
 def measure(path: Path) -> dict[str, float]:
     """Seconds of each part, in this process."""
-    from analysis.content import collect
-    from analysis.figures import as_div
-    from analysis.load import groups, load
+    from vramsweep.analysis.content import collect
+    from vramsweep.analysis.figures import as_div
+    from vramsweep.analysis.load import groups, load
 
     begin, cpu = time.perf_counter(), time.process_time()
     table = load(path)

@@ -45,18 +45,18 @@ if __name__ == "__main__" and missing(NEEDED):
         "install them with pip (hydra is hydra-core, pynvml is nvidia-ml-py); without a network, bring the wheels along"
     )
 
-from analysis.compare import compare  # noqa: E402
-from analysis.export import write_csv  # noqa: E402
-from analysis.load import load  # noqa: E402
-from analysis.residuals import COMPONENTS, residuals  # noqa: E402
-from analysis.residuals import summary as per_component  # noqa: E402
-from analysis.residuals_words import not_compared, sentences  # noqa: E402
-from harness import journal, machine  # noqa: E402
-from harness.allocator.replay import what_if  # noqa: E402
-from harness.attempt import environment  # noqa: E402
-from harness.errors import UserError  # noqa: E402
-from harness.gpus import find  # noqa: E402
-from harness.row import Row  # noqa: E402
+from vramsweep.analysis.compare import compare  # noqa: E402
+from vramsweep.analysis.export import write_csv  # noqa: E402
+from vramsweep.analysis.load import load  # noqa: E402
+from vramsweep.analysis.residuals import COMPONENTS, residuals  # noqa: E402
+from vramsweep.analysis.residuals import summary as per_component  # noqa: E402
+from vramsweep.analysis.residuals_words import not_compared, sentences  # noqa: E402
+from vramsweep.harness import journal, machine  # noqa: E402
+from vramsweep.harness.allocator.replay import what_if  # noqa: E402
+from vramsweep.harness.attempt import environment  # noqa: E402
+from vramsweep.harness.errors import UserError  # noqa: E402
+from vramsweep.harness.gpus import find  # noqa: E402
+from vramsweep.harness.row import Row  # noqa: E402
 
 KIB = 1 << 10
 MIB = 1 << 20

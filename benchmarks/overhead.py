@@ -28,8 +28,8 @@ os.environ["PYTHONPATH"] = str(ROOT)
 
 from conftest import custom, tiny  # noqa: E402
 
-from harness import attempt, machine, plan  # noqa: E402
-from harness.attempt import Launcher  # noqa: E402
+from vramsweep.harness import attempt, machine, plan  # noqa: E402
+from vramsweep.harness.attempt import Launcher  # noqa: E402
 
 PLAIN = """
 import sys, time, torch
@@ -86,9 +86,9 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
     """
     import torch
 
-    from harness import trial as trials
-    from runners import build
-    from runners.measure import Clock, Meter
+    from vramsweep.harness import trial as trials
+    from vramsweep.runners import build
+    from vramsweep.runners.measure import Clock, Meter
 
     protocol = {"name": "x", "warmup_steps": 1, "measured_steps": rounds * steps}
     trial = trials.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))

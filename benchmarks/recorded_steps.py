@@ -21,8 +21,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from harness import trial as trials  # noqa: E402
-from runners import build  # noqa: E402
+from vramsweep.harness import trial as trials  # noqa: E402
+from vramsweep.runners import build  # noqa: E402
 
 STEPS = 3
 TRIAL: dict[str, Any] = {

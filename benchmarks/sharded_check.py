@@ -33,11 +33,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
-from harness import gpus, trial  # noqa: E402
-from runners import build, deepspeed_zero, fsdp, simulated, worker  # noqa: E402
-from runners.dispatch import LiveBytes  # noqa: E402
-from runners.measure import backward_boundaries  # noqa: E402
-from runners.trace import Trace  # noqa: E402
+from vramsweep.harness import gpus, trial  # noqa: E402
+from vramsweep.runners import build, deepspeed_zero, fsdp, simulated, worker  # noqa: E402
+from vramsweep.runners.dispatch import LiveBytes  # noqa: E402
+from vramsweep.runners.measure import backward_boundaries  # noqa: E402
+from vramsweep.runners.trace import Trace  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
 RUNNERS = {"deepspeed": deepspeed_zero, "fsdp": fsdp}

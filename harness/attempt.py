@@ -31,9 +31,9 @@ from typing import Any, Protocol
 
 import psutil
 
-from harness import machine
-from harness.errors import UserError
-from harness.outcome import Evidence
+from vramsweep.harness import machine
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.outcome import Evidence
 
 PR_SET_CHILD_SUBREAPER = 36
 TEMPLATES = 8  # kept alive at once; each holds about a third of a GiB, most of it shared with nobody
@@ -83,7 +83,7 @@ class _Cold:
     """A fresh interpreter running the worker."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", "runners.worker", str(folder), str(os.getpid())]
+        command = [sys.executable, "-m", "vramsweep.runners.worker", str(folder), str(os.getpid())]
         with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
             self._process = subprocess.Popen(
                 command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
@@ -108,7 +108,7 @@ class Template:
     def __init__(self, runner: str, environ: Mapping[str, str], log: Path) -> None:
         to_template, self._requests = os.pipe()
         self._replies, from_template = os.pipe()
-        command = [sys.executable, "-m", "runners.template", runner, str(to_template), str(from_template)]
+        command = [sys.executable, "-m", "vramsweep.runners.template", runner, str(to_template), str(from_template)]
         with log.open("ab") as err:
             self._process = subprocess.Popen(
                 [*command, str(os.getpid())],

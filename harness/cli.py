@@ -1,10 +1,9 @@
-"""The command line: `vramsweep VERB`, which is also `python -m harness VERB`; a verb is a function of its arguments."""
+"""The verbs that run something; each is a function of its arguments. The front door is vramsweep/__main__.py."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,23 +12,23 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from harness.errors import UserError
+from vramsweep.harness.errors import UserError
 
 
 def _sweep(argv: Sequence[str]) -> int:
-    from harness import sweep
+    from vramsweep.harness import sweep
 
     return sweep.main(argv)
 
 
 def _plan(argv: Sequence[str]) -> int:
-    from harness import sweep
+    from vramsweep.harness import sweep
 
     return sweep.main(argv, action="plan")
 
 
 def _status(argv: Sequence[str]) -> int:
-    from harness import status
+    from vramsweep.harness import status
 
     parser = argparse.ArgumentParser(prog="vramsweep status", description="How far a running or finished sweep is.")
     parser.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
@@ -54,7 +53,7 @@ def _status(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    from harness import machine
+    from vramsweep.harness import machine
 
     parser = argparse.ArgumentParser(prog="vramsweep doctor", description="Is this machine fit for a night's sweep?")
     parser.add_argument("--results", type=Path, default=Path("results"), help="where rows will be written")
@@ -73,7 +72,7 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _columns(argv: Sequence[str]) -> int:
-    from harness.row import COLUMNS, markdown_table
+    from vramsweep.harness.row import COLUMNS, markdown_table
 
     parser = argparse.ArgumentParser(prog="vramsweep columns", description="What the columns of a row mean.")
     parser.add_argument("--json", action="store_true")
@@ -85,50 +84,25 @@ def _columns(argv: Sequence[str]) -> int:
 
 
 def _replay(argv: Sequence[str]) -> int:
-    from harness.allocator.cli import main as replay
+    from vramsweep.harness.allocator.cli import main as replay
 
     return replay(list(argv))
 
 
-VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "sweep": (_sweep, "run a sweep: Hydra's command line, -m for a multirun"),
-    "plan": (_plan, "list a sweep's trials, the impossible ones with reasons, and an estimated time"),
-    "status": (_status, "how far a running or finished sweep is"),
-    "doctor": (_doctor, "check machine, driver, torch build, disk and foreign GPU processes"),
-    "columns": (_columns, "what the columns of a row mean"),
-    "replay": (_replay, "replay a recording of PyTorch's allocator under other settings"),
-}
-ANALYSIS = {
-    "report": "figures, tables and report of a sweep",
-    "fit": "fit peak memory or speed against sequence length",
-    "frontier": "the largest length per batch, or batch per length, that fits",
-    "compare": "compare two sets of rows",
-    "calibrate": "correct the estimated speed of simulated rows by measured rows",
-    "paper": "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "sweep": _sweep,
+    "plan": _plan,
+    "status": _status,
+    "doctor": _doctor,
+    "columns": _columns,
+    "replay": _replay,
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status. A user's mistake is printed without a traceback, and gives 2."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print("usage: vramsweep VERB [ARGUMENT ...]\n")
-        for name, text in {**{k: v[1] for k, v in VERBS.items()}, **ANALYSIS}.items():
-            print(f"  {name:<10} {text}")
-        return 0
-    verb, rest = words[0], words[1:]
-    if verb in ANALYSIS:  # harness never imports analysis: it becomes it
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "analysis", verb, *rest])
-    if verb not in VERBS:
-        print(f"vramsweep: there is no verb {verb!r}; verbs: {', '.join([*VERBS, *ANALYSIS])}", file=sys.stderr)
-        return 2
+def main(words: Sequence[str]) -> int:
+    """Run one verb of `VERBS`; returns the exit status. A user's mistake is one line, and gives 2."""
     try:
-        return VERBS[verb][0](rest)
+        return VERBS[words[0]](words[1:])
     except UserError as error:
         print(f"vramsweep: {error}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,8 +14,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from harness import trial as trials
-from harness.errors import UserError
+from vramsweep.harness import trial as trials
+from vramsweep.harness.errors import UserError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # Each config group, and the option to start from where the trial's own name is none of the group's options.

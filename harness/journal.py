@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from harness.errors import UserError
-from harness.row import Outcome, Row, complete
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import Outcome, Row, complete
 
 NAME = "journal.jsonl"
 

@@ -11,7 +11,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from harness.row import Outcome
+from vramsweep.harness.row import Outcome
 
 
 @dataclass(frozen=True)

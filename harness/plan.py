@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness import trial as trials
-from harness.errors import UserError
-from harness.journal import succeeded
-from harness.row import BY_NAME, Outcome, Row
+from vramsweep.harness import trial as trials
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.journal import succeeded
+from vramsweep.harness.row import BY_NAME, Outcome, Row
 
 
 @dataclass(frozen=True)

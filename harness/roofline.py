@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.gpus import Gpu
+from vramsweep.harness.gpus import Gpu
 
 # Seconds that a kernel takes at least, launched by a host. A plain assumption, not a published figure, and the same for
 # every card: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.

@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import journal
-from harness.row import Outcome
-from harness.sweep import PLAN
+from vramsweep.harness import journal
+from vramsweep.harness.row import Outcome
+from vramsweep.harness.sweep import PLAN
 
 
 @dataclass(frozen=True)

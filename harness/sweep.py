@@ -22,14 +22,14 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness import machine, outcome, plan
-from harness.attempt import RECORDING, Launcher, environment, steps
-from harness.command import CONF
-from harness.errors import UserError
-from harness.gpus import peak_flops
-from harness.journal import Journal, read, succeeded, terminal
-from harness.plan import Planned, Settings
-from harness.row import Outcome, Row
+from vramsweep.harness import machine, outcome, plan
+from vramsweep.harness.attempt import RECORDING, Launcher, environment, steps
+from vramsweep.harness.command import CONF
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import peak_flops
+from vramsweep.harness.journal import Journal, read, succeeded, terminal
+from vramsweep.harness.plan import Planned, Settings
+from vramsweep.harness.row import Outcome, Row
 
 PLAN = "plan.json"
 MIB = 1 << 20
@@ -141,7 +141,7 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
         )
     if settings.report:
         sys.stdout.flush()
-        subprocess.run([sys.executable, "-m", "analysis", "report", str(folder)], check=False)
+        subprocess.run([sys.executable, "-m", "vramsweep", "report", str(folder)], check=False)
     return mine, 1 if failed else 0
 
 

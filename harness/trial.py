@@ -25,9 +25,9 @@ from pydantic import (
     model_serializer,
 )
 
-from harness.allocator import config as allocator_config
-from harness.errors import UserError
-from harness.gpus import GPUS
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import GPUS
 
 # Raise a runner's number when what it measures changes: old rows then no longer count as finished.
 MEASUREMENT_VERSIONS = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.trial import InvalidTrial, Trial
+from vramsweep.harness.trial import InvalidTrial, Trial
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 POOL = 64  # distinct samples; steps cycle through them

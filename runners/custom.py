@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from harness.trial import DeviceAxis, InvalidTrial, Trial
-from runners import build
-from runners.measure import Meter
+from vramsweep.harness.trial import DeviceAxis, InvalidTrial, Trial
+from vramsweep.runners import build
+from vramsweep.runners.measure import Meter
 
 
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:

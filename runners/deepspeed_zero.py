@@ -15,9 +15,9 @@ from typing import Any
 import deepspeed
 import torch
 
-from harness.trial import Trial
-from runners import build, ranks, trace, zero_traced
-from runners.measure import Meter
+from vramsweep.harness.trial import Trial
+from vramsweep.runners import build, ranks, trace, zero_traced
+from vramsweep.runners.measure import Meter
 
 
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:

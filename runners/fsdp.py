@@ -18,9 +18,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from harness.trial import InvalidTrial, Trial
-from runners import build, ranks
-from runners.measure import Meter
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import build, ranks
+from vramsweep.runners.measure import Meter
 
 
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:

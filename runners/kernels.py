@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from harness.roofline import Work
-from runners.cuda_like import Capability
-from runners.dispatch import FORMULAS
+from vramsweep.harness.roofline import Work
+from vramsweep.runners.cuda_like import Capability
+from vramsweep.runners.dispatch import FORMULAS
 
 # fmt: off
 FREE = frozenset(("device", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",

@@ -25,11 +25,11 @@ import numpy as np
 import pynvml
 import torch
 
-from harness import machine
-from harness.attempt import RECORDING, STEPS
-from harness.gpus import peak_flops
-from harness.trial import Trial
-from runners.dispatch import FlopCount, LiveBytes
+from vramsweep.harness import machine
+from vramsweep.harness.attempt import RECORDING, STEPS
+from vramsweep.harness.gpus import peak_flops
+from vramsweep.harness.trial import Trial
+from vramsweep.runners.dispatch import FlopCount, LiveBytes
 
 Peaks = dict[str, int | None]
 RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.allocator.config import AllocatorConfig
-from harness.allocator.simulator import OutOfMemory, Simulator, Stats
-from runners.trace import CATEGORIES, Mark, Trace
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
+from vramsweep.runners.trace import CATEGORIES, Mark, Trace
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 Peaks = dict[str, int]

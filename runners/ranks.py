@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness.trial import Trial
+from vramsweep.harness.trial import Trial
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from harness import machine
-from harness.allocator import config as allocator_config
-from harness.trial import InvalidTrial, Trial
-from runners import build, simulated
-from runners.measure import Meter
+from vramsweep.harness import machine
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import build, simulated
+from vramsweep.runners.measure import Meter
 
 RUNNERS = {
-    "torch": "runners.torch_loop",
-    "trainer": "runners.trainer",
-    "deepspeed": "runners.deepspeed_zero",
-    "fsdp": "runners.fsdp",
-    "custom": "runners.custom",
+    "torch": "vramsweep.runners.torch_loop",
+    "trainer": "vramsweep.runners.trainer",
+    "deepspeed": "vramsweep.runners.deepspeed_zero",
+    "fsdp": "vramsweep.runners.fsdp",
+    "custom": "vramsweep.runners.custom",
 }
 
 

@@ -22,17 +22,17 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from harness import machine
-from harness.allocator import config as allocator_config
-from harness.attempt import STEPS
-from harness.gpus import Gpu, named
-from harness.roofline import Work, estimate
-from harness.trial import InvalidTrial, Trial
-from runners import build
-from runners.cuda_like import behave
-from runners.measure import Meter, backward_boundaries, plateau
-from runners.predict import Prediction, replay
-from runners.trace import Mark, Trace, Tracer
+from vramsweep.harness import machine
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.attempt import STEPS
+from vramsweep.harness.gpus import Gpu, named
+from vramsweep.harness.roofline import Work, estimate
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import build
+from vramsweep.runners.cuda_like import behave
+from vramsweep.runners.measure import Meter, backward_boundaries, plateau
+from vramsweep.runners.predict import Prediction, replay
+from vramsweep.runners.trace import Mark, Trace, Tracer
 
 FORMAT = 3  # of a kept trace; raise it when traces change
 GIB = 1 << 30

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from runners import worker
+from vramsweep.runners import worker
 
 
 def main(runner: str, requests: int, replies: int, parent: int) -> None:

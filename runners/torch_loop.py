@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from harness.trial import Trial
-from runners import build
-from runners.measure import Meter
+from vramsweep.harness.trial import Trial
+from vramsweep.runners import build
+from vramsweep.runners.measure import Meter
 
 
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from harness.roofline import Work
-from runners.cuda_like import Capability
-from runners.dispatch import sharded, storage_resizes
-from runners.kernels import work
+from vramsweep.harness.roofline import Work
+from vramsweep.runners.cuda_like import Capability
+from vramsweep.runners.dispatch import sharded, storage_resizes
+from vramsweep.runners.kernels import work
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 CATEGORIES = (
@@ -279,7 +279,7 @@ def _framework_asks() -> bool:
         module = f"{frame.f_globals.get('__name__')}."
         if module.startswith(FRAMEWORKS):
             return True
-        if not module.startswith(("torch.", "runners.")):
+        if not module.startswith(("torch.", "vramsweep.runners.")):
             return False
         frame = frame.f_back
     return False

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from harness.trial import InvalidTrial, Trial
-from runners import build
-from runners.measure import Meter
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import build
+from vramsweep.runners.measure import Meter
 
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused", "sgd": "sgd"}
 

@@ -17,19 +17,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from harness import trial as trials
-from harness.attempt import RESULT, SPEC
+from vramsweep.harness import trial as trials
+from vramsweep.harness.attempt import RESULT, SPEC
 
 PR_SET_PDEATHSIG = 1
 
 # What a runner's first step would otherwise import. DeepSpeed's two sub-modules are pulled in by its first initialise.
 PRELOAD = {
-    "torch": ("runners.torch_loop", "transformers.models.auto.modeling_auto"),
-    "custom": ("runners.torch_loop", "transformers.models.auto.modeling_auto"),
-    "trainer": ("runners.trainer", "transformers.models.auto.modeling_auto"),
-    "fsdp": ("runners.fsdp", "transformers.models.auto.modeling_auto"),
+    "torch": ("vramsweep.runners.torch_loop", "transformers.models.auto.modeling_auto"),
+    "custom": ("vramsweep.runners.torch_loop", "transformers.models.auto.modeling_auto"),
+    "trainer": ("vramsweep.runners.trainer", "transformers.models.auto.modeling_auto"),
+    "fsdp": ("vramsweep.runners.fsdp", "transformers.models.auto.modeling_auto"),
     "deepspeed": (
-        "runners.deepspeed_zero",
+        "vramsweep.runners.deepspeed_zero",
         "transformers.models.auto.modeling_auto",
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "deepspeed.module_inject",
@@ -41,7 +41,7 @@ MODEL_MODULES = ("llama", "qwen2", "gpt2")
 def preload(runner: str) -> None:
     """Import what the runner will need; a module that this installation lacks is left to the trial to miss."""
     models = tuple(f"transformers.models.{name}.modeling_{name}" for name in MODEL_MODULES)
-    for name in (*PRELOAD[runner], *models, "torch.utils.flop_counter", "runners.run"):
+    for name in (*PRELOAD[runner], *models, "torch.utils.flop_counter", "vramsweep.runners.run"):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -114,7 +114,7 @@ def _rendezvous(rank: int, world_size: int, port: int) -> None:
 def _rank(trial: trials.Trial, folder: Path) -> int:
     """Run one rank. A failure becomes an error in the result, for the parent to classify, unless one is there."""
     try:
-        from runners import run
+        from vramsweep.runners import run
 
         values = run.run(trial, folder)
     except Exception as error:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness import machine, plan, sweep
-from harness.row import Row
+from vramsweep.harness import machine, plan, sweep
+from vramsweep.harness.row import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ROOT / "tests" / "targets"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-OWN = ("harness", "runners", "analysis", "hydra_plugins")
+OWN = ("harness", "runners", "analysis", "hydra_plugins", "vramsweep")
 FILES = sorted(path for package in OWN for path in (ROOT / package).rglob("*.py"))
+SHIM = "vramsweep.alias"  # what a folder's __init__ says about its short name
 
 
 def imports(path: Path) -> set[str]:
@@ -21,7 +24,8 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+    assert not {n.split(".")[0] for n in names} & {"harness", "runners", "analysis"}, f"{path}: not by its whole name"
+    return {name.removeprefix("vramsweep.") for name in names if not name.startswith(SHIM)} - {"vramsweep"}
 
 
 def tops(path: Path) -> set[str]:
@@ -32,6 +36,9 @@ def tops(path: Path) -> set[str]:
 def test_imports(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
     found = tops(path)
+    if package == "vramsweep":  # the front door, which alone knows both sides
+        assert not found - {"harness", "analysis", "__version__"} - set(sys.stdlib_module_names)
+        return
     if package != "runners":
         assert not found & {"torch", "transformers", "deepspeed", "accelerate", "runners"}
     if package != "analysis":
@@ -60,3 +67,18 @@ def test_the_pure_core_starts_nothing(name: str) -> None:
 
 def test_there_are_files_to_check() -> None:
     assert len(FILES) > 25
+
+
+def test_a_module_has_one_copy_whatever_it_is_called() -> None:
+    code = (
+        "import harness.trial, analysis, runners.worker, vramsweep.harness.trial as t, vramsweep.runners.worker as w\n"
+        "from harness import gpus; import vramsweep.harness.gpus as g, sys\n"
+        "assert harness.trial is t and runners.worker is w and gpus is g and harness.trial.Trial is t.Trial\n"
+        "assert t.__name__ == t.__spec__.name == 'vramsweep.harness.trial'\n"
+        "files = [m.__file__ for m in set(sys.modules.values()) if str(getattr(m, '__file__', '')).startswith(sys.argv[1])]\n"
+        "assert len(files) == len(set(files)) > 5, files"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

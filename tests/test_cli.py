@@ -11,8 +11,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from harness import cli, machine, sweep
-from harness.errors import UserError
+from vramsweep.harness import cli, machine, sweep
+from vramsweep.harness.errors import UserError
 
 
 def call(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -187,7 +187,7 @@ def test_errors_of_verbs_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
     def broken(argv: object) -> int:
         raise UserError("no such thing; use another")
 
-    monkeypatch.setitem(cli.VERBS, "doctor", (broken, ""))
+    monkeypatch.setitem(cli.VERBS, "doctor", broken)
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == "vramsweep: no such thing; use another\n"
 

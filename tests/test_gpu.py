@@ -9,9 +9,9 @@ import pytest
 from conftest import SETTINGS as HOW
 from conftest import Run, tiny
 
-from harness import machine, plan, sweep
-from harness.allocator.replay import what_if
-from harness.row import Row
+from vramsweep.harness import machine, plan, sweep
+from vramsweep.harness.allocator.replay import what_if
+from vramsweep.harness.row import Row
 
 pytestmark = pytest.mark.gpu
 

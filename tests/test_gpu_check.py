@@ -19,8 +19,8 @@ import gpu_check
 import recorded_steps
 import torch
 
-from analysis.residuals import COMPONENTS
-from harness.row import Row, complete
+from vramsweep.analysis.residuals import COMPONENTS
+from vramsweep.harness.row import Row, complete
 
 CONF = "expandable_segments:True"
 

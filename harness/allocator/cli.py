@@ -11,11 +11,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from harness.allocator.config import MIB
-from harness.allocator.replay import Row, WhatIf, what_if
-from harness.allocator.safepickle import DEFAULT_MAX_BYTES
-from harness.allocator.search import grid, rank
-from harness.errors import UserError
+from vramsweep.harness.allocator.config import MIB
+from vramsweep.harness.allocator.replay import Row, WhatIf, what_if
+from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
+from vramsweep.harness.allocator.search import grid, rank
+from vramsweep.harness.errors import UserError
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}{u}": 1 << 10 * (i + 1) for i, p in enumerate("KMGT") for u in ("iB", "i")}
@@ -68,7 +68,7 @@ def draw(result: WhatIf, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "timelines.json"
         data.write_text(result.to_json())
-        command = [sys.executable, "-m", "analysis", "timeline", str(data), str(out)]
+        command = [sys.executable, "-m", "vramsweep", "timeline", str(data), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]

@@ -7,8 +7,8 @@ is told of each range mapped or unmapped as (address, size) in bytes.
 
 from collections.abc import Callable
 
-from harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
-from harness.allocator.sizes import round_up
+from vramsweep.harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
+from vramsweep.harness.allocator.sizes import round_up
 
 Told = Callable[[int, int], None]
 

@@ -8,9 +8,9 @@ releasing exactly what can be released; anything else is followed as recorded an
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.allocator.config import AllocatorConfig
-from harness.allocator.recording import SEGMENT_ACTIONS, Event, Recording
-from harness.allocator.simulator import OutOfMemory, SegmentEvent, Simulator
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Event, Recording
+from vramsweep.harness.allocator.simulator import OutOfMemory, SegmentEvent, Simulator
 
 RELEASES = ("segment_free", "segment_unmap")
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.allocator import safepickle
-from harness.allocator.config import AllocatorConfig, AllocatorConfigError, from_settings
-from harness.allocator.simulator import Piece
-from harness.errors import UserError
+from vramsweep.harness.allocator import safepickle
+from vramsweep.harness.allocator.config import AllocatorConfig, AllocatorConfigError, from_settings
+from vramsweep.harness.allocator.simulator import Piece
+from vramsweep.harness.errors import UserError
 
 Event = tuple[str, int, int, int]  # action, address, size, stream; of alloc and free, the size the caller asked for
 SEGMENT_ACTIONS = frozenset(("segment_alloc", "segment_free", "segment_map", "segment_unmap"))

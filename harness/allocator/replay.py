@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from harness.allocator.config import AllocatorConfig, parse, problems
-from harness.allocator.follow import RELEASES, Follower, Match, apply
-from harness.allocator.recording import SEGMENT_ACTIONS, Recording
-from harness.allocator.recording import load as load_recording
-from harness.allocator.restore import Start, undo
-from harness.allocator.safepickle import DEFAULT_MAX_BYTES
-from harness.allocator.simulator import OutOfMemory, Simulator, Stats
-from harness.allocator.timeline import Point, Timeline
+from vramsweep.harness.allocator.config import AllocatorConfig, parse, problems
+from vramsweep.harness.allocator.follow import RELEASES, Follower, Match, apply
+from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording
+from vramsweep.harness.allocator.recording import load as load_recording
+from vramsweep.harness.allocator.restore import Start, undo
+from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
+from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
+from vramsweep.harness.allocator.timeline import Point, Timeline
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pickletools
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.errors import UserError
+from vramsweep.harness.errors import UserError
 
 DEFAULT_MAX_BYTES = 1 << 30
 

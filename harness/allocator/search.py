@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from harness.allocator.replay import Row
+from vramsweep.harness.allocator.replay import Row
 
 _SINGLES = (
     "expandable_segments:True",

@@ -10,11 +10,18 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.allocator import expandable
-from harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
-from harness.allocator.config import MIB, AllocatorConfig
-from harness.allocator.sizes import MIN_BLOCK, SMALL_REQUEST, SMALL_SEGMENT, round_request, round_up, segment_size
-from harness.errors import UserError
+from vramsweep.harness.allocator import expandable
+from vramsweep.harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
+from vramsweep.harness.allocator.config import MIB, AllocatorConfig
+from vramsweep.harness.allocator.sizes import (
+    MIN_BLOCK,
+    SMALL_REQUEST,
+    SMALL_SEGMENT,
+    round_request,
+    round_up,
+    segment_size,
+)
+from vramsweep.harness.errors import UserError
 
 SegmentEvent = tuple[str, int, int, int]  # kind, address, size, stream; kinds as in a recording
 FIRST_ADDRESS = 1 << 47  # cudaMalloc's addresses mostly descend; this model makes them always descend

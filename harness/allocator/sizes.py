@@ -3,7 +3,7 @@
 Sources: `DeviceCachingAllocator::round_size`, `roundup_power2_next_division`, `get_allocation_size`.
 """
 
-from harness.allocator.config import INTERVALS, MIB
+from vramsweep.harness.allocator.config import INTERVALS, MIB
 
 MIN_BLOCK = 512
 SMALL_REQUEST = MIB  # a rounded request of up to this much belongs to the small pool

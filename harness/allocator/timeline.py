@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeVar
 
-from harness.allocator.simulator import Simulator
+from vramsweep.harness.allocator.simulator import Simulator
 
 TIMELINE_POINTS = 2000
 _T = TypeVar("_T")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from analysis import cli
+from vramsweep.analysis import cli
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

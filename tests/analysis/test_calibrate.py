@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 import synthetic
 
-from analysis import cli
-from analysis.calibrate import FEWEST, PARTS, SECONDS, calibrate, calibrated, pairs, together
-from analysis.content import collect
-from analysis.load import Table, from_frame
-from harness.row import Row, complete
+from vramsweep.analysis import cli
+from vramsweep.analysis.calibrate import FEWEST, PARTS, SECONDS, calibrate, calibrated, pairs, together
+from vramsweep.analysis.content import collect
+from vramsweep.analysis.load import Table, from_frame
+from vramsweep.harness.row import Row, complete
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 EFFICIENCIES = (0.62, 0.81, 0.35)

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 import synthetic
 
-from analysis import cli
-from analysis.compare import compare, split
-from analysis.load import Table, from_frame
-from harness.errors import UserError
-from harness.row import Row
+from vramsweep.analysis import cli
+from vramsweep.analysis.compare import compare, split
+from vramsweep.analysis.load import Table, from_frame
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import Row
 
 
 def table(rows: list[Row]) -> Table:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import synthetic
 
-from analysis.frontier import frontier, text
-from analysis.load import Table, from_frame
+from vramsweep.analysis.frontier import frontier, text
+from vramsweep.analysis.load import Table, from_frame
 
 
 def table(**options: object) -> Table:

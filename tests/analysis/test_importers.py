@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 import synthetic
 
-from analysis import cli
-from analysis.importers import open_rows
-from analysis.load import load
-from harness.errors import UserError
+from vramsweep.analysis import cli
+from vramsweep.analysis.importers import open_rows
+from vramsweep.analysis.load import load
+from vramsweep.harness.errors import UserError
 
 MIB = 2**20
 

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 import synthetic
 
-from analysis import load
-from harness.errors import UserError
-from harness.row import complete
+from vramsweep.analysis import load
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import complete
 
 
 def test_a_torn_last_line_is_skipped_and_said(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 import synthetic
 from conftest import tiny
 
-from analysis import cli, figures, tables
-from analysis.content import collect
-from analysis.load import Table, from_frame
-from harness import plan
-from harness.row import Row, complete
+from vramsweep.analysis import cli, figures, tables
+from vramsweep.analysis.content import collect
+from vramsweep.analysis.load import Table, from_frame
+from vramsweep.harness import plan
+from vramsweep.harness.row import Row, complete
 
 
 def table(rows: list[Row]) -> Table:
@@ -107,7 +107,7 @@ def test_the_report_says_what_was_found_and_warns(folder: Path) -> None:
 
 
 def test_html_in_a_model_name_is_text_everywhere() -> None:
-    from analysis.page import render
+    from vramsweep.analysis.page import render
 
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)>"
     rows = [
@@ -149,7 +149,7 @@ def test_ten_thousand_groups_are_counted_and_some_are_drawn() -> None:
 
 
 def test_paper_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("analysis.report.figures.images", lambda *_: ["no pdf figures: install Chromium"])
+    monkeypatch.setattr("vramsweep.analysis.report.figures.images", lambda *_: ["no pdf figures: install Chromium"])
     assert cli.main(["paper", str(folder), "--out", str(tmp_path)]) == 0
     assert r"\toprule" in (tmp_path / "tables" / "fits.tex").read_text()
     assert "| settings |" in (tmp_path / "tables" / "settings.md").read_text()

@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 import synthetic
 
-from analysis import cli
-from analysis.figures_residuals import of_residuals
-from analysis.load import Table, from_frame
-from analysis.residuals import COMPONENTS, OUTCOME, pair, residuals, summary
-from analysis.residuals_words import not_compared, sentences, tables
-from harness.row import Row
+from vramsweep.analysis import cli
+from vramsweep.analysis.figures_residuals import of_residuals
+from vramsweep.analysis.load import Table, from_frame
+from vramsweep.analysis.residuals import COMPONENTS, OUTCOME, pair, residuals, summary
+from vramsweep.analysis.residuals_words import not_compared, sentences, tables
+from vramsweep.harness.row import Row
 
 H100 = "NVIDIA H100 80GB HBM3"
 LENGTHS = (256, 1024, 4096)
@@ -197,7 +197,7 @@ def test_ten_thousand_configurations() -> None:
 
 
 def test_report_and_paper_have_the_residuals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("analysis.report.figures.images", lambda *_: [])
+    monkeypatch.setattr("vramsweep.analysis.report.figures.images", lambda *_: [])
     few = {"allocators": ("default",), "repeats": 1}
     folder = synthetic.write(tmp_path, measured(**few) + scaled(predicted(**few), peak_reserved_bytes=1.01))
     assert cli.main(["report", str(folder), "--images", "none"]) == 0

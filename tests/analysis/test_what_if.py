@@ -7,9 +7,9 @@ from pathlib import Path
 
 from conftest import ROOT
 
-from analysis.importers import open_rows
-from analysis.what_if import what_if_tables
-from harness.journal import Journal
+from vramsweep.analysis.importers import open_rows
+from vramsweep.analysis.what_if import what_if_tables
+from vramsweep.harness.journal import Journal
 
 SMALL = ROOT / "tests" / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
 

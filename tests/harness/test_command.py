@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from harness import plan
-from harness.command import CONF, command, value
-from harness.errors import UserError
+from vramsweep.harness import plan
+from vramsweep.harness.command import CONF, command, value
+from vramsweep.harness.errors import UserError
 
 CONF_CUSTOM = "allocator.conf='roundup_power2_divisions:[256:1,512:2,>:8],garbage_collection_threshold:0.6'"
 COMMANDS: list[list[str]] = [

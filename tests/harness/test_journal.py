@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from harness import journal
-from harness.errors import UserError
-from harness.journal import Journal
-from harness.row import RowError
+from vramsweep.harness import journal
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.journal import Journal
+from vramsweep.harness.row import RowError
 
 
 def test_rows_come_back(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_lock_goes_with_a_killed_writer(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from harness.journal import Journal
+from vramsweep.harness.journal import Journal
 book = Journal(Path({str(tmp_path)!r}))
 book.append({{"trial_id": "kept"}})
 os.kill(os.getpid(), signal.SIGKILL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.outcome import Evidence, classify, transient
+from vramsweep.harness.outcome import Evidence, classify, transient
 
 
 def failed(kind: str, message: str) -> Evidence:
@@ -31,7 +31,7 @@ CASES = [
         True,
         "",
     ),
-    (failed("harness.trial.InvalidTrial", "seq_len too long"), "invalid", False, "seq_len too long"),
+    (failed("vramsweep.harness.trial.InvalidTrial", "seq_len too long"), "invalid", False, "seq_len too long"),
     (failed("builtins.ValueError", "no\nsecond line"), "crash", False, "builtins.ValueError: no"),
     (Evidence(expired=True, deadline_s=3), "timeout", False, "no result within 3 s"),
     (Evidence(exit_code=-9), "crash", True, "SIGKILL"),

@@ -10,9 +10,9 @@ from conftest import SETTINGS, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import plan
-from harness.errors import UserError
-from harness.row import complete
+from vramsweep.harness import plan
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import complete
 
 
 @given(st.integers(0, 400))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness import gpus
-from harness.roofline import LAUNCH_S, Work, estimate
+from vramsweep.harness import gpus
+from vramsweep.harness.roofline import LAUNCH_S, Work, estimate
 
 H100, T4 = gpus.named("h100-80gb"), gpus.named("t4-16gb")
 

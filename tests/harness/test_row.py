@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from harness.row import BY_NAME, COLUMNS, Outcome, RowError, complete, markdown_table
+from vramsweep.harness.row import BY_NAME, COLUMNS, Outcome, RowError, complete, markdown_table
 
 
 def test_a_row_has_every_column_and_null_for_the_unknown() -> None:

@@ -16,10 +16,10 @@ import psutil
 import pytest
 from conftest import ROOT, SETTINGS, TARGETS, Run, custom, tiny
 
-from harness import attempt, journal, machine, plan, status, sweep
-from harness.errors import UserError
-from harness.journal import Journal
-from harness.outcome import Evidence
+from vramsweep.harness import attempt, journal, machine, plan, status, sweep
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.journal import Journal
+from vramsweep.harness.outcome import Evidence
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import custom, tiny
 
-from harness import trial as trials
+from vramsweep.harness import trial as trials
 
 
 def identity(values: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ import yaml
 from conftest import ROOT, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from harness import trial as trials
-from runners import build
+from vramsweep.harness import trial as trials
+from vramsweep.runners import build
 
 CPU = torch.device("cpu")
 

@@ -14,11 +14,11 @@ from conftest import ROOT, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import gpus, trial
-from harness.roofline import Work, estimate
-from runners import cuda_like, kernels, simulated, torch_loop
-from runners.kernels import work
-from runners.trace import Trace
+from vramsweep.harness import gpus, trial
+from vramsweep.harness.roofline import Work, estimate
+from vramsweep.runners import cuda_like, kernels, simulated, torch_loop
+from vramsweep.runners.kernels import work
+from vramsweep.runners.trace import Trace
 
 A100 = gpus.named("a100-80gb")
 CAPABILITY = (8, 0)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import tiny
 
-from harness import trial as trials
-from runners import measure
-from runners.dispatch import FlopCount, LiveBytes
-from runners.measure import CudaMemory, Meter, backward_boundaries, plateau
+from vramsweep.harness import trial as trials
+from vramsweep.runners import measure
+from vramsweep.runners.dispatch import FlopCount, LiveBytes
+from vramsweep.runners.measure import CudaMemory, Meter, backward_boundaries, plateau
 
 
 def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:

@@ -17,10 +17,10 @@ import pytest
 import torch
 from conftest import tiny
 
-from harness import trial as trials
-from harness.row import complete
-from runners import run
-from runners.measure import Meter
+from vramsweep.harness import trial as trials
+from vramsweep.harness.row import complete
+from vramsweep.runners import run
+from vramsweep.runners.measure import Meter
 
 MIB = 1 << 20
 UUID = "GPU-stand-in"

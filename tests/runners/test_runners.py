@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from conftest import Run, custom, tiny
 
-from harness import journal
-from harness.row import Row
+from vramsweep.harness import journal
+from vramsweep.harness.row import Row
 
 
 def deepspeed(stage: int, **over: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Row]]:
     """One row for each runner and isolation."""
     from conftest import SETTINGS
 
-    from harness import plan, sweep
+    from vramsweep.harness import plan, sweep
 
     values = {"torch": tiny(), "trainer": tiny(runner={"name": "trainer"}), "deepspeed": deepspeed(2, precision="bf16")}
     rows: dict[str, dict[str, Row]] = {}

@@ -12,12 +12,12 @@ import pytest
 import torch
 from conftest import Run, tiny
 
-from harness import gpus, trial
-from harness.allocator.config import AllocatorConfig
-from runners import fsdp, simulated
-from runners.dispatch import LiveBytes
-from runners.predict import replay
-from runners.trace import Mark, Trace
+from vramsweep.harness import gpus, trial
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.runners import fsdp, simulated
+from vramsweep.runners.dispatch import LiveBytes
+from vramsweep.runners.predict import replay
+from vramsweep.runners.trace import Mark, Trace
 
 PARAMETERS = 119360
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}

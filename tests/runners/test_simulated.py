@@ -10,13 +10,13 @@ import yaml
 from conftest import ROOT, TARGETS, Run, tiny
 from transformers import TrainingArguments
 
-from harness import gpus, trial
-from harness.allocator import recording, restore
-from harness.allocator.config import AllocatorConfig
-from harness.allocator.replay import replay_as_recorded
-from runners import custom, predict, simulated
-from runners import trainer as hf_trainer
-from runners.trace import CATEGORIES
+from vramsweep.harness import gpus, trial
+from vramsweep.harness.allocator import recording, restore
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.allocator.replay import replay_as_recorded
+from vramsweep.runners import custom, predict, simulated
+from vramsweep.runners import trainer as hf_trainer
+from vramsweep.runners.trace import CATEGORIES
 
 DEVICE = {"name": "simulated", "gpu": "a100-80gb"}
 PARTS = (*CATEGORIES, "rounding")

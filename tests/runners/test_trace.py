@@ -16,11 +16,11 @@ from conftest import ROOT, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import gpus, trial
-from harness.allocator.config import AllocatorConfig, parse
-from runners import cuda_like, simulated, torch_loop
-from runners.predict import replay
-from runners.trace import CATEGORIES, Trace, Tracer, cublas_workspace
+from vramsweep.harness import gpus, trial
+from vramsweep.harness.allocator.config import AllocatorConfig, parse
+from vramsweep.runners import cuda_like, simulated, torch_loop
+from vramsweep.runners.predict import replay
+from vramsweep.runners.trace import CATEGORIES, Trace, Tracer, cublas_workspace
 
 A100 = gpus.named("a100-80gb")
 

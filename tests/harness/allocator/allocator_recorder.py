@@ -4,8 +4,8 @@ from typing import Any
 
 from test_allocator_simulator import Driver, all_blocks
 
-from harness.allocator.config import MIB, AllocatorConfig, parse
-from harness.allocator.simulator import OutOfMemory, Simulator
+from vramsweep.harness.allocator.config import MIB, AllocatorConfig, parse
+from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator
 
 
 class _NotesFrees(Simulator):

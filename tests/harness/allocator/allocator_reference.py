@@ -6,8 +6,8 @@ It shares with the fast one only the settings and the model of addresses; the te
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from harness.allocator.config import MIB, AllocatorConfig
-from harness.allocator.simulator import FIRST_ADDRESS, FIRST_RANGE, UNLIMITED_RANGE, OutOfMemory
+from vramsweep.harness.allocator.config import MIB, AllocatorConfig
+from vramsweep.harness.allocator.simulator import FIRST_ADDRESS, FIRST_RANGE, UNLIMITED_RANGE, OutOfMemory
 
 
 @dataclass

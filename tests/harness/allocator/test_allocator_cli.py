@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.allocator.cli import main, size_in_bytes
-from harness.errors import UserError
+from vramsweep.harness.allocator.cli import main, size_in_bytes
+from vramsweep.harness.errors import UserError
 
 SMALL = Path(__file__).parents[2] / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
 

@@ -7,7 +7,7 @@ from allocator_recorder import settings_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.allocator.config import (
+from vramsweep.harness.allocator.config import (
     MIB,
     OPTIONS,
     AllocatorConfig,
@@ -18,7 +18,7 @@ from harness.allocator.config import (
     parse,
     problems,
 )
-from harness.errors import UserError
+from vramsweep.harness.errors import UserError
 
 DOCS = Path(__file__).parents[3] / "docs" / "allocator.md"
 POWERS = st.integers(0, 7).map(lambda i: 1 << i)

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_allocator_simulator import OPERATIONS
 
-from harness.allocator import recording, safepickle
-from harness.allocator.config import parse
-from harness.allocator.recording import RecordingError
-from harness.allocator.replay import replay_as_recorded, replay_under, what_if
-from harness.allocator.restore import undo
-from harness.allocator.safepickle import UnsafePickle
-from harness.errors import UserError
+from vramsweep.harness.allocator import recording, safepickle
+from vramsweep.harness.allocator.config import parse
+from vramsweep.harness.allocator.recording import RecordingError
+from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under, what_if
+from vramsweep.harness.allocator.restore import undo
+from vramsweep.harness.allocator.safepickle import UnsafePickle
+from vramsweep.harness.errors import UserError
 
 SMALL = Path(__file__).parents[2] / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
 

@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_allocator_simulator import OPERATIONS
 
-from harness.allocator import recording
-from harness.allocator.config import MIB, parse
-from harness.allocator.recording import SEGMENT_ACTIONS, check
-from harness.allocator.replay import replay_as_recorded, replay_under, what_if
-from harness.allocator.restore import undo
-from harness.allocator.search import grid, rank
-from harness.allocator.simulator import Simulator
-from harness.allocator.timeline import TIMELINE_POINTS, Timeline
-from harness.errors import UserError
+from vramsweep.harness.allocator import recording
+from vramsweep.harness.allocator.config import MIB, parse
+from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, check
+from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under, what_if
+from vramsweep.harness.allocator.restore import undo
+from vramsweep.harness.allocator.search import grid, rank
+from vramsweep.harness.allocator.simulator import Simulator
+from vramsweep.harness.allocator.timeline import TIMELINE_POINTS, Timeline
+from vramsweep.harness.errors import UserError
 
 TESTS = Path(__file__).parents[2]
 SHARED = TESTS.parents[1] / "shared" / "data" / "snapshots"

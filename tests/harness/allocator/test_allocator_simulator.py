@@ -8,10 +8,10 @@ from allocator_reference import Reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harness.allocator.blocks import Block
-from harness.allocator.config import MIB, parse
-from harness.allocator.simulator import OutOfMemory, Piece, SegmentEvent, Simulator
-from harness.errors import UserError
+from vramsweep.harness.allocator.blocks import Block
+from vramsweep.harness.allocator.config import MIB, parse
+from vramsweep.harness.allocator.simulator import OutOfMemory, Piece, SegmentEvent, Simulator
+from vramsweep.harness.errors import UserError
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 SIZES = st.one_of(

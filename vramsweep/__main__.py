@@ -1,0 +1,67 @@
+"""The front door: `vramsweep VERB`, also `python -m vramsweep VERB` and, in a checkout, `python -m harness VERB`.
+
+Verbs that run something are the harness's, verbs that read rows the analysis's; neither imports the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from vramsweep import __version__
+
+HARNESS = {
+    "sweep": "run a sweep: Hydra's command line, -m for a multirun",
+    "plan": "list a sweep's trials, the impossible ones with reasons, what they are predicted to need, and a time",
+    "status": "how far a running or finished sweep is",
+    "doctor": "check machine, driver, torch build, disk and foreign GPU processes",
+    "columns": "what the columns of a row mean",
+    "replay": "replay a recording of PyTorch's allocator under other settings",
+}
+ANALYSIS = {
+    "report": "figures, tables and report of a sweep",
+    "fit": "fit peak memory or speed against sequence length",
+    "frontier": "the largest length per batch, or batch per length, that fits",
+    "compare": "compare two sets of rows",
+    "calibrate": "correct the estimated speed of simulated rows by measured rows",
+    "paper": "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
+    "export": "the tidy table as CSV or Parquet",
+    "track": "log a finished sweep to an experiment tracker",
+    "timeline": "draw the what-if table of a replayed recording",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit status. A user's mistake is printed without a traceback, and gives 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: vramsweep VERB [ARGUMENT ...]\n")
+        for name, text in {**HARNESS, **ANALYSIS}.items():
+            print(f"  {name:<10} {text}")
+        print("\nvramsweep VERB --help tells more; vramsweep --version prints the version")
+        return 0
+    verb = words[0]
+    if verb in ("-V", "--version"):
+        print(f"vramsweep {__version__}")
+        return 0
+    try:
+        if verb in HARNESS:
+            from vramsweep.harness import cli as harness
+
+            return harness.main(words)
+        if verb in ANALYSIS:
+            from vramsweep.analysis import cli as analysis
+
+            return analysis.main(words)
+    except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something
+        if error.name is None or error.name.split(".")[0] in ("vramsweep", "hydra_plugins"):
+            raise
+        fix = f"{sys.executable} -m pip install -e . (an installed torch is kept)"
+        print(f"vramsweep: {error.name} is missing in {sys.executable}; in the checkout run: {fix}", file=sys.stderr)
+        return 2
+    print(f"vramsweep: there is no verb {verb!r}; verbs: {', '.join([*HARNESS, *ANALYSIS])}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
