@@ -59,7 +59,7 @@ def render(content: Content) -> str:
 
 
 def _resource(name: str) -> str:
-    return resources.files("analysis").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("vramsweep.analysis").joinpath(name).read_text(encoding="utf-8")
 
 
 def _list(items: Sequence[str], kind: str = "") -> str:

@@ -75,7 +75,8 @@ def test_a_module_has_one_copy_whatever_it_is_called() -> None:
         "from harness import gpus; import vramsweep.harness.gpus as g, sys\n"
         "assert harness.trial is t and runners.worker is w and gpus is g and harness.trial.Trial is t.Trial\n"
         "assert t.__name__ == t.__spec__.name == 'vramsweep.harness.trial'\n"
-        "files = [m.__file__ for m in set(sys.modules.values()) if str(getattr(m, '__file__', '')).startswith(sys.argv[1])]\n"
+        "own = [str(getattr(m, '__file__', '')) for m in set(sys.modules.values())]\n"
+        "files = [file for file in own if file.startswith(sys.argv[1])]\n"
         "assert len(files) == len(set(files)) > 5, files"
     )
     done = subprocess.run(
