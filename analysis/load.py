@@ -22,11 +22,11 @@ import pyarrow.parquet
 
 from vramsweep.harness import journal
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION
+from vramsweep.harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION, TEXT_LISTS
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
-_NESTED = ("trial", "runner_config")
+_NESTED = ("trial", *(c.name for c in COLUMNS if c.type is dict and c.name != "trial"))  # of which only it is read
 EXTRA = "trial."  # prefix of settings that only the resolved trial holds
 
 # What was asked for: known for every row, also where the worker died.
@@ -204,7 +204,7 @@ def _slim(table: pa.Table) -> pa.Table:
         table = table.flatten()
     columns = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
-        if column.null_count == len(column) or name.startswith("runner_config"):
+        if column.null_count == len(column) or name.partition(".")[0] in _NESTED[1:]:
             continue
         if name.startswith(EXTRA) and pa.types.is_nested(column.type):
             column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
@@ -214,7 +214,7 @@ def _slim(table: pa.Table) -> pa.Table:
 
 def _arrow_type(kind: type, name: str) -> pa.DataType:
     if kind is list:
-        return pa.list_(pa.string()) if name in ("notes", "throttle_reasons") else pa.list_(pa.float64())
+        return pa.list_(pa.string()) if name in TEXT_LISTS else pa.list_(pa.float64())
     return _ARROW[kind]
 
 

@@ -16,15 +16,15 @@ from vramsweep.harness.errors import UserError
 
 
 def _sweep(argv: Sequence[str]) -> int:
-    from vramsweep.harness import sweep
+    from vramsweep.harness import launch
 
-    return sweep.main(argv)
+    return launch.main(argv)
 
 
 def _plan(argv: Sequence[str]) -> int:
-    from vramsweep.harness import sweep
+    from vramsweep.harness import launch
 
-    return sweep.main(argv, action="plan")
+    return launch.main(argv, action="plan")
 
 
 def _status(argv: Sequence[str]) -> int:

@@ -135,8 +135,10 @@ COLUMNS: tuple[Column, ...] = (
         ("device_used_bytes", int, "B", "what NVML saw in use on the device after the measured steps"),
         ("device_baseline_bytes", int, "B", "what NVML saw in use before the worker touched the device"),
         ("device_total_bytes", int, "B", "memory of the device"),
+        ("memory_limit_bytes", int, "B", "simulated: what the allocator may reserve on that card, its memory less the CUDA context"),
         ("rss_baseline_bytes", int, "B", "the process's resident set after the imports, before the model is built"),
         ("rank_peak_allocated_bytes", list, "B", "peak allocated of each rank; simulated: of rank 0, which holds the largest shards"),
+        ("worst_rank", int, "", "the rank that the peaks are of: the one with the largest peak reserved (without it, allocated)"),
         ("rank_peak_reserved_bytes", list, "B", "peak reserved of each rank; simulated: of rank 0"),
     ),
     *_columns(
@@ -150,6 +152,7 @@ COLUMNS: tuple[Column, ...] = (
         ("step_iqr_s", float, "s", "interquartile range of step_times_s"),
         ("tokens_per_s", float, "tokens/s", "micro_batch x seq_len x grad_accum x world_size x measured_steps / elapsed_s"),
         ("samples_per_s", float, "samples/s", "micro_batch x grad_accum x world_size x measured_steps / elapsed_s"),
+        ("skipped_steps", int, "", "measured steps whose update was skipped for an overflow (fp16); null where it is not known"),
         ("padding_fraction", float, "", "share of the counted tokens that is padding"),
         ("model_flops_per_token", float, "FLOP", "3 x the counted forward FLOPs of a step / its tokens (backward is twice the forward)"),
         ("hardware_flops_per_token", float, "FLOP", "all counted FLOPs of a step, recomputation included / its tokens"),
@@ -177,7 +180,10 @@ COLUMNS: tuple[Column, ...] = (
         ("gpu_energy_j", float, "J", "energy of the device over the measured steps"),
         ("gpu_sm_clock_mhz", int, "MHz", "SM clock right after the measured steps"),
         ("throttle_reasons", list, "", "clock event reasons seen around the measured steps, idle left out"),
-        ("foreign_processes", list, "", "process ids of others seen on the device"),
+        ("foreign_processes", list, "", "process ids of others seen on the device, before the attempt or after the measured steps"),
+        ("node_trials", list, "", "ids of our own trials that ran on this machine at the same time"),
+        ("host_load", float, "", "load average of the machine over a minute when the attempt began, per core"),
+        ("flags", list, "", "what speaks against using this row's numbers as they are; null where nothing was measured"),
     ),
     *_columns(
         "provenance",
@@ -192,13 +198,17 @@ COLUMNS: tuple[Column, ...] = (
         ("cpu_name", str, "", ""),
         ("cpu_threads", int, "", "intra-op threads of torch in the worker"),
         ("host", str, "", ""),
+        ("vramsweep_version", str, "", "version of this program"),
         ("git_commit", str, "", "commit of the harness, with +dirty if its files were changed"),
+        ("environment", dict, "", "variables of the worker's environment that can change what is measured (NCCL_*, OMP_*, TORCH_*, ...)"),
+        ("cold_reason", str, "", "why the attempt ran cold although warm was asked for"),
         ("runner_config", dict, "", "configuration that the runner generated and used (DeepSpeed, Trainer)"),
         ("recording", str, "", "allocator events of one untimed step, a file in the sweep's folder, for `replay`"),
         ("notes", list, "", "what a reader of the row should know"),
     ),
 )  # fmt: skip
 
+TEXT_LISTS = ("notes", "throttle_reasons", "flags", "node_trials")  # every other list holds numbers
 BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}
 
 

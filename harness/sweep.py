@@ -1,14 +1,12 @@
-"""The sweep: from Hydra's configurations to rows in the journal. Plan, skip what is done, run, append, report progress.
+"""The sweep: from planned trials to rows in the journal. Skip what is done, run, append, report progress.
 
-`main` is the verb behind `python -m harness sweep` and `plan`; Hydra calls `launch` with every configuration at once
-(through hydra_plugins/vramsweep). The parent is the only writer of the journal.
+The parent is the only writer of the journal. Not covered: the command line (launch.py), what is planned (plan.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,97 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import hydra
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from vramsweep.harness import machine, outcome, plan
 from vramsweep.harness.attempt import RECORDING, Launcher, environment, steps
-from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import peak_flops
 from vramsweep.harness.journal import Journal, read, succeeded, terminal
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.row import Outcome, Row
 
 PLAN = "plan.json"
 MIB = 1 << 20
-
-_status = 0  # Hydra's main returns nothing, so the verdict of the last launch is left here
-
-
-def main(argv: Sequence[str], action: str = "run") -> int:
-    """`sweep` and `plan`: Hydra's command line. Returns 0 if every trial has an answer, 1 if some failed."""
-    overrides = ["output=json" if word == "--json" else word for word in argv]
-    sys.argv = ["vramsweep sweep", *choose_device(overrides), *([f"action={action}"] if action != "run" else [])]
-    signal.signal(signal.SIGTERM, _interrupt)
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_single)()
-    return _status
-
-
-def choose_device(overrides: Sequence[str]) -> list[str]:
-    """Replace `device=auto` (also meant when no device is given) and `sweep=auto` by what this machine has."""
-    given = [o for o in overrides if o.startswith("device=")]
-    rest = [o for o in overrides if o != "device=auto"]
-    if not given or "device=auto" in given:
-        cuda = bool(machine.visible_gpus(dict(os.environ))) and "+cpu" not in (machine.version("torch") or "")
-        if not cuda:
-            print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
-        rest.append(f"device={'cuda' if cuda else 'simulated'}")
-    device = next(o for o in reversed(rest) if o.startswith("device=")).removeprefix("device=")
-    return [f"sweep={device}" if o == "sweep=auto" else o for o in rest]
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _single(config: DictConfig) -> None:
-    """Hydra's task function, for a call without -m: one trial is a sweep of one."""
-    launch([config])
-
-
-def launch(configs: Sequence[DictConfig]) -> list[Row | None]:
-    """Run, or only plan, the trials of the configurations; returns each one's terminal row (None: not run).
-
-    A UserError is printed and ends the process with status 2: Hydra would bury it in a traceback.
-    """
-    global _status
-    try:
-        resolved = [_resolved(config) for config in configs]
-        settings = plan.settings(resolved)
-        expanded = plan.expand(resolved, settings.repeats)
-        planned = plan.order(expanded)
-        folder = Path(settings.results) / (settings.name or _name(planned))
-        if settings.action == "plan":
-            show_plan(planned, settings, folder)
-            finished: dict[str, Row] = {}
-        else:
-            finished, _status = run(planned, settings, folder)
-    except UserError as error:
-        print(f"vramsweep: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    return [finished.get(trials[0].trial_id) for trials in expanded]
-
-
-def _resolved(config: DictConfig) -> dict[str, Any]:
-    try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        key = error.full_key
-        raise UserError(f"{key} is not set: give {key}=VALUE") from None
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
-def _name(planned: Sequence[Planned]) -> str:
-    def of(key: str) -> str:
-        names = {str((p.resolved.get(key) or {}).get("name")) for p in planned}
-        return "+".join(sorted(names)).replace("/", "_")
-
-    return f"{of('model')}-{of('runner')}-{of('device')}"
 
 
 def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
@@ -277,55 +194,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def show_plan(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
-    """Print the trials, the impossible ones with reasons, and how long it will take."""
-    rows = read(folder)[0] if (folder / "journal.jsonl").exists() else []
-    finished = terminal(rows)
-    todo = {p.trial_id for p in plan.pending(planned, finished, settings.retry_failed)}
-    seconds, basis = plan.estimate_s([p for p in planned if p.trial_id in todo], finished.values(), _speed(planned))
-    if settings.output == "json":
-        listed = [
-            {
-                "trial_id": p.trial_id,
-                "state": _state(p, todo),
-                "reason": p.reason,
-                "trial": json.loads(json.dumps(p.resolved, default=str)),
-            }
-            for p in planned
-        ]
-        summary = {"folder": str(folder), "trials": listed, "estimated_s": seconds, "estimate_basis": basis}
-        print(json.dumps(summary, indent=1))
-        return
-    for p in planned:
-        label = p.trial.label() if p.trial else str((p.resolved.get("model") or {}).get("name"))
-        print(f"{p.trial_id}  {_state(p, todo):<8}  {label}{f'  {p.reason}' if p.reason else ''}")
-    counts = Counter(_state(p, todo) for p in planned)
-    print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
-    print(f"estimated time: {'unknown' if seconds is None else duration(seconds)} ({basis})")
-
-
-def _state(p: Planned, todo: set[str]) -> str:
-    if p.trial is None:
-        return "invalid"
-    return "to do" if p.trial_id in todo else "finished"
-
-
-def _speed(planned: Sequence[Planned]) -> float | None:
-    """FLOP/s to reckon with: a third of the GPU's published peak, or what numpy reaches on this CPU."""
-    trial = next((p.trial for p in planned if p.trial), None)
-    if trial is None or trial.device.name == "simulated":
-        return None
-    if trial.device.name == "cuda":
-        cards = machine.visible_gpus(dict(os.environ))
-        peak = peak_flops(cards[0].name, trial.precision) if cards else None
-        return None if peak is None else peak / 3
-    import numpy as np
-
-    side = 1024
-    matrix = np.ones((side, side), dtype=np.float32)
-    began = time.perf_counter()
-    for _ in range(3):
-        matrix @ matrix
-    return 3 * 2 * side**3 / (time.perf_counter() - began)

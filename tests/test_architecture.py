@@ -47,7 +47,7 @@ def test_imports(path: Path) -> None:
     elif not path.name.startswith("figures"):
         assert "plotly" not in found
     if path not in (
-        ROOT / "harness" / "sweep.py",
+        ROOT / "harness" / "launch.py",
         ROOT / "harness" / "command.py",
         *(ROOT / "hydra_plugins").rglob("*.py"),
     ):

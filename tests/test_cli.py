@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from vramsweep.harness import cli, machine, sweep
+from vramsweep.harness import cli, launch, machine
 from vramsweep.harness.errors import UserError
 
 
@@ -163,12 +163,12 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(machine, "version", lambda package: "2.13.0+cu130")
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [card()])
-    assert sweep.choose_device(["sweep=auto", "device=auto"]) == ["sweep=cuda", "device=cuda"]
+    assert launch.choose_device(["sweep=auto", "device=auto"]) == ["sweep=cuda", "device=cuda"]
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
-    assert sweep.choose_device(["sweep=auto"]) == ["sweep=simulated", "device=simulated"]
+    assert launch.choose_device(["sweep=auto"]) == ["sweep=simulated", "device=simulated"]
     assert len(capsys.readouterr().err.splitlines()) == 1
-    assert sweep.choose_device(["device=cuda", "sweep=auto"]) == ["device=cuda", "sweep=cuda"]
+    assert launch.choose_device(["device=cuda", "sweep=auto"]) == ["device=cuda", "sweep=cuda"]
     assert capsys.readouterr().err == ""
 
 

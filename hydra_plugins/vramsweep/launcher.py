@@ -1,4 +1,4 @@
-"""The thin Hydra side: compose the grid once, hand all trials to harness.sweep in one batch.
+"""The thin Hydra side: compose the grid once, hand all trials to harness.launch in one batch.
 
 Hydra composes every job twice, for 57 ms each: minutes for thousands of trials. Here a configuration is composed once
 for each combination of config groups; plain values are then set on copies of it with Hydra's own function.
@@ -19,7 +19,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from vramsweep.harness import sweep
+from vramsweep.harness import launch
 
 
 @dataclass
@@ -59,7 +59,7 @@ class VramsweepLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs; a failed trial is a row, not an exception, so that the batch always completes."""
         configs = self.compose(job_overrides)
-        rows = sweep.launch(configs)
+        rows = launch.launch(configs)
         return [
             JobReturn(overrides=list(overrides), cfg=config, status=JobStatus.COMPLETED, _return_value=row)
             for overrides, config, row in zip(job_overrides, configs, rows, strict=True)
