@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
 from vramsweep.harness import journal
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION, TEXT_LISTS
+from vramsweep.harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION, SYSTEM, TEXT_LISTS
+from vramsweep.harness.trial import LEFT_OUT
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
@@ -32,11 +34,11 @@ EXTRA = "trial."  # prefix of settings that only the resolved trial holds
 # What was asked for: known for every row, also where the worker died.
 ASKED = (
     "foreign", "device", "model", "runner", "precision", "allocator", "allocator_conf", "micro_batch", "grad_accum",
-    "world_size", "zero_stage", "offload_optimizer", "offload_param", "gradient_checkpointing", "attention", "weights",
+    "sharding", "world_size", "offload_optimizer", "offload_param", "gradient_checkpointing", "attention", "weights",
     "data", "protocol",
 )  # fmt: skip
 # What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
-FOUND = ("memory_source", "gpu_name", "cpu_name", "torch_version", "optimizer")
+FOUND = ("memory_source", *SYSTEM, "optimizer")
 _PIECE = 1 << 24  # bytes of a journal read at a time
 _NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
@@ -95,33 +97,31 @@ def load(path: Path) -> Table:
 
     Raises UserError if there is no such file, it is empty, or it is not one of these.
     """
-    file = path / journal.NAME if path.is_dir() else path
+    files = journal.files(path)
+    file = files[0]
     if not file.is_file():
         raise UserError(f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file")
     if file.suffix == ".parquet":
         return from_frame(pa.parquet.read_table(file).to_pandas(types_mapper=_pandas_type), str(path))
     if file.suffix == ".csv":
         return from_frame(_read_csv(file), str(path))
-    frame, warnings = _read_journal(file)
+    frame, warnings = _read_journals(path, files)
     return from_frame(frame, str(path), warnings)
 
 
 def trials(path: Path, ids: Collection[str]) -> dict[str, Any]:
     """The resolved trials with these ids: a journal holds them whole, a CSV or Parquet export does not."""
-    file = path / journal.NAME if path.is_dir() else path
     found: dict[str, Any] = {}
-    if file.suffix != ".jsonl" or not file.is_file():
-        return found
-    with file.open("rb") as stream:
-        for line in stream:
-            if len(found) == len(ids):
-                break
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and row.get("trial_id") in ids and isinstance(row.get("trial"), dict):
-                found[row["trial_id"]] = row["trial"]
+    for file in journal.files(path):
+        if file.suffix != ".jsonl" or not file.is_file():
+            continue
+        with file.open("rb") as stream:
+            for line in stream:
+                if len(found) == len(ids):
+                    break
+                row = journal.parsed(line.rstrip(b"\n"))
+                if row is not None and row["trial_id"] in ids and isinstance(row.get("trial"), dict):
+                    found[row["trial_id"]] = row["trial"]
     return found
 
 
@@ -132,7 +132,7 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
     and keeps the last terminal row of each trial. Raises UserError when no row is left.
     """
     notes = list(warnings or ())
-    typed, problems = _typed(frame)
+    typed, problems = _typed(_moved(frame))
     notes += problems
     typed, dropped = _one_per_trial(typed)
     notes += dropped
@@ -141,6 +141,7 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
             f"{source} holds no finished rows, so there is nothing to analyse; run its sweep first"
             + "".join(f"; {n}" for n in notes)
         )
+    notes += _systems(typed)
     return Table(typed, source, tuple(notes))
 
 
@@ -158,22 +159,37 @@ def _read_csv(file: Path) -> pd.DataFrame:
     return frame
 
 
-def _read_journal(file: Path) -> tuple[pd.DataFrame, list[str]]:
-    """The journal's rows: fast, piece by piece, where every line fits the registry, else line by line."""
+class _Unusual(Exception):
+    """A journal that is read line by line: with rows of an earlier version, damaged lines or several writers."""
+
+
+def _read_journals(path: Path, files: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
+    """The rows of a sweep: fast, piece by piece, where every line fits the registry, else line by line."""
+    try:
+        if len(files) > 1:
+            raise _Unusual
+        return _read_pieces(files[0])
+    except (_Unusual, pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        return _read_lines(path)
+
+
+def _read_pieces(file: Path) -> tuple[pd.DataFrame, list[str]]:
     used: set[str] = set()
     pieces: list[pa.Table] = []
-    try:
-        with file.open("rb") as stream:
-            while piece := stream.read(_PIECE):
-                whole = piece.rfind(b"\n") + 1
-                if whole:
-                    stream.seek(whole - len(piece), os.SEEK_CUR)
-                else:  # a line longer than a piece, or the last one
-                    piece += stream.readline()
-                pieces.append(_slim(_read_piece(memoryview(piece)[: whole or None], used)))
-        table = pa.concat_tables(pieces, promote_options="default").combine_chunks()
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return _read_lines(file)
+    with file.open("rb") as stream:
+        while piece := stream.read(_PIECE):
+            whole = piece.rfind(b"\n") + 1
+            if whole:
+                stream.seek(whole - len(piece), os.SEEK_CUR)
+                piece = piece[:whole]
+            else:  # a line longer than a piece, or the last one
+                piece += stream.readline()
+            if not all(map(journal.intact, piece.split(b"\n"))):
+                raise _Unusual
+            pieces.append(_slim(_read_piece(memoryview(piece), used)))
+    table = pa.concat_tables(pieces, promote_options="default").combine_chunks()
+    if "schema_version" in table.column_names and pc.min(table["schema_version"]).as_py() < SCHEMA_VERSION:
+        raise _Unusual
     extras = _varying(table)
     table = table.select([name for name in table.column_names if not name.startswith(EXTRA)])
     frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
@@ -204,7 +220,7 @@ def _slim(table: pa.Table) -> pa.Table:
         table = table.flatten()
     columns = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
-        if column.null_count == len(column) or name.partition(".")[0] in _NESTED[1:]:
+        if name == "checksum" or column.null_count == len(column) or name.partition(".")[0] in _NESTED[1:]:
             continue
         if name.startswith(EXTRA) and pa.types.is_nested(column.type):
             column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
@@ -236,17 +252,21 @@ def _varying(table: pa.Table) -> pd.DataFrame:
     for name in table.column_names:
         if name.startswith(EXTRA) and name.removeprefix(EXTRA) not in _NOT_SETTINGS and len(table[name].unique()) > 1:
             found[name] = table[name].to_pandas().astype("string")
+            default = LEFT_OUT.get(tuple(name.removeprefix(EXTRA).split(".")))
+            if default is not None:  # rows from before there was this setting
+                found[name] = found[name].fillna(default if isinstance(default, str) else json.dumps(default))
     return pd.DataFrame(found)
 
 
-def _read_lines(file: Path) -> tuple[pd.DataFrame, list[str]]:
-    """The tolerant way: any line that is a JSON object with a trial id is a row, others are counted."""
-    rows, unreadable = journal.read(file)
+def _read_lines(path: Path) -> tuple[pd.DataFrame, list[str]]:
+    """The tolerant way: any line that is a whole JSON object with a trial id is a row, others are counted."""
+    rows, unreadable = journal.read(path)
     trials = pa.Table.from_pandas(_flat([row.get("trial") for row in rows]), preserve_index=False)
     frame = pd.DataFrame([{k: v for k, v in row.items() if k not in _NESTED} for row in rows])
     extras = _varying(trials)
     was = "were" if unreadable != 1 else "was"
-    notes = [f"{unreadable} line{'s' * (unreadable != 1)} of {file.name} could not be read and {was} skipped"]
+    lines = f"{unreadable} line{'s' * (unreadable != 1)} of {journal.files(path)[0].name}"
+    notes = [f"{lines} could not be read and {was} skipped"]
     return pd.concat([frame, extras], axis=1), notes if unreadable else []
 
 
@@ -353,11 +373,46 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             if unfinished:
                 notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
             frame = finished
-    again = frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
+    where = _system_columns(frame)
+    again = where.duplicated(keep="last") & frame["trial_id"].notna()
+    # a row that does not say by which torch it was measured counts until another of its trial follows
+    again |= where["torch_version"].isna() & frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     if again.any():
         notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
         frame = frame[~again]
     return frame if isinstance(frame.index, pd.RangeIndex) else frame.reset_index(drop=True), notes
+
+
+def _system_columns(frame: pd.DataFrame) -> pd.DataFrame:
+    """Each row's trial and the system that it was measured on, as `row.system` says it."""
+    found = frame[["trial_id", *SYSTEM]].copy()
+    for name, device in (("gpu_name", "cuda"), ("cpu_name", "cpu")):
+        found[name] = found[name].where(frame["device"].eq(device).fillna(False))
+    return found
+
+
+def _systems(frame: pd.DataFrame) -> list[str]:
+    """What to say where rows were measured on several systems, which no fit mixes."""
+    own = frame[frame["foreign"].isna() & frame["outcome"].eq("ok").fillna(False)]
+    found = _system_columns(own)[list(SYSTEM)].drop_duplicates()
+    if len(found) < 2:
+        return []
+    varying = [name for name in SYSTEM if found[name].nunique(dropna=False) > 1]
+    names = sorted(" · ".join(str(v) for v in row if not pd.isna(v)) for row in found[varying].itertuples(index=False))
+    return [f"rows of {len(found)} systems, never fitted together: {'; '.join(names[:4])}"]
+
+
+def _moved(frame: pd.DataFrame) -> pd.DataFrame:
+    """Exports of schema version 1: ZeRO's stage was a column and FSDP2 a runner (upgrade.row does it to rows)."""
+    if "sharding" in frame or "runner" not in frame:
+        return frame
+    frame = frame.copy()
+    fsdp = frame["runner"].eq("fsdp").fillna(False)
+    stage = pd.to_numeric(frame.pop("zero_stage"), errors="coerce") if "zero_stage" in frame else pd.Series(dtype=float)
+    frame["sharding"] = "zero" + stage.reindex(frame.index).astype("Int64").astype("string")
+    frame["sharding"] = frame["sharding"].mask(fsdp, "fsdp2")
+    frame["runner"] = frame["runner"].mask(fsdp, "torch")
+    return frame
 
 
 def _ok(frame: pd.DataFrame, outcome: pd.Series[Any]) -> pd.DataFrame:

@@ -268,7 +268,7 @@ def zero3(check: Check) -> dict[str, Any]:
         grid += ["precision=fp16", "allocator=default,expandable"]
     else:
         grid = ["model=tiny", "seq_len=32,64", "precision=bf16", "protocol=brief"]
-    rows = check.sweep("zero3", *grid, "runner=deepspeed", "runner.zero_stage=3")
+    rows = check.sweep("zero3", *grid, "runner=deepspeed", "sharding=zero3")
     curve = {
         name: sorted(
             (r["seq_len"], r["peak_allocated_bytes"], r["peak_reserved_bytes"])

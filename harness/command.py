@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from vramsweep.harness import trial as trials
+from vramsweep.harness import upgrade
 from vramsweep.harness.errors import UserError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -34,6 +35,7 @@ def command(resolved: Mapping[str, Any], trial_id: str) -> str:
 
     Raises UserError where Hydra's grammar cannot say it.
     """
+    resolved = upgrade.layout(resolved)
     if missing := _GROUPS.keys() - resolved.keys():
         raise UserError(f"the resolved trial has no {', '.join(sorted(missing))}")
     options = {group: _option(group, resolved[group]) for group in _GROUPS}

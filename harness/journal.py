@@ -1,49 +1,80 @@
 """The journal: `results/<sweep>/journal.jsonl`, one row a line, only ever appended to.
 
-One process writes, under an exclusive lock held as long as the journal is open; each row is one write and one fsync,
-so a row that `append` returned from survives a power cut. A writer that was killed can leave a torn last line: the
-next one starts a fresh line after it, and readers skip and count it. Readers take no lock.
+One process writes a file, under an exclusive lock held as long as it is open; each row is one write and one fsync, so a
+row that `append` returned from survives a power cut. A writer that was killed can leave a torn last line: the next one
+starts a fresh line after it. Several writers (nodes that share a folder) each have a file of their own,
+`journal-<writer>.jsonl`, and readers merge them. Readers take no lock.
+
+A line ends in the checksum of the row before it, `,"checksum":"%08x"}`: CRC-32 of the row's JSON. A line that is not
+what was written is skipped and counted, never half-believed; lines without one (before schema version 2) are taken as
+they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterable
+import re
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from vramsweep.harness import upgrade
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import Outcome, Row, complete
+from vramsweep.harness.row import Row, complete, system
 
 NAME = "journal.jsonl"
+_CHECKSUM = re.compile(rb',"checksum":"([0-9a-f]{8})"\}$')
+_CHECKSUM_LENGTH = len(',"checksum":"00000000"}')
+# What flock says on file systems that have no locks: Lustre without -o flock, some NFS
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+System = tuple[str | None, ...]
 
 
 class Journal:
-    """The writing end of one sweep's journal.
+    """The writing end of one writer's journal; `writer` is None where a sweep has only one.
 
-    Raises UserError when the folder cannot be written, the disk is full or another sweep holds the lock.
+    `locked` says whether the file system gave a lock. Raises UserError when the folder cannot be written, the disk is
+    full or another sweep holds the lock.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
+    def __init__(self, folder: Path, writer: str | None = None) -> None:
+        self.path = folder / (NAME if writer is None else f"journal-{writer}.jsonl")
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            new = not self.path.exists()
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _unwritable(self.path, error) from None
         try:
+            self.locked = self._lock()
+            if new:
+                _sync_folder(folder)
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                self._write(b"\n")
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _lock(self) -> bool:
+        try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._fd)
             raise UserError(
                 f"another sweep is writing {self.path}; wait for it, or give this one another name="
             ) from None
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            self._write(b"\n")
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise UserError(
+                    f"cannot lock {self.path}: {error.strerror}; choose another folder: results=DIR"
+                ) from None
+            return False
+        return True
 
     def append(self, row: Row) -> Row:
         """Store one row, checked against the schema, and return it with every column.
@@ -51,7 +82,7 @@ class Journal:
         Raises RowError (schema) or UserError (disk).
         """
         whole = complete(row)
-        self._write(json.dumps(whole, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        self._write(line(whole))
         return whole
 
     def _write(self, data: bytes) -> None:
@@ -74,43 +105,96 @@ class Journal:
         self.close()
 
 
-def read(path: Path) -> tuple[list[Row], int]:
-    """The rows of a journal (the file, or the sweep's folder) and how many lines could not be read.
+def line(row: Row) -> bytes:
+    """A row as it stands in the journal, its checksum and the end of the line included."""
+    text = json.dumps(row, separators=(",", ":"), allow_nan=False).encode()
+    return text[:-1] + b',"checksum":"%08x"}\n' % zlib.crc32(text)
 
-    Raises UserError when there is no such file.
+
+def intact(text: bytes) -> bool:
+    """Whether a line, without its end, is what was written; one that has no checksum is believed."""
+    found = _CHECKSUM.search(text, max(0, len(text) - _CHECKSUM_LENGTH))
+    if found is None:
+        return b'"checksum"' not in text
+    return zlib.crc32(b"}", zlib.crc32(text[: found.start()])) == int(found[1], 16)
+
+
+def files(place: Path) -> list[Path]:
+    """The journals of a sweep's folder, every writer's; of a file, that file."""
+    if not place.is_dir():
+        return [place]
+    own = place / NAME
+    return [*([own] if own.exists() else []), *sorted(place.glob("journal-*.jsonl"))] or [own]
+
+
+def read(place: Path) -> tuple[list[Row], int]:
+    """The rows of a journal (the file, or the sweep's folder) and how many lines could not be believed.
+
+    Rows of several writers come in the order in which their attempts began. Raises UserError if there is no such file.
     """
-    file = path / NAME if path.is_dir() else path
     rows: list[Row] = []
     unreadable = 0
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; name a folder under results/") from None
-    for line in lines:
-        if not line:
-            continue
+    several = files(place)
+    for file in several:
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and "trial_id" in row:
-            rows.append(row)
-        else:
-            unreadable += 1
+            lines = file.read_bytes().split(b"\n")
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}; name a folder under results/") from None
+        for text in filter(None, lines):
+            row = parsed(text)
+            if row is None:
+                unreadable += 1
+            else:
+                rows.append(row)
+    if len(several) > 1:
+        rows.sort(key=lambda row: str(row.get("started_at") or ""))
     return rows, unreadable
 
 
+def parsed(text: bytes) -> Row | None:
+    """The row of one line in today's layout; None where it is none, or not what was written."""
+    row = None
+    if intact(text):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(text)
+    if not isinstance(row, dict) or "trial_id" not in row:
+        return None
+    row.pop("checksum", None)
+    return upgrade.row(row)
+
+
 def terminal(rows: Iterable[Row]) -> dict[str, Row]:
-    """The one row that counts for each finished trial: its last terminal one, by trial id."""
+    """The last terminal row of each trial, by its id, whatever system it is of."""
     return {row["trial_id"]: row for row in rows if row.get("terminal")}
 
 
-def succeeded(row: Row) -> bool:
-    """Whether a terminal row answers its trial's question: measured, out of memory, or known to be impossible."""
-    return row["outcome"] in (Outcome.OK, Outcome.OOM, Outcome.HOST_OOM, Outcome.INVALID, Outcome.SKIPPED)
+def finished(rows: Iterable[Row], wanted: Mapping[str, System]) -> tuple[dict[str, Row], dict[str, Row]]:
+    """The row that counts for each of the `wanted` trials, measured on the system that it would run on now.
+
+    And those that do not count, since they are of other systems: the last one of each trial that has no other.
+    """
+    mine: dict[str, Row] = {}
+    others: dict[str, Row] = {}
+    for row in rows:
+        trial_id = row["trial_id"]
+        if row.get("terminal") and trial_id in wanted:
+            # what was never started was measured nowhere
+            here = row.get("attempt") == 0 or system(row) == wanted[trial_id]
+            (mine if here else others)[trial_id] = row
+    return mine, {trial_id: row for trial_id, row in others.items() if trial_id not in mine}
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file survives a power cut only once its folder is synced; some file systems do not take it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"the disk is full: {path} takes no more rows; all rows before are safe, free space and rerun")
     return UserError(f"cannot write {path}: {error.strerror}; choose a writable folder with results=DIR")

@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import pynvml
 
+from vramsweep import __version__
+
 GIB = 1 << 30
 
 
@@ -177,6 +179,13 @@ def doctor(results: Path) -> list[Check]:
     return checks
 
 
+def host_load() -> float | None:
+    """The load average over a minute, per core; None where there is none."""
+    with contextlib.suppress(OSError):
+        return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
+    return None
+
+
 def facts() -> dict[str, Any]:
     """The provenance columns that do not depend on the worker."""
     return {
@@ -184,6 +193,7 @@ def facts() -> dict[str, Any]:
         "cpu_name": cpu_name(),
         "python_version": platform.python_version(),
         "git_commit": git_commit(),
+        "vramsweep_version": __version__,
         "torch_version": version("torch"),
         "transformers_version": version("transformers"),
     }

@@ -1,7 +1,7 @@
 """From evidence to outcome: pure functions, no processes, no clock, no files.
 
-The parent gathers what it saw of an attempt into `Evidence`; `classify` names the outcome and `transient` says
-whether another attempt could end differently.
+The parent gathers what it saw of an attempt into `Evidence`; `classify` names the outcome, and `OUTCOMES` says for each
+whether it answers the trial's question and when the trial is tried again.
 """
 
 from __future__ import annotations
@@ -9,9 +9,58 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vramsweep.harness.row import Outcome
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an outcome means for its trial.
+
+    `answer`: the trial's question is answered; else it is shown as failed. `now`: another attempt follows at once, as
+    it may well end differently. `later`: whether a later run of the sweep tries again: never, asked (with
+    retry_failed=true), or always, since it said nothing about the trial.
+    """
+
+    outcome: Outcome
+    answer: bool
+    now: bool
+    later: Literal["never", "asked", "always"]
+    meaning: str
+
+
+# fmt: off
+OUTCOMES = (
+    Kind(Outcome.OK, True, False, "never", "measured, or predicted"),
+    Kind(Outcome.OOM, True, False, "never", "the GPU's memory is too small"),
+    Kind(Outcome.HOST_OOM, True, False, "never", "the host's memory is too small"),
+    Kind(Outcome.INVALID, True, False, "never", "cannot run; the reason says why and what would"),
+    Kind(Outcome.TIMEOUT, False, False, "asked", "no result within the deadline"),
+    Kind(Outcome.CRASH, False, True, "asked", "the worker raised (not tried at once again), was killed, did not start"),
+    Kind(Outcome.CUDA_ERROR, False, True, "asked", "the driver or a CUDA library failed"),
+    Kind(Outcome.BAD_RESULT, False, True, "asked", "the worker ended well but left no result that can be used"),
+    Kind(Outcome.CONTENDED, False, True, "always", "other processes use the device"),
+    Kind(Outcome.ENVIRONMENT, False, True, "always", "the machine is not fit for the trial now (no CUDA device, ...)"),
+)
+# fmt: on
+_KINDS = {kind.outcome: kind for kind in OUTCOMES}
+
+
+def is_answer(outcome: str) -> bool:
+    """Whether a row with this outcome answers its trial's question."""
+    return _KINDS[Outcome(outcome)].answer
+
+
+def is_verdict(outcome: str) -> bool:
+    """Whether it says something about the trial, be it that it fails; a fault of the machine does not."""
+    return _KINDS[Outcome(outcome)].later != "always"
+
+
+def runs_again(outcome: str, asked: bool) -> bool:
+    """Whether a later run of the sweep tries the trial again; `asked`: with retry_failed=true."""
+    later = _KINDS[Outcome(outcome)].later
+    return later == "always" or (asked and later == "asked")
 
 
 @dataclass(frozen=True)
@@ -32,10 +81,26 @@ class Evidence:
     foreign: tuple[int, ...] = ()
 
 
-_OOM = re.compile(r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED")
+# PyTorch's own, the runtime's, the driver API's (expandable segments), cuBLAS's, cuDNN's, and NCCL's (names the call)
+_OOM = re.compile(
+    r"CUDA out of memory|CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
+    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|(NCCL|ncclUnhandledCudaError)[\s\S]*out of memory|"
+    r"Cuda failure( 2)? '?out of memory"
+)
 _HOST_OOM = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc")
 _BUSY = re.compile(r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use")
 _CUDA = re.compile(r"CUDA error|CUDA driver error|CUBLAS_STATUS|CUDNN_STATUS|NCCL|AcceleratorError|device-side assert")
+
+
+def alike(before: list[tuple[str, str]], outcome: str, reason: str | None) -> list[tuple[str, str]]:
+    """The failures in a row that are the same: `before` with this one, this one alone, or none after an answer.
+
+    Numbers in a reason (process ids, sizes, addresses) make no difference.
+    """
+    if is_answer(outcome):
+        return []
+    this = (outcome, re.sub(r"0x[0-9a-f]+|\d+", "N", reason or ""))
+    return [*before, this] if this in before[-1:] else [this]
 
 
 def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
@@ -65,6 +130,8 @@ def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
     lines = message.strip().splitlines()
     reason = f"{kind}: {lines[0]}" if lines else kind
     text = f"{kind}: {message}"
+    if kind.endswith("EnvironmentFault"):
+        return Outcome.ENVIRONMENT, lines[0] if lines else kind
     if kind.endswith("InvalidTrial"):
         return Outcome.INVALID, lines[0] if lines else kind
     if kind.endswith("OutOfMemoryError") or _OOM.search(text):
@@ -79,11 +146,7 @@ def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
 
 
 def transient(outcome: Outcome, evidence: Evidence) -> bool:
-    """Whether another attempt could end differently.
-
-    A Python exception would only be raised again, and a deadline that ran out would only run out again; a worker that
-    was killed, a CUDA error, a busy device or a missing result may well be a passing fault.
-    """
-    if outcome is Outcome.CRASH:
-        return (evidence.result or {}).get("error") is None
-    return outcome in (Outcome.CUDA_ERROR, Outcome.CONTENDED, Outcome.BAD_RESULT)
+    """Whether another attempt at once could end differently; a Python exception would only be raised again."""
+    if outcome is Outcome.CRASH and (evidence.result or {}).get("error") is not None:
+        return False
+    return _KINDS[outcome].now

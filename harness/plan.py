@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vramsweep.harness import outcome, upgrade
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.journal import succeeded
 from vramsweep.harness.row import BY_NAME, Outcome, Row
 
 
@@ -29,6 +29,8 @@ class Settings:
     retries: int
     backoff_s: float
     retry_failed: bool
+    any_system: bool
+    breaker: int
     report: bool
     action: str
     output: str
@@ -38,7 +40,7 @@ class Settings:
         for key, values in allowed.items():
             if getattr(self, key) not in values:
                 raise UserError(f"{key}={getattr(self, key)}: allowed is {' or '.join(values)}")
-        least: dict[str, float] = {"repeats": 1, "timeout_s": 0.001, "retries": 0, "backoff_s": 0}
+        least: dict[str, float] = {"repeats": 1, "timeout_s": 0.001, "retries": 0, "backoff_s": 0, "breaker": 0}
         for key, least_value in least.items():
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least_value:
@@ -70,7 +72,7 @@ def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
 
 def expand(configs: Iterable[Mapping[str, Any]], repeats: int) -> list[list[Planned]]:
     """For each configuration its trials, one a repeat."""
-    trial_values = [{k: v for k, v in config.items() if k not in SETTINGS} for config in configs]
+    trial_values = [upgrade.layout({k: v for k, v in config.items() if k not in SETTINGS}) for config in configs]
     return [[_planned(values | {"repeat": repeat}) for repeat in range(repeats)] for values in trial_values]
 
 
@@ -115,8 +117,15 @@ def halving(count: int) -> list[int]:
 
 
 def pending(planned: Iterable[Planned], finished: Mapping[str, Row], retry_failed: bool) -> list[Planned]:
-    """The trials without a terminal row; with `retry_failed` also those whose terminal row is a failure."""
-    return [p for p in planned if p.trial_id not in finished or (retry_failed and not succeeded(finished[p.trial_id]))]
+    """The trials without an answer that still counts; with `retry_failed` also those that failed."""
+    return [p for p in planned if p.trial_id not in finished or _again(p, finished[p.trial_id], retry_failed)]
+
+
+def _again(planned: Planned, row: Row, retry_failed: bool) -> bool:
+    """Whether a finished trial runs anew: rules may have changed since it was called impossible without a try."""
+    if planned.trial is not None and row["outcome"] == Outcome.INVALID and row.get("attempt") == 0:
+        return True
+    return outcome.runs_again(row["outcome"], retry_failed)
 
 
 def axes(planned: Planned) -> Row:
@@ -125,8 +134,8 @@ def axes(planned: Planned) -> Row:
     runner = flat.get("runner")
     nested = {name: flat.get(name) for name in ("model", "allocator", "device", "protocol")}
     values: Row = {
+        "trial_id": planned.trial_id,
         **{key: value for key, value in flat.items() if key in BY_NAME},
-        **({k: v for k, v in runner.items() if k in BY_NAME} if isinstance(runner, Mapping) else {}),
         **{name: value.get("name") if isinstance(value, Mapping) else None for name, value in nested.items()},
         "runner": runner.get("name") if isinstance(runner, Mapping) else None,
         "simulated_gpu": (nested["device"] or {}).get("gpu"),
@@ -143,15 +152,9 @@ def _fits(name: str, value: Any) -> bool:
     return value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool)))
 
 
-def invalid_row(planned: Planned) -> Row:
+def invalid(planned: Planned, reason: str | None) -> Row:
     """The row of a trial that cannot run: no process was started for it."""
-    return axes(planned) | {
-        "trial_id": planned.trial_id,
-        "attempt": 0,
-        "terminal": True,
-        "outcome": Outcome.INVALID,
-        "reason": planned.reason,
-    }
+    return axes(planned) | {"attempt": 0, "terminal": True, "outcome": Outcome.INVALID, "reason": reason}
 
 
 def estimate_s(todo: Sequence[Planned], finished: Iterable[Row], flops: float | None) -> tuple[float | None, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Row = dict[str, Any]
 
@@ -31,7 +31,7 @@ class Outcome(StrEnum):
     CONTENDED = "contended"
     INVALID = "invalid"
     BAD_RESULT = "bad_result"
-    SKIPPED = "skipped"
+    ENVIRONMENT = "environment"
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ COLUMNS: tuple[Column, ...] = (
         "identity",
         ("schema_version", int, "", "version of this table"),
         ("sweep", str, "", "name of the sweep, which is its results folder"),
-        ("trial_id", str, "", "hash of the resolved trial's canonical JSON and of the runner's version"),
+        ("trial_id", str, "", "hash of what in the trial changes the measurement, and of the runner's version"),
         ("attempt", int, "", "which attempt at the trial, from 1; 0 where no process was started"),
-        ("terminal", bool, "", "true on the one row that counts for its trial"),
+        ("terminal", bool, "", "true on the last row of a trial's attempts, if it says something about the trial"),
         ("started_at", str, "ISO 8601 UTC", "when the attempt began"),
         ("outcome", str, "", "how the attempt ended: " + ", ".join(Outcome)),
         ("reason", str, "", "why, in one line; null when ok"),
@@ -81,12 +81,12 @@ COLUMNS: tuple[Column, ...] = (
         ("allocator", str, "", "name of the allocator configuration"),
         ("allocator_conf", str, "", "PYTORCH_CUDA_ALLOC_CONF as asked for, in canonical form"),
         ("allocator_conf_effective", str, "", "the settings that took effect, read back in the worker; null on CPU"),
-        ("runner", str, "", "torch, trainer, deepspeed, fsdp or custom"),
+        ("runner", str, "", "who drives the loop: torch, trainer, deepspeed or custom"),
+        ("sharding", str, "", "how ranks divide the work: none, ddp, fsdp2, zero0 to zero3"),
         ("device", str, "", "cuda or cpu (measured), simulated (predicted)"),
         ("simulated_gpu", str, "", "the card that is simulated; null where nothing is"),
-        ("zero_stage", int, "", "DeepSpeed ZeRO stage; null for other runners"),
-        ("offload_optimizer", bool, "", "optimizer state in host memory; null for other runners"),
-        ("offload_param", bool, "", "parameters in host memory; null for other runners"),
+        ("offload_optimizer", bool, "", "optimizer state in host memory"),
+        ("offload_param", bool, "", "parameters in host memory"),
         ("world_size", int, "", "number of ranks"),
         ("optimizer", str, "", "optimizer class that ran"),
         ("gradient_checkpointing", bool, "", "activations recomputed in the backward pass"),
@@ -209,6 +209,8 @@ COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 TEXT_LISTS = ("notes", "throttle_reasons", "flags", "node_trials")  # every other list holds numbers
+# What a measurement depends on beside its trial.
+SYSTEM = ("gpu_name", "cpu_name", "torch_version", "transformers_version", "deepspeed_version")
 BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}
 
 
@@ -225,6 +227,12 @@ def complete(values: Mapping[str, Any]) -> Row:
     for name, value in row.items():
         _check(BY_NAME[name], value)
     return row
+
+
+def system(row: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """The system under test, as values of `SYSTEM`: the GPU on cuda, the CPU on cpu, neither where it is simulated."""
+    where = {"cuda": "gpu_name", "cpu": "cpu_name"}.get(str(row.get("device")))
+    return tuple(None if name in ("gpu_name", "cpu_name") and name != where else row.get(name) for name in SYSTEM)
 
 
 def _check(column: Column, value: Any) -> None:

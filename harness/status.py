@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vramsweep.harness import journal
+from vramsweep.harness.outcome import is_answer
 from vramsweep.harness.row import Outcome
 from vramsweep.harness.sweep import PLAN
 
@@ -51,7 +52,7 @@ def read(folder: Path) -> Status:
         outcomes.count(Outcome.OK),
         outcomes.count(Outcome.OOM),
         outcomes.count(Outcome.INVALID),
-        sum(not journal.succeeded(row) for row in finished.values()),
+        sum(not is_answer(row["outcome"]) for row in finished.values()),
         rows[-1].get("started_at") if rows else None,
         unreadable,
     )

@@ -11,47 +11,49 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from vramsweep.harness import machine, outcome, plan
 from vramsweep.harness.attempt import RECORDING, Launcher, environment, steps
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.journal import Journal, read, succeeded, terminal
+from vramsweep.harness.flags import flags
+from vramsweep.harness.journal import Journal, finished, read
 from vramsweep.harness.plan import Planned, Settings
-from vramsweep.harness.row import Outcome, Row
+from vramsweep.harness.row import Outcome, Row, system
+from vramsweep.harness.trial import Trial
 
 PLAN = "plan.json"
 MIB = 1 << 20
 
 
 def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
-    """Run every trial without a terminal row; returns the plan's terminal rows by id, and the exit status."""
+    """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status."""
     with Journal(folder) as journal:
+        if not journal.locked:
+            print(f"{folder}: this file system has no locks; run one sweep at a time in this folder", file=sys.stderr)
         rows, unreadable = read(folder)
         if unreadable:
             print(f"{journal.path}: {unreadable} unreadable line(s) skipped", file=sys.stderr)
-        finished = terminal(rows)
-        todo = plan.pending(planned, finished, settings.retry_failed)
+        mine, others = known(rows, planned, settings.any_system)
+        todo = plan.pending(planned, mine, settings.retry_failed)
         _write_plan(folder, planned)
         done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
         print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
-        progress = Progress(len(todo))
+        if others:
+            print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
         with Launcher(settings.isolation, folder / "templates.log") as launcher:
             try:
-                for item in todo:
-                    row = run_trial(item, settings, folder, journal, launcher, time.sleep)
-                    finished[item.trial_id] = row
-                    progress.show(row, item)
+                mine |= _run_all(todo, settings, folder, journal, launcher)
             except OSError as error:
                 where = f"{folder}: {error.strerror}"
                 raise UserError(f"cannot write under {where}; finished rows are safe, mend it and rerun") from None
             except KeyboardInterrupt:
                 print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
                 raise SystemExit(130) from None
-    mine = {p.trial_id: finished[p.trial_id] for p in planned}
-    failed = sum(not succeeded(row) for row in mine.values())
+    mine = {p.trial_id: mine[p.trial_id] for p in planned if p.trial_id in mine}
+    failed = sum(not outcome.is_answer(row["outcome"]) for row in mine.values())
     if failed:
         print(
             f"{failed} trial(s) failed; their logs are under {folder / 'attempts'}; retry_failed=true runs them again"
@@ -59,7 +61,49 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
     if settings.report:
         sys.stdout.flush()
         subprocess.run([sys.executable, "-m", "vramsweep", "report", str(folder)], check=False)
-    return mine, 1 if failed else 0
+    return mine, 1 if failed or len(mine) < len(planned) else 0
+
+
+def known(rows: Sequence[Row], planned: Sequence[Planned], any_system: bool) -> tuple[dict[str, Row], dict[str, Row]]:
+    """The rows that count for planned trials, by id, and those of other systems, which do not (any_system: they do)."""
+    seen = machine.visible_gpus(dict(os.environ))
+    mine, others = finished(rows, {p.trial_id: _system(p, seen) for p in planned})
+    return (others | mine, {}) if any_system else (mine, others)
+
+
+def other_systems(rows: Mapping[str, Row]) -> str:
+    """How many trials have rows of other systems only, and which systems these are."""
+    names = sorted({" · ".join(filter(None, system(row))) for row in rows.values()})
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    were = "s were" if len(rows) != 1 else " was"
+    return f"{len(rows)} trial{were} measured on another system ({'; '.join(names[:2])}{more}) and run again here"
+
+
+def _run_all(
+    todo: Sequence[Planned], settings: Settings, folder: Path, journal: Journal, launcher: Launcher
+) -> dict[str, Row]:
+    """Run the trials, and once more those that a fault of the machine stopped, as long as that gets any further.
+
+    Raises UserError once `settings.breaker` trials in a row have failed the same way.
+    """
+    progress = Progress(len(todo))
+    done: dict[str, Row] = {}
+    alike: list[tuple[str, str]] = []
+    while todo:
+        for item in todo:
+            row = run_trial(item, settings, folder, journal, launcher, time.sleep)
+            done[item.trial_id] = row
+            progress.show(row, item)
+            alike = outcome.alike(alike, row["outcome"], row["reason"])
+            if settings.breaker and len(alike) >= settings.breaker:
+                raise UserError(
+                    f"{len(alike)} trials in a row ended in the same way, so the sweep stops here: {row['outcome']}: "
+                    f"{row['reason']}. All rows are kept; mend it and run the same command (breaker=0 never stops)"
+                )
+        faults = [item for item in todo if not outcome.is_verdict(done[item.trial_id]["outcome"])]
+        todo = faults if len(faults) < len(todo) else []
+        progress.total += len(todo)
+    return done
 
 
 def run_trial(
@@ -70,13 +114,18 @@ def run_trial(
     launcher: Launcher,
     sleep: Callable[[float], None],
 ) -> Row:
-    """Attempt a trial until it has an answer or no retry is left; each attempt is a row, the last one terminal."""
-    base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts()
-    if item.trial is None:
-        row = base | plan.invalid_row(item) | {"started_at": _now(), "isolation": None}
-        return journal.append(row)
+    """Attempt a trial until it has an answer or no retry is left; each attempt is a row, the last one terminal.
+
+    A fault of the machine is no verdict, so its row is not terminal.
+    """
+    base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts() | plan.axes(item)
     trial = item.trial
-    cards = machine.visible_gpus(dict(os.environ))[: trial.runner.world_size] if trial.device.name == "cuda" else []
+    cards = _cards(trial) if trial else []
+    refused = plan.invalid(item, item.reason) if trial is None else _too_few(item, cards)
+    if refused is not None:
+        return journal.append(base | refused | {"started_at": _now(), "isolation": None})
+    assert trial is not None
+    base |= _provenance(trial, cards)
     # a simulated allocator is not torch's: one template serves every setting
     conf = "" if trial.device.name == "simulated" else trial.allocator.conf
     environ = environment(conf, trial.device.name, os.environ, [card.uuid for card in cards])
@@ -84,7 +133,7 @@ def run_trial(
     for tries in range(settings.retries + 1):
         number += 1
         place = folder / "attempts" / item.trial_id / str(number)
-        row = base | plan.axes(item) | {"trial_id": item.trial_id, "attempt": number, "started_at": _now()}
+        row: Row = base | {"attempt": number, "started_at": _now(), "host_load": machine.host_load(), "node_trials": []}
         foreign = _foreign(cards, sleep)
         if foreign:
             evidence = outcome.Evidence(foreign=foreign)
@@ -92,25 +141,64 @@ def run_trial(
             spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number}
             done = launcher.attempt(spec, place, environ, trial.runner.name, settings.timeout_s)
             evidence = done.evidence
-            values = dict((evidence.result or {}).get("values", {}))
-            spent = values.pop("steps_s", None)
-            row |= values | {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
+            row |= measured(evidence) | {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
+            spent = row.pop("steps_s", None)
             row["overhead_s"] = None if spent is None else done.duration_s - spent
         kind, reason = outcome.classify(evidence)
         final = tries == settings.retries or not outcome.transient(kind, evidence)
+        after = row.get("foreign_processes")
         row |= {
             "outcome": kind,
             "reason": reason,
-            "terminal": final,
+            "terminal": final and outcome.is_verdict(kind),
             "phase": None if kind is Outcome.OK else _phase(place),
-            "foreign_processes": list(foreign) if cards else None,
+            "foreign_processes": sorted({*foreign, *(after or [])}) if cards else None,
             "recording": str((place / RECORDING).relative_to(folder)) if (place / RECORDING).exists() else None,
         }
+        row["flags"] = flags(row) if kind is Outcome.OK and trial.device.name != "simulated" else None
         row = journal.append(row)
         if final:
             break
         sleep(settings.backoff_s * 2**tries)
     return row
+
+
+def measured(evidence: outcome.Evidence) -> Row:
+    """The columns that the worker filled."""
+    values: Row = (evidence.result or {}).get("values", {})
+    return dict(values)
+
+
+def _cards(trial: Trial) -> list[machine.Gpu]:
+    """The GPUs that the trial's ranks would run on."""
+    return machine.visible_gpus(dict(os.environ))[: trial.world_size] if trial.device.name == "cuda" else []
+
+
+def _too_few(item: Planned, cards: Sequence[machine.Gpu]) -> Row | None:
+    """The row of a trial with more ranks than cards; where no card can be seen at all, the worker finds out why."""
+    assert item.trial is not None
+    if not cards or len(cards) == item.trial.world_size:
+        return None
+    ranks = f"world_size {item.trial.world_size} needs as many GPUs"
+    return plan.invalid(item, f"{ranks}, and {len(cards)} can be seen here; lower it, or widen CUDA_VISIBLE_DEVICES")
+
+
+def _provenance(trial: Trial, cards: Sequence[machine.Gpu]) -> Row:
+    """What the parent knows of the system under test, so that rows whose worker died say it too."""
+    return {
+        "gpu_name": cards[0].name if cards else None,
+        "gpu_uuid": cards[0].uuid if cards else None,
+        "driver_version": cards[0].driver if cards else None,
+        "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
+    }
+
+
+def _system(item: Planned, seen: Sequence[machine.Gpu]) -> tuple[str | None, ...]:
+    """The system that a trial would be measured on now, of the GPUs seen here, as `row.system` says it of rows."""
+    if item.trial is None:
+        return ()
+    device = item.trial.device.name
+    return system(machine.facts() | _provenance(item.trial, seen if device == "cuda" else []) | {"device": device})
 
 
 def _attempts(folder: Path) -> int:
@@ -168,7 +256,8 @@ class Progress:
     def show(self, row: Row, item: Planned) -> None:
         """Count the row and print its line."""
         self.done += 1
-        self.counts["failed" if not succeeded(row) else row["outcome"]] += 1
+        kind = row["outcome"]
+        self.counts["failed" if outcome.is_verdict(kind) and not outcome.is_answer(kind) else kind] += 1
         left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
         label = item.trial.label() if item.trial else str(item.resolved.get("model", {}).get("name"))
         print(

@@ -1,10 +1,11 @@
 """Trial: one combination of axes plus protocol plus repeat index, its id, and what is valid together with what.
 
 A trial is plain data. It holds everything that can change what is measured and nothing else: how often an attempt
-is retried, its deadline and whether it runs cold or warm belong to the sweep (sweep.py), not here. Its id is a hash
-of its canonical JSON and of `MEASUREMENT_VERSIONS`, so a changed setting is a new trial.
+is retried, its deadline and whether it runs cold or warm belong to the sweep (sweep.py), not here. Its id is a hash of
+what changes the measurement: names and settings left at their defaults do not enter it.
 
-Not covered here: building a model (runners/build.py), the allocator's options (allocator/config.py).
+Not covered here: building a model (runners/build.py), the allocator's options (allocator/config.py), what each runner
+and way of sharding can do (registry.py), on which machine it was measured (row.system).
 """
 
 from __future__ import annotations
@@ -16,22 +17,42 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vramsweep.harness import registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
 
-# Raise a runner's number when what it measures changes: old rows then no longer count as finished.
-MEASUREMENT_VERSIONS = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}
-FSDP_OPTIONS = ("reshard_after_forward",)
+ID_VERSION = 2
+SIMULATION = 2  # raise it when what a simulated run predicts changes
+# What ids of version 2 leave out: each setting at the value that rows had before it was one. Frozen: a default that
+# changes in conf/ does not change a line here, and a new axis adds one.
+LEFT_OUT: dict[tuple[str, ...], Any] = {
+    ("model", "model_type"): None,
+    ("model", "path"): None,
+    ("grad_accum",): 1,
+    ("allocator", "conf"): "",
+    ("runner", "target"): None,
+    ("sharding",): "none",
+    ("world_size",): 1,
+    ("offload_optimizer",): False,
+    ("offload_param",): False,
+    ("device", "gpu"): None,
+    ("optimizer",): "default",
+    ("gradient_checkpointing",): False,
+    ("attention",): "sdpa",
+    ("weights",): "random",
+    ("data",): "synthetic",
+    ("seed",): 0,
+    ("record",): False,
+    ("repeat",): 0,
+}
+# Names and remarks, which change nothing; a custom target may well choose its model by the name.
+NAMES = (("allocator", "name"), ("protocol", "name"), ("model", "name"), ("model", "parameters"),
+         ("model", "max_positions"), ("fingerprints",))  # fmt: skip
+# Where files are named: their contents stand for them.
+FILES = (("runner", "target"), ("model", "path"), ("data",))
 
 
 class InvalidTrial(UserError):
@@ -61,16 +82,13 @@ class AllocatorAxis(_Frozen):
 
 
 class RunnerAxis(_Frozen):
-    """How training is driven.
+    """Who drives the loop (registry.RUNNERS), and what it is told beside the axes.
 
-    `options` overrides TrainingArguments (trainer), the ds config (deepspeed) or arguments of fully_shard (fsdp).
+    `options` overrides TrainingArguments (trainer), the ds config (deepspeed) or arguments of fully_shard (torch with
+    sharding=fsdp2); those that an axis says are rejected. `target` is the custom runner's path/to/file.py:function.
     """
 
-    name: Literal["torch", "trainer", "deepspeed", "fsdp", "custom"]
-    world_size: int = Field(default=1, ge=1)
-    zero_stage: int | None = Field(default=None, ge=0, le=3)
-    offload_optimizer: bool | None = None
-    offload_param: bool | None = None
+    name: str
     target: str | None = None
     options: dict[str, Any] = {}
 
@@ -80,12 +98,6 @@ class DeviceAxis(_Frozen):
 
     name: Literal["cuda", "cpu", "simulated"]
     gpu: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_null(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Measured trials keep the ids that they had before there were simulated ones."""
-        values: dict[str, Any] = handler(self)
-        return {key: value for key, value in values.items() if value is not None}
 
 
 class ProtocolAxis(_Frozen):
@@ -109,6 +121,10 @@ class Trial(_Frozen):
     precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
     allocator: AllocatorAxis
     runner: RunnerAxis
+    sharding: Literal["none", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"] = "none"
+    world_size: int = Field(default=1, ge=1)
+    offload_optimizer: bool = False
+    offload_param: bool = False
     device: DeviceAxis
     protocol: ProtocolAxis
     optimizer: Literal["default", "adamw", "adamw_fused", "sgd"] = "default"
@@ -127,7 +143,7 @@ class Trial(_Frozen):
 
     def samples_per_step(self) -> int:
         """Sequences that one optimizer step sees over all ranks."""
-        return self.micro_batch * self.grad_accum * self.runner.world_size
+        return self.micro_batch * self.grad_accum * self.world_size
 
     def steps(self) -> int:
         """All steps of an attempt: warm-up, probe, measured, the one whose FLOPs are counted, the recorded one.
@@ -141,18 +157,65 @@ class Trial(_Frozen):
     def label(self) -> str:
         """Short text for progress lines."""
         parts = [self.model.name, self.runner.name, f"seq {self.seq_len}", f"batch {self.micro_batch}", self.precision]
+        if self.sharding != "none":
+            parts.insert(2, f"{self.sharding} x {self.world_size}")
         if self.allocator.conf:
             parts.append(self.allocator.name)
         return " · ".join(parts)
 
 
 def trial_id(resolved: Mapping[str, Any]) -> str:
-    """16 hex digits over the canonical JSON of a resolved trial and its runner's measurement version."""
-    runner = resolved.get("runner")
-    name = runner.get("name") if isinstance(runner, Mapping) else None
-    payload = {"trial": resolved, "measurement": MEASUREMENT_VERSIONS.get(str(name))}
-    text = json.dumps(payload, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+    """16 hex digits over the canonical JSON of `identity`."""
+    text = json.dumps(identity(resolved), sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a resolved trial changes the measurement, and by which version of the program it is measured."""
+    prints = resolved.get("fingerprints")
+    content = prints if isinstance(prints, Mapping) else {}
+
+    def pruned(value: Any, at: tuple[str, ...]) -> Any:
+        """The value without names and defaults; None where nothing is left."""
+        if isinstance(value, Mapping):
+            kept = {str(k): p for k, v in value.items() if (p := pruned(v, (*at, str(k)))) is not None}
+            return kept or None
+        custom_name = at == ("model", "name") and _name(resolved, "runner") == "custom"
+        if at in NAMES and not custom_name:
+            return None
+        if at in LEFT_OUT and type(value) is type(LEFT_OUT[at]) and value == LEFT_OUT[at]:
+            return None
+        if at in FILES and isinstance(value, str):
+            return _by_content(value, content)
+        return {"null": None} if value is None else value
+
+    kept = {key: p for key, v in resolved.items() if key != "fingerprints" and (p := pruned(v, (key,))) is not None}
+    return {"id": ID_VERSION, "measurement": _measurement(resolved), "trial": kept}
+
+
+def _by_content(name: str, content: Mapping[str, Any]) -> Any:
+    """A file's digest, or those of the files in a folder, in place of its name; the name where it has none."""
+    path, colon, function = name.rpartition(":")
+    if colon and path in content:
+        return [content[path], function]
+    inside = sorted(digest for file, digest in content.items() if file == name or Path(file).parent == Path(name))
+    return inside or name
+
+
+def _measurement(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    runners = {entry.name: entry.measurement for entry in registry.RUNNERS}
+    shardings = {entry.name: entry.measurement for entry in registry.SHARDINGS}
+    versions = {
+        "runner": runners.get(str(_name(resolved, "runner"))),
+        "sharding": shardings.get(str(resolved.get("sharding", "none"))),
+        "simulation": SIMULATION if _name(resolved, "device") == "simulated" else None,
+    }
+    return {key: value for key, value in versions.items() if value not in (None, 1)}
+
+
+def _name(resolved: Mapping[str, Any], axis: str) -> Any:
+    value = resolved.get(axis)
+    return value.get("name") if isinstance(value, Mapping) else None
 
 
 def parse(values: Mapping[str, Any]) -> Trial:
@@ -176,8 +239,7 @@ def parse(values: Mapping[str, Any]) -> Trial:
             "fingerprints": _fingerprints(trial),
         }
     )
-    for rule in RULES:
-        reason = rule(trial)
+    for reason in (*registry.rules(trial), *(rule(trial) for rule in RULES)):
         if reason:
             raise InvalidTrial(reason)
     return trial
@@ -189,6 +251,8 @@ def _fingerprints(trial: Trial) -> dict[str, str]:
         named.append(Path(trial.runner.target.rpartition(":")[0]))
     if trial.model.path:
         named.append(Path(trial.model.path) / "config.json")
+        if trial.data != "synthetic":
+            named.append(Path(trial.model.path) / "tokenizer.json")
     if trial.data != "synthetic":
         named.append(Path(trial.data))
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in named if path.is_file()}
@@ -232,8 +296,6 @@ def _device(trial: Trial) -> str | None:
         return "precision fp16 (autocast with GradScaler) is not supported on device=cpu; use bf16"
     if trial.attention == "flash_attention_2":
         return "attention flash_attention_2 needs CUDA; on device=cpu use sdpa"
-    if trial.optimizer == "adamw_fused" and trial.runner.name == "deepspeed":
-        return "optimizer adamw_fused with deepspeed needs CUDA; on device=cpu use adamw"
     return None
 
 
@@ -246,13 +308,6 @@ def _simulated(trial: Trial) -> str | None:
             f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
             "simulated; measure it on device=cuda"
         )
-    if trial.runner.name == "deepspeed" and "optimizer" in trial.runner.options:
-        return (
-            "runner.options.optimizer: DeepSpeed's own optimizers are compiled kernels and cannot be simulated; leave "
-            "it out for torch's, or measure on device=cuda"
-        )
-    if trial.runner.offload_param:
-        return "runner.offload_param cannot be simulated; offload_optimizer can, or measure on device=cuda"
     if trial.attention == "flash_attention_2":
         return "attention flash_attention_2 cannot be simulated; sdpa runs the same flash kernel in half precision"
     if trial.weights == "pretrained":
@@ -266,47 +321,6 @@ def _allocator(trial: Trial) -> str | None:
         return "record=true needs device=cuda and PyTorch's native allocator: no other keeps a history of its events"
     found = allocator_config.problems(conf, _version("torch"))
     return f"allocator {trial.allocator.name}: {found[0]}" if found else None
-
-
-def _deepspeed(trial: Trial) -> str | None:
-    runner = trial.runner
-    if runner.name != "deepspeed":
-        given = [k for k in ("zero_stage", "offload_optimizer", "offload_param") if getattr(runner, k) is not None]
-        return f"runner.{given[0]} belongs to runner=deepspeed, not {runner.name}" if given else None
-    stage = runner.zero_stage
-    if stage is None:
-        return "runner=deepspeed needs runner.zero_stage (0, 1, 2 or 3)"
-    if runner.offload_optimizer and stage == 0:
-        return "runner.offload_optimizer needs zero_stage 1 to 3 (stage 0 silently ignores it)"
-    if runner.offload_param and stage != 3:
-        return f"runner.offload_param needs zero_stage 3, not {stage}"
-    if trial.precision == "bf16_pure":
-        return "deepspeed keeps fp32 master weights, so bf16_pure does not exist there; use bf16"
-    if trial.device.name == "cpu" and stage == 0 and trial.precision in ("bf16", "fp16"):
-        return f"deepspeed ZeRO-0 in {trial.precision} does not run on device=cpu; use fp32, or zero_stage 1 to 3"
-    return None
-
-
-def _fsdp(trial: Trial) -> str | None:
-    if trial.runner.name != "fsdp":
-        return None
-    unknown = sorted(set(trial.runner.options) - set(FSDP_OPTIONS))
-    if unknown:
-        return f"runner.options.{unknown[0]}: runner=fsdp takes {', '.join(FSDP_OPTIONS)}"
-    if trial.precision == "fp16":
-        return "runner=fsdp in fp16 is not supported; use precision=bf16"
-    if trial.weights == "pretrained":
-        return "runner=fsdp starts from random weights; use weights=random, which changes neither memory nor speed"
-    return None
-
-
-def _ranks(trial: Trial) -> str | None:
-    if trial.runner.world_size > 1 and trial.runner.name not in ("deepspeed", "fsdp"):
-        return (
-            f"runner.world_size {trial.runner.world_size} needs runner=deepspeed or fsdp; "
-            f"{trial.runner.name} runs one rank"
-        )
-    return None
 
 
 def _custom(trial: Trial) -> str | None:
@@ -333,8 +347,5 @@ RULES: tuple[Callable[[Trial], str | None], ...] = (
     _positions,
     _device,
     _allocator,
-    _deepspeed,
-    _fsdp,
-    _ranks,
     _custom,
 )

@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 
+from vramsweep.harness import registry
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import build, ranks, trace, zero_traced
 from vramsweep.runners.measure import Meter
@@ -34,7 +35,7 @@ def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
     config = ds_config(trial)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
     # given a dtype, ZeRO-3 overrides it where fp16 is not supported, as on many CPUs; the configuration is heeded
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.runner.zero_stage == 3):
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.sharding == "zero3"):
         net = build.model(trial, device, dtype)
     client = None if "optimizer" in config else build.optimizer(trial, net.parameters())
     engine, optimizer, _, _ = deepspeed.initialize(
@@ -49,7 +50,7 @@ def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
     for _ in range(trial.steps()):
         meter.step_begin()
         for _ in range(trial.grad_accum):
-            index = micro * trial.runner.world_size + meter.rank
+            index = micro * trial.world_size + meter.rank
             batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
             loss = engine(**batch).loss
             engine.backward(loss)
@@ -66,7 +67,7 @@ def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
 
 def ds_config(trial: Trial) -> dict[str, Any]:
     """The DeepSpeed configuration of one trial, overrides merged in."""
-    stage = int(trial.runner.zero_stage or 0)
+    stage = registry.sharding(trial.sharding).stage
     zero: dict[str, Any] = {"stage": stage}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": trial.micro_batch,
@@ -77,10 +78,10 @@ def ds_config(trial: Trial) -> dict[str, Any]:
     }
     if trial.precision in ("bf16", "fp16"):
         config[trial.precision] = {"enabled": True}
-    if trial.runner.offload_optimizer:
+    if trial.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False  # the trial's optimizer, not DeepSpeed's own
-    if trial.runner.offload_param:
+    if trial.offload_param:
         zero["offload_param"] = {"device": "cpu"}
     return _merged(config, trial.runner.options)
 

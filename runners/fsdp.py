@@ -41,7 +41,7 @@ def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[
     for _ in range(trial.steps()):
         meter.step_begin()
         for _ in range(trial.grad_accum):
-            index = micro * trial.runner.world_size + meter.rank
+            index = micro * trial.world_size + meter.rank
             batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
             loss = net(**batch).loss / trial.grad_accum
             loss.backward()

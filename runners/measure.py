@@ -407,8 +407,8 @@ class Meter:
             "model_flops_per_token": model,
             "hardware_flops_per_token": hardware,
             "peak_flops": peak,
-            "mfu": None if model is None or peak is None else speed * model / (peak * trial.runner.world_size),
-            "hfu": None if hardware is None or peak is None else speed * hardware / (peak * trial.runner.world_size),
+            "mfu": None if model is None or peak is None else speed * model / (peak * trial.world_size),
+            "hfu": None if hardware is None or peak is None else speed * hardware / (peak * trial.world_size),
             "steps_s": self._spent,
         }
 

@@ -20,7 +20,7 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 def backend(trial: Trial, device: torch.device) -> str:
     """Prepare the rendezvous; the name of the backend to join with. A simulated run has joined when this returns."""
-    world = trial.runner.world_size
+    world = trial.world_size
     # a single rank meets nobody, but without these variables DeepSpeed asks for MPI
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for key, value in alone.items():
@@ -42,4 +42,4 @@ def mesh(trial: Trial, device: torch.device) -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group(name)
     with _disable_current_modes():
-        return init_device_mesh(device.type, (trial.runner.world_size,))
+        return init_device_mesh(device.type, (trial.world_size,))

@@ -9,19 +9,11 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness import machine
+from vramsweep.harness import machine, registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, simulated
 from vramsweep.runners.measure import Meter
-
-RUNNERS = {
-    "torch": "vramsweep.runners.torch_loop",
-    "trainer": "vramsweep.runners.trainer",
-    "deepspeed": "vramsweep.runners.deepspeed_zero",
-    "fsdp": "vramsweep.runners.fsdp",
-    "custom": "vramsweep.runners.custom",
-}
 
 
 class AllocatorMismatch(RuntimeError):
@@ -30,7 +22,7 @@ class AllocatorMismatch(RuntimeError):
 
 def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
     """Train and measure, or predict; the columns on rank 0, None on the others. Raises what training raises."""
-    runner = importlib.import_module(RUNNERS[trial.runner.name])
+    runner = importlib.import_module(registry.runner(trial.runner.name).module)
     if trial.device.name == "simulated":
         return simulated.run(trial, folder, runner)
     rank = int(os.environ.get("RANK", "0"))
@@ -81,8 +73,8 @@ def _over_ranks(trial: Trial, columns: dict[str, Any]) -> dict[str, Any]:
     names = ("peak_allocated_bytes", "peak_reserved_bytes")
     own = [columns[name] for name in names]
     every = [own]
-    if trial.runner.world_size > 1:
-        gathered: list[Any] = [None] * trial.runner.world_size
+    if trial.world_size > 1:
+        gathered: list[Any] = [None] * trial.world_size
         torch.distributed.all_gather_object(gathered, own)
         every = gathered
     return {f"rank_{name}": [values[i] for values in every] for i, name in enumerate(names)}

@@ -96,7 +96,7 @@ def basis(trial: Trial) -> str:
 
     Collectives of several ranks run beside the computation, and when they let go of their blocks is not known.
     """
-    sharded = trial.runner.name in ("deepspeed", "fsdp")
+    sharded = trial.sharding != "none"
     return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
         "; estimate: communication, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
     )
@@ -192,8 +192,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
 
 def speed(trial: Trial, trace: Trace, card: Gpu) -> dict[str, Any]:
     """The row's estimate of speed; nothing where a peak is unknown, or where ranks or the host would set the pace."""
-    runner = trial.runner
-    alone = runner.world_size == 1 and not runner.offload_optimizer and not runner.offload_param
+    alone = trial.world_size == 1 and not trial.offload_optimizer and not trial.offload_param
     found = estimate(trace.kernels, card, trial.precision == "tf32") if alone else None
     if found is None or not found.step_s:
         return {}

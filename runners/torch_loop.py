@@ -14,6 +14,10 @@ from vramsweep.runners.measure import Meter
 
 def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
     """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built."""
+    if trial.sharding == "fsdp2":
+        from vramsweep.runners import fsdp
+
+        return fsdp.run(trial, device, meter, folder)
     net = build.model(trial, device)
     optimizer = build.optimizer(trial, net.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=trial.precision == "fp16")

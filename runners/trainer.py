@@ -13,11 +13,10 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from vramsweep.harness.registry import TRAINER_OPTIMIZERS
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build
 from vramsweep.runners.measure import Meter
-
-OPTIMIZERS = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused", "sgd": "sgd"}
 
 
 class _Samples(Dataset[dict[str, torch.Tensor]]):
@@ -102,7 +101,7 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
     if trial.gradient_checkpointing:
         chosen["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if trial.optimizer != "default":
-        chosen["optim"] = OPTIMIZERS[trial.optimizer]
+        chosen["optim"] = TRAINER_OPTIMIZERS[trial.optimizer]
     try:
         return TrainingArguments(**(chosen | trial.runner.options))
     except (TypeError, ValueError) as error:

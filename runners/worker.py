@@ -17,31 +17,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from vramsweep.harness import registry
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import RESULT, SPEC
 
 PR_SET_PDEATHSIG = 1
 
-# What a runner's first step would otherwise import. DeepSpeed's two sub-modules are pulled in by its first initialise.
-PRELOAD = {
-    "torch": ("vramsweep.runners.torch_loop", "transformers.models.auto.modeling_auto"),
-    "custom": ("vramsweep.runners.torch_loop", "transformers.models.auto.modeling_auto"),
-    "trainer": ("vramsweep.runners.trainer", "transformers.models.auto.modeling_auto"),
-    "fsdp": ("vramsweep.runners.fsdp", "transformers.models.auto.modeling_auto"),
-    "deepspeed": (
-        "vramsweep.runners.deepspeed_zero",
-        "transformers.models.auto.modeling_auto",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "deepspeed.module_inject",
-    ),
-}
-MODEL_MODULES = ("llama", "qwen2", "gpt2")
-
 
 def preload(runner: str) -> None:
     """Import what the runner will need; a module that this installation lacks is left to the trial to miss."""
-    models = tuple(f"transformers.models.{name}.modeling_{name}" for name in MODEL_MODULES)
-    for name in (*PRELOAD[runner], *models, "torch.utils.flop_counter", "vramsweep.runners.run"):
+    for name in registry.preload(runner):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -66,7 +51,7 @@ def main(folder: Path, parent: int) -> int:
     """Run the attempt in `folder`; returns the exit status."""
     die_with(parent)
     trial = trials.Trial.model_validate(json.loads((folder / SPEC).read_text())["trial"])
-    if trial.runner.world_size == 1 or trial.device.name == "simulated":  # which predicts one rank of the many
+    if trial.world_size == 1 or trial.device.name == "simulated":  # which predicts one rank of the many
         return _rank(trial, folder)
     return _ranks(trial, folder)
 
@@ -78,11 +63,11 @@ def _ranks(trial: trials.Trial, folder: Path) -> int:
         port = probe.getsockname()[1]
     own = os.getpid()
     pids: set[int] = set()
-    for rank in range(trial.runner.world_size):
+    for rank in range(trial.world_size):
         pid = os.fork()
         if pid == 0:
             die_with(own)
-            _rendezvous(rank, trial.runner.world_size, port)
+            _rendezvous(rank, trial.world_size, port)
             leave(_rank(trial, folder))
         pids.add(pid)
     failed = 0

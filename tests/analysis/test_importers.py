@@ -217,7 +217,7 @@ def test_what_a_tracker_objects_to_is_one_line(
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
     assert cli.main(["track", str(folder), "mlflow"]) == 2
-    assert capsys.readouterr().err == "analysis: mlflow says: no such store\n"
+    assert capsys.readouterr().err == "vramsweep: mlflow says: no such store\n"
 
 
 def test_a_tracker_that_is_not_installed_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

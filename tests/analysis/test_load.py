@@ -74,13 +74,13 @@ def test_text_and_nan_where_numbers_should_be_become_unknown_and_are_said(tmp_pa
 
 def test_rows_of_another_schema_version_are_read_and_said(tmp_path: Path) -> None:
     rows = synthetic.sweep(lengths=(128,), batches=(1,), repeats=1)
-    newer = {**rows[1], "schema_version": 2, "brand_new": 3}
+    newer = {**rows[1], "schema_version": 3, "brand_new": 3}
     newer.pop("hfu")
     folder = synthetic.write(tmp_path, [rows[0], newer])
     table = load.load(folder)
     assert len(table.frame) == 2
     assert any("brand_new" in note for note in table.warnings)
-    assert any("schema version 1, 2" in note for note in table.warnings)
+    assert any("schema version 2, 3" in note for note in table.warnings)
 
 
 @pytest.mark.parametrize("text", ["", "\n", "not json\n", '{"trial_id": "a", "terminal": false}\n'])

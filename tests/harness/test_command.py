@@ -27,7 +27,7 @@ COMMANDS: list[list[str]] = [
      "data='C:\\a, b=\\${c}: {d}.txt'"],
     ["model=tiny", "model.config.hidden_size=128", "+model.config.rope={theta:1e4,on:[true,null,'x y']}"],
     ["model=tiny", "model.name=mine", "~model.config.tie_word_embeddings", "protocol.warmup_steps=9"],
-    ["runner=deepspeed", "runner.zero_stage=3", "runner.offload_param=true", "runner.world_size=2",
+    ["runner=deepspeed", "sharding=zero3", "offload_param=true", "world_size=2",
      "+runner.options.zero_optimization.stage3_prefetch_bucket_size=5e7", "+runner.options.note='1'"],
     ["runner=trainer", "+runner.options.optim=adafactor", "grad_accum=4"],
     ["runner=custom", f"runner.target={TARGETS / 'faults.py'}:good", "device=cpu", "micro_batch=2"],

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vramsweep.analysis.load import load
 from vramsweep.harness import journal
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal
-from vramsweep.harness.row import RowError
+from vramsweep.harness.row import RowError, system
 
 
 def test_rows_come_back(tmp_path: Path) -> None:
@@ -139,3 +142,117 @@ def test_every_line_is_strict_json(tmp_path: Path) -> None:
 def test_no_journal(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name a folder under results"):
         journal.read(tmp_path)
+
+
+def row(trial_id: str, **over: Any) -> dict[str, Any]:
+    return {"trial_id": trial_id, "terminal": True, "attempt": 1, "outcome": "ok"} | over
+
+
+@pytest.mark.parametrize("of", ["first", "last"])
+def test_a_line_that_is_not_what_was_written_is_not_believed(tmp_path: Path, of: str) -> None:
+    """Every single byte of a row changed: none of the changed rows is read as it was, or as something else."""
+    with Journal(tmp_path) as book:
+        book.append(row("a", peak_allocated_bytes=4096))
+        book.append(row("b"))
+    file = tmp_path / journal.NAME
+    before, _ = journal.read(tmp_path)
+    whole = file.read_bytes()
+    length = whole.index(b"\n")
+    start = 0 if of == "first" else length + 1
+    for at in range(start, start + length, 7 if of == "first" else 97):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x01
+        file.write_bytes(bytes(damaged))
+        rows, unreadable = journal.read(tmp_path)
+        known = [{k: v for k, v in r.items() if k in before[0]} for r in rows]
+        # in the word "checksum" itself a changed byte makes another key of it, and the row before it is whole
+        assert known == before if unreadable == 0 else (unreadable == 1 and known == [before[of == "first"]]), at
+
+
+def test_rows_without_a_checksum_are_read(tmp_path: Path) -> None:
+    (tmp_path / journal.NAME).write_text('{"trial_id":"old","schema_version":1,"outcome":"ok"}\n')
+    rows, unreadable = journal.read(tmp_path)
+    assert (rows[0]["trial_id"], unreadable) == ("old", 0)
+
+
+def test_the_checksum_is_of_the_row_as_it_stands(tmp_path: Path) -> None:
+    """Reckoned here by the standard library from the text, as any other program would."""
+    with Journal(tmp_path) as book:
+        book.append(row("a"))
+    text = (tmp_path / journal.NAME).read_bytes().rstrip(b"\n")
+    whole = json.loads(text)
+    before = text[: text.rindex(b',"checksum"')] + b"}"
+    assert whole["checksum"] == f"{zlib.crc32(before):08x}"
+    assert "checksum" not in journal.read(tmp_path)[0][0]
+
+
+def test_each_writer_has_a_journal_and_readers_merge_them(tmp_path: Path) -> None:
+    with Journal(tmp_path) as own, Journal(tmp_path, "node2") as other:
+        own.append(row("a", started_at="2026-01-01T00:00:00+00:00"))
+        other.append(row("b", started_at="2026-01-01T00:00:01+00:00"))
+        own.append(row("b", started_at="2026-01-01T00:00:02+00:00", attempt=2))
+    rows, unreadable = journal.read(tmp_path)
+    assert [(r["trial_id"], r["attempt"]) for r in rows] == [("a", 1), ("b", 1), ("b", 2)]
+    assert journal.terminal(rows)["b"]["attempt"] == 2
+    assert unreadable == 0
+    assert set(load(tmp_path).frame["trial_id"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told_from_a_locked_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refused(fd: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with Journal(tmp_path) as book:
+        assert not book.locked
+        book.append(row("a"))
+    assert len(journal.read(tmp_path)[0]) == 1
+
+
+def test_another_fault_of_the_lock_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fd: int, how: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with pytest.raises(UserError, match="cannot lock"):
+        Journal(tmp_path)
+
+
+def test_the_directory_entry_of_a_new_journal_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(str(Path(f"/proc/self/fd/{fd}").readlink())), real(fd))[1]
+    )
+    with Journal(tmp_path / "sweep"):
+        assert synced == [str(tmp_path / "sweep")]
+    with Journal(tmp_path / "sweep"):
+        assert len(synced) == 1
+
+
+H100 = {"device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3", "torch_version": "2.13.0+cu130"}
+L4 = H100 | {"gpu_name": "NVIDIA L4"}
+
+
+def test_a_row_of_another_system_finishes_nothing() -> None:
+    older = H100 | {"torch_version": "2.12.0"}
+    here = system(H100)
+    rows = [row("a", **L4, outcome="oom"), row("b", **H100), row("b", **L4), row("c", **older)]
+    mine, others = journal.finished(rows, dict.fromkeys("abcd", here))
+    assert {k: v["gpu_name"] for k, v in mine.items()} == {"b": H100["gpu_name"]}
+    assert sorted(others) == ["a", "c"]
+
+
+def test_what_was_never_started_was_measured_nowhere() -> None:
+    refused = row("a", attempt=0, outcome="invalid", torch_version="1.0")
+    assert journal.finished([refused], {"a": system(H100)})[0] == {"a": refused}
+
+
+def test_the_host_s_processor_is_part_of_a_cpu_s_system_only() -> None:
+    assert system(H100 | {"cpu_name": "x"}) == system(H100 | {"cpu_name": "y"})
+    assert system({"device": "cpu", "cpu_name": "x"}) != system({"device": "cpu", "cpu_name": "y"})
+    simulated = {"device": "simulated", "torch_version": "2.13.0"}
+    assert system(simulated | {"gpu_name": "h100-80gb"}) == system(simulated)

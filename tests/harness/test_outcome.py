@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vramsweep.harness.outcome import Evidence, classify, transient
+from vramsweep.harness.outcome import OUTCOMES, Evidence, alike, classify, is_answer, is_verdict, runs_again, transient
+from vramsweep.harness.row import Outcome
 
 
 def failed(kind: str, message: str) -> Evidence:
@@ -22,6 +23,20 @@ CASES = [
         False,
         "",
     ),
+    (failed("torch.AcceleratorError", "CUDA driver error: out of memory"), "oom", False, "driver"),
+    (failed("builtins.RuntimeError", "CUDA driver error: 2 CUDA_ERROR_OUT_OF_MEMORY"), "oom", False, "driver"),
+    (
+        failed(
+            "torch.distributed.DistBackendError",
+            "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO)\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+        ),
+        "oom",
+        False,
+        "NCCL",
+    ),
+    (failed("torch.distributed.DistBackendError", "NCCL error: unhandled system error"), "cuda_error", True, "NCCL"),
+    (failed("vramsweep.harness.errors.EnvironmentFault", "no CUDA device"), "environment", True, "no CUDA device"),
     (failed("builtins.MemoryError", ""), "host_oom", False, "MemoryError"),
     (failed("torch.AcceleratorError", "CUDA error: an illegal memory access"), "cuda_error", True, "illegal"),
     (failed("builtins.RuntimeError", "CUDA error: device-side assert triggered"), "cuda_error", True, "assert"),
@@ -57,3 +72,27 @@ def test_evidence(evidence: Evidence, outcome: str, again: bool, reason: str) ->
 
 def test_a_result_from_a_worker_that_was_killed_afterwards_is_not_ok() -> None:
     assert classify(Evidence(exit_code=-6, result={"values": {}}))[0] == "crash"
+
+
+def test_every_outcome_has_its_line() -> None:
+    assert sorted(kind.outcome for kind in OUTCOMES) == sorted(Outcome)
+
+
+def test_what_answers_and_what_runs_again() -> None:
+    def names(test: object) -> str:
+        return " ".join(o for o in Outcome if test(o))  # type: ignore[operator]
+
+    assert names(is_answer) == "ok oom host_oom invalid"
+    assert names(lambda o: runs_again(o, asked=False)) == "contended environment"
+    assert names(lambda o: runs_again(o, asked=True)) == "timeout crash cuda_error contended bad_result environment"
+    assert names(lambda o: not is_verdict(o)) == "contended environment"
+
+
+def test_failures_are_alike_whatever_numbers_they_name_and_an_answer_ends_the_run() -> None:
+    run: list[tuple[str, str]] = []
+    for pid in (7, 8, 9):
+        run = alike(run, "contended", f"other processes use the device (pid {pid})")
+    assert len(run) == 3
+    assert len(alike(run, "crash", "ValueError: no")) == 1
+    assert alike(run, "oom", "CUDA out of memory") == []
+    assert len(alike(alike([], "crash", "at 0x7f01"), "crash", "at 0xbeef")) == 2

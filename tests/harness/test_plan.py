@@ -55,10 +55,32 @@ def test_pending() -> None:
 @pytest.mark.parametrize("bad", [{"seq_len": 0}, {"seq_len": "x"}, {"model": {"name": 3}}, {"runner": {"name": "no"}}])
 def test_the_row_of_an_impossible_trial_fits_the_schema(bad: dict[str, Any]) -> None:
     (planned,) = plan.order(plan.expand([tiny(**bad)], 1))
-    row = complete(plan.invalid_row(planned))
+    row = complete(plan.invalid(planned, planned.reason))
     assert row["outcome"] == "invalid"
     assert row["reason"]
     assert row["terminal"] is True
+
+
+def test_a_fault_of_the_machine_runs_again_and_so_does_what_was_impossible_and_no_longer_is() -> None:
+    (one,) = plan.order(plan.expand([tiny()], 1))
+    for row, again in (
+        ({"outcome": "contended", "attempt": 3}, True),
+        ({"outcome": "environment", "attempt": 1}, True),
+        ({"outcome": "invalid", "attempt": 0}, True),
+        ({"outcome": "invalid", "attempt": 1}, False),
+        ({"outcome": "timeout", "attempt": 1}, False),
+    ):
+        assert bool(plan.pending([one], {one.trial_id: row}, retry_failed=False)) is again, row
+    (impossible,) = plan.order(plan.expand([tiny(seq_len=0)], 1))
+    assert not plan.pending([impossible], {impossible.trial_id: {"outcome": "invalid", "attempt": 0}}, False)
+
+
+def test_old_names_of_the_runner_s_settings_are_understood() -> None:
+    old = {"name": "deepspeed", "zero_stage": 2, "world_size": 4, "offload_optimizer": True, "options": {}}
+    (planned,) = plan.order(plan.expand([tiny(runner=old)], 1))
+    new = tiny(runner={"name": "deepspeed"}, sharding="zero2", world_size=4, offload_optimizer=True)
+    assert planned.trial_id == plan.order(plan.expand([new], 1))[0].trial_id
+    assert planned.trial and planned.trial.samples_per_step() == 8
 
 
 def test_a_setting_cannot_be_swept() -> None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from conftest import ROOT, SETTINGS, TARGETS, Run, custom, tiny
 
+from vramsweep.analysis.load import groups, load
 from vramsweep.harness import attempt, journal, machine, plan, status, sweep
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal
@@ -141,9 +142,111 @@ def test_a_busy_gpu_is_contended_and_no_process_is_started(tmp_path: Path, monke
     monkeypatch.setattr(machine, "gpus", lambda: [card])
     row, slept, _ = run_fake(tmp_path, [], retries=1, device={"name": "cuda"})
     assert row["outcome"] == "contended"
+    assert row["terminal"] is False  # a fault of the machine is no verdict
     assert row["foreign_processes"] == [4711]
     looks = [0.2, 0.5, 1.0, 0.0]  # the worker before may take a moment to leave the device
     assert slept == [*looks, 5, *looks]
+
+
+H100 = machine.Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-1", "580", 80 << 30, 0, ())
+NO_DEVICE = Evidence(exit_code=1, result={"error": {"type": "x.EnvironmentFault", "message": "no CUDA device"}})
+FINE = Evidence(exit_code=0, result={"values": {"device_baseline_bytes": 9 << 30, "foreign_processes": [12]}})
+
+
+def test_more_ranks_than_cards_is_invalid_and_nothing_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100])
+    row, slept, _ = run_fake(tmp_path, [], 1, device={"name": "cuda"}, sharding="fsdp2", world_size=2)
+    assert (row["outcome"], row["attempt"], slept) == ("invalid", 0, [])
+    assert "world_size 2 needs as many GPUs, and 1 can be seen here" in row["reason"]
+
+
+def test_a_row_says_on_which_card_it_ran_out_of_memory_and_what_speaks_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100])
+    monkeypatch.setattr(machine, "gpus", lambda: [H100])
+    oom = Evidence(exit_code=1, result={"error": {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}})
+    row, _, _ = run_fake(tmp_path / "a", [oom], 0, device={"name": "cuda"})
+    assert (row["gpu_name"], row["driver_version"], row["flags"]) == (H100.name, "580", None)
+    row, _, _ = run_fake(tmp_path / "b", [FINE], 0, device={"name": "cuda"})
+    assert row["flags"] == ["contended", "high_baseline"]
+    assert row["foreign_processes"] == [12]
+
+
+class Scripted(attempt.Launcher):
+    """Stands in for the launcher of a whole sweep; the evidence for each trial's attempts, by its seed."""
+
+    script: dict[int, list[Evidence]]
+
+    def __init__(self, isolation: str, log: Path) -> None:
+        self.isolation = isolation
+        self.started: list[int] = []
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def attempt(self, spec: Any, folder: Path, environ: Any, runner: str, deadline_s: float) -> attempt.Attempted:
+        folder.mkdir(parents=True)
+        left = self.script[spec["trial"]["seed"]]
+        return attempt.Attempted(left.pop(0) if len(left) > 1 else left[0], 1.0)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, **by_seed: list[Evidence]) -> list[dict[str, Any]]:
+    Scripted.script = {int(seed.strip("_")): evidence for seed, evidence in by_seed.items()}
+    monkeypatch.setattr(sweep, "Launcher", Scripted)
+    return [tiny(seed=seed) for seed in Scripted.script]
+
+
+def test_trials_that_the_machine_stopped_run_once_more_at_the_end_and_again_the_next_time(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = scripted(monkeypatch, _1=[NO_DEVICE, FINE], _2=[FINE], _3=[NO_DEVICE])
+    (stopped,) = run_sweep(*values[2:], isolation="warm")
+    assert (stopped["outcome"], stopped["terminal"]) == ("environment", False)
+    rows, _ = journal.read(tmp_path / "t")
+    assert [(r["outcome"], r["terminal"]) for r in rows] == [("environment", False)]
+    monkeypatch.setitem(Scripted.script, 3, [NO_DEVICE, NO_DEVICE, FINE])
+    done = run_sweep(*values, isolation="warm")
+    assert [row["outcome"] for row in done] == ["ok"] * 3
+    assert [row["attempt"] for row in done] == [2, 1, 4]
+
+
+def test_ten_trials_that_fail_the_same_way_stop_the_sweep(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(number: int) -> list[Evidence]:
+        message = f"no space in block {number}"
+        return [Evidence(exit_code=1, result={"error": {"type": "builtins.ValueError", "message": message}})]
+
+    values = scripted(monkeypatch, _0=[FINE], **{f"_{n}": broken(n) for n in range(1, 15)})
+    with pytest.raises(UserError, match=r"10 trials in a row .*ValueError: no space in block 10.*breaker=0"):
+        run_sweep(*values, isolation="warm", breaker=10)
+    assert len(journal.read(tmp_path / "t")[0]) == 11
+    assert len(run_sweep(*values, isolation="warm", breaker=0)) == 15
+
+
+def test_a_journal_of_another_card_finishes_nothing_here(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "facts", lambda: {"cpu_name": "one", "torch_version": "2.13.0"})
+    values = scripted(monkeypatch, _1=[FINE], _2=[FINE])
+    run_sweep(*values, isolation="warm")
+    monkeypatch.setattr(machine, "facts", lambda: {"cpu_name": "two", "torch_version": "2.13.0"})
+    capsys.readouterr()
+    run_sweep(*values, isolation="warm", any_system=True)
+    assert "2 finished before, 0 to do" in capsys.readouterr().out
+    run_sweep(*values, isolation="warm")
+    said = capsys.readouterr()
+    assert "0 finished before, 2 to do" in said.out
+    assert "2 trials were measured on another system (one · 2.13.0)" in said.err
+    rows, _ = journal.read(tmp_path / "t")
+    assert [row["cpu_name"] for row in rows] == ["one", "one", "two", "two"]
+    table = load(tmp_path / "t")
+    assert len(table.frame) == 4
+    assert len(groups(table)) == 2
+    assert any("rows of 2 systems, never fitted together: one; two" in note for note in table.warnings)
 
 
 def test_a_killed_template_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

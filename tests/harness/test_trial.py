@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import custom, tiny
 
+from vramsweep.harness import registry
 from vramsweep.harness import trial as trials
 
 
@@ -35,10 +37,75 @@ def test_any_changed_setting_is_a_new_trial(change: dict[str, Any]) -> None:
     assert identity(tiny(**change)) != identity(tiny())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"allocator": {"name": "mine"}},
+        {"protocol": {"name": "mine"}},
+        {"model": {"name": "mine", "parameters": 7, "max_positions": 64}},
+        {"grad_accum": 1, "optimizer": "default", "sharding": "none", "world_size": 1, "data": "synthetic"},
+        {"runner": {"options": {}, "target": None}},
+    ],
+)
+def test_names_and_defaults_do_not_make_a_trial(change: dict[str, Any]) -> None:
+    assert identity(tiny(**change)) == identity(tiny())
+
+
+def test_a_new_axis_changes_no_id_while_it_is_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = trials.parse(tiny()).model_dump(mode="json")
+    monkeypatch.setitem(trials.LEFT_OUT, ("compile",), False)
+    assert trials.trial_id(resolved | {"compile": False}) == trials.trial_id(resolved)
+    assert trials.trial_id(resolved | {"compile": True}) != trials.trial_id(resolved)
+
+
+def test_ids_are_frozen() -> None:
+    """A change of these is a new version of the ids: every journal out there would run anew."""
+    assert identity(tiny()) == "8145e009cbffcfe0"
+    assert identity(deepspeed("zero3", world_size=8, offload_optimizer=True)) == "427840515032edc3"
+    assert identity(tiny(device=SIMULATED, precision="bf16", attention="eager")) == "838ae990f230710e"
+
+
+def test_what_is_left_out_are_the_defaults_of_today() -> None:
+    given = {"model", "seq_len", "micro_batch", "precision", "allocator", "runner", "device", "protocol"}
+    defaults = {
+        name: f.default for name, f in trials.Trial.model_fields.items() if name not in {*given, "fingerprints"}
+    }
+    assert defaults == {path[0]: value for path, value in trials.LEFT_OUT.items() if len(path) == 1}
+
+
 def test_a_raised_measurement_version_is_a_new_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = identity(tiny())
-    monkeypatch.setitem(trials.MEASUREMENT_VERSIONS, "torch", 99)
-    assert identity(tiny()) != before
+    before = identity(tiny()), identity(tiny(runner={"name": "trainer"}))
+    raised = tuple(replace(r, measurement=99) if r.name == "torch" else r for r in registry.RUNNERS)
+    monkeypatch.setattr(registry, "RUNNERS", raised)
+    assert identity(tiny()) != before[0]
+    assert identity(tiny(runner={"name": "trainer"})) == before[1]
+
+
+def test_a_file_counts_by_what_is_in_it_not_by_where_it_is(tmp_path: Path) -> None:
+    ids = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        target = tmp_path / folder / "mine.py"
+        target.write_text("def build(trial): pass\ndef other(trial): pass")
+        ids += [identity(tiny(runner={"name": "custom", "target": f"{target}:{f}"})) for f in ("build", "other")]
+    assert ids[:2] == ids[2:]
+    assert ids[0] != ids[1]
+
+
+def test_the_same_model_in_two_folders_is_one_trial_unless_its_tokens_differ(tmp_path: Path) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("one two")
+    ids = {}
+    for folder, tokenizer in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+        (tmp_path / folder / "tokenizer.json").write_text(tokenizer)
+        model = {"name": folder, "model_type": None, "path": str(tmp_path / folder), "config": {}}
+        values = tiny() | {"model": model}
+        ids[folder] = identity(values), identity(values | {"data": str(text)})
+    assert ids["a"] == ids["b"]
+    assert ids["a"][0] == ids["c"][0]
+    assert ids["a"][1] != ids["c"][1]
 
 
 def test_a_changed_target_file_is_a_new_trial(tmp_path: Path) -> None:
@@ -59,6 +126,15 @@ def test_equal_allocator_texts_are_one_trial() -> None:
 
 
 CUDA = {"device": {"name": "cuda"}}
+SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
+
+
+def deepspeed(sharding: str, options: dict[str, Any] | None = None, **over: Any) -> dict[str, Any]:
+    return tiny(runner={"name": "deepspeed", "options": options or {}}, sharding=sharding, **over)
+
+
+def trainer(**options: Any) -> dict[str, Any]:
+    return tiny(runner={"name": "trainer", "options": options})
 
 
 @pytest.mark.parametrize(
@@ -82,31 +158,39 @@ CUDA = {"device": {"name": "cuda"}}
             tiny(**CUDA, allocator={"name": "x", "conf": "backend:cudaMallocAsync,expandable_segments:True"}),
             "expandable_segments has no effect",
         ),
-        (tiny(runner={"name": "torch", "zero_stage": 2}), "belongs to runner=deepspeed"),
-        (tiny(runner={"name": "torch", "world_size": 2}), "needs runner=deepspeed"),
-        (tiny(**CUDA, runner={"name": "fsdp"}, precision="fp16"), "runner=fsdp in fp16"),
-        (tiny(runner={"name": "fsdp", "options": {"mesh": 2}}), "runner=fsdp takes reshard_after_forward"),
-        (tiny(runner={"name": "fsdp", "zero_stage": 2}), "belongs to runner=deepspeed"),
+        (tiny(runner={"name": "nanochat"}), "runners: torch, trainer, deepspeed, custom"),
+        (tiny(sharding="zero2"), "sharding=zero2 needs runner=deepspeed; runner=torch takes sharding=none, ddp, fsdp2"),
+        (tiny(sharding="ddp", runner={"name": "trainer"}), "sharding=ddp needs runner=torch"),
+        (tiny(sharding="zero4"), "sharding = 'zero4'"),
+        (tiny(world_size=2), "world_size 2 needs a sharding"),
+        (tiny(world_size=0), "world_size = 0"),
+        (tiny(**CUDA, sharding="fsdp2", precision="fp16"), "sharding=fsdp2 in fp16"),
+        (tiny(sharding="fsdp2", runner={"options": {"mesh": 2}}), "runner=torch takes reshard_after_forward"),
+        (tiny(runner={"options": {"reshard_after_forward": True}}), "belongs to sharding=fsdp2, not none"),
+        (tiny(sharding="fsdp2", offload_optimizer=True), "needs runner=deepspeed"),
+        (tiny(sharding="ddp", device=SIMULATED), "cannot be simulated"),
+        (deepspeed("zero3", offload_param=True, device=SIMULATED), "offload_param cannot be simulated"),
+        (deepspeed("zero2", options={"optimizer": {"type": "AdamW"}}, device=SIMULATED), "compiled kernels"),
+        (deepspeed("zero2", offload_optimizer=True, optimizer="adamw_fused", device=SIMULATED), "use optimizer=adamw"),
+        (deepspeed("zero2", optimizer="adamw_fused"), "adamw_fused with deepspeed needs CUDA"),
+        (deepspeed("none"), "takes sharding=zero0, zero1, zero2, zero3"),
+        (deepspeed("zero0", offload_optimizer=True), "silently ignores"),
+        (deepspeed("zero2", offload_param=True), "offload_param needs sharding=zero3"),
+        (deepspeed("zero0", precision="bf16"), "ZeRO-0 in bf16"),
+        (deepspeed("zero2", precision="bf16_pure"), "master weights"),
+        (trainer(per_device_train_batch_size=16), "belongs to the axis micro_batch"),
+        (trainer(bf16=True), "belongs to the axis precision"),
+        (trainer(gradient_accumulation_steps=4), "belongs to the axis grad_accum"),
+        (trainer(max_steps=5), "belongs to the axis protocol"),
+        (trainer(optim="adamw_torch_fused"), "give optimizer=adamw_fused"),
+        (tiny(runner={"name": "trainer", "options": {"optim": "adafactor"}}, optimizer="sgd"), "contradicts"),
+        (deepspeed("zero2", options={"train_micro_batch_size_per_gpu": 4}), "belongs to the axis micro_batch"),
+        (deepspeed("zero2", options={"fp16": {"enabled": True}}), "belongs to the axis precision"),
+        (deepspeed("zero2", options={"zero_optimization": {"stage": 3}}), "belongs to the axis sharding"),
         (
-            tiny(
-                runner={"name": "deepspeed", "zero_stage": 3, "offload_param": True},
-                device={"name": "simulated", "gpu": "a100-80gb"},
-            ),
-            "offload_param cannot be simulated",
+            deepspeed("zero2", options={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+            "belongs to the axis offload_optimizer",
         ),
-        (
-            tiny(
-                runner={"name": "deepspeed", "zero_stage": 2, "options": {"optimizer": {"type": "AdamW"}}},
-                device={"name": "simulated", "gpu": "a100-80gb"},
-            ),
-            "compiled kernels and cannot be simulated",
-        ),
-        (tiny(runner={"name": "deepspeed"}), "needs runner.zero_stage"),
-        (tiny(runner={"name": "deepspeed", "zero_stage": 4}), "zero_stage = 4"),
-        (tiny(runner={"name": "deepspeed", "zero_stage": 0, "offload_optimizer": True}), "silently ignores"),
-        (tiny(runner={"name": "deepspeed", "zero_stage": 2, "offload_param": True}), "needs zero_stage 3"),
-        (tiny(runner={"name": "deepspeed", "zero_stage": 0}, precision="bf16"), "ZeRO-0 in bf16"),
-        (tiny(runner={"name": "deepspeed", "zero_stage": 2}, precision="bf16_pure"), "master weights"),
         (tiny(runner={"name": "custom"}), "needs runner.target"),
         (tiny(runner={"name": "custom", "target": "nowhere.py:build"}), "no file nowhere.py"),
         (tiny(weights="pretrained"), "needs model.path"),

@@ -167,7 +167,7 @@ def test_no_estimate_where_a_peak_is_unknown_or_others_set_the_pace(tmp_path: Pa
     chosen, trace, _ = traced(tmp_path, precision="bf16", seq_len=64)
     assert simulated.speed(chosen, trace, A100)
     assert simulated.speed(chosen, trace, gpus.named("t4-16gb")) == {}
-    ranks = chosen.model_copy(update={"runner": chosen.runner.model_copy(update={"world_size": 2})})
+    ranks = chosen.model_copy(update={"sharding": "fsdp2", "world_size": 2})
     assert simulated.speed(ranks, trace, A100) == {}
 
 

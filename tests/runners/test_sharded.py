@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Run, tiny
 
-from vramsweep.harness import gpus, trial
+from vramsweep.harness import gpus, trial, upgrade
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.runners import fsdp, simulated
 from vramsweep.runners.dispatch import LiveBytes
@@ -36,7 +36,9 @@ def _left_alone_afterwards() -> Iterator[None]:
 
 
 def fsdp_trial(world: int, device: dict[str, str], **over: Any) -> dict[str, Any]:
-    return tiny(runner={"name": "fsdp", "world_size": world} | over.pop("runner", {}), device=device, **over)
+    return upgrade.layout(
+        tiny(runner={"name": "fsdp", "world_size": world} | over.pop("runner", {}), device=device, **over)
+    )
 
 
 def traced(folder: Path, world: int, **over: Any) -> Trace:

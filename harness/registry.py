@@ -1,0 +1,301 @@
+"""Who drives the training loop, and how ranks divide the work: an entry each, with all that the harness must know.
+
+A new runner is a module under runners/ and an entry in `RUNNERS`; a new way of sharding an entry in `SHARDINGS` and in
+the runners that support it. Trials are checked against these tables (trial.py), workers import what they name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vramsweep.harness.trial import Trial
+
+Rule = Callable[["Trial"], str | None]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How ranks divide a model's weights, gradients and optimizer state.
+
+    `stage` is ZeRO's. `measurement` is raised when what is measured under it changes: old rows no longer count then.
+    """
+
+    name: str
+    meaning: str
+    stage: int | None = None
+    measurement: int = 1
+
+
+# fmt: off
+SHARDINGS = (
+    Sharding("none", "one rank that holds everything"),
+    Sharding("ddp", "every rank holds everything; gradients are averaged in buckets (DistributedDataParallel)"),
+    Sharding("fsdp2", "every rank holds a part; blocks are gathered as needed (fully_shard)", measurement=2),
+    Sharding("zero0", "DeepSpeed without sharding: gradients are averaged", stage=0, measurement=2),
+    Sharding("zero1", "optimizer state divided (ZeRO 1)", stage=1, measurement=2),
+    Sharding("zero2", "and gradients (ZeRO 2)", stage=2, measurement=2),
+    Sharding("zero3", "and weights (ZeRO 3)", stage=3, measurement=2),
+)
+# fmt: on
+ZERO = tuple(s.name for s in SHARDINGS if s.stage is not None)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Who drives the loop.
+
+    `module` has `run(trial, device, meter, folder)`; `preload` is what its first step would otherwise import.
+    `measurement` is raised when what it measures changes: old rows then no longer count as finished. `shardings` are
+    those it supports, `simulated` those of them that can be predicted. `owned` maps an option (dotted) to the axis that
+    says the same, which it therefore must not contradict; `options` are the only ones it takes (None: its library's).
+    `rules` say what it cannot do, each with the way out.
+    """
+
+    name: str
+    meaning: str
+    module: str
+    preload: tuple[str, ...]
+    measurement: int
+    shardings: tuple[str, ...]
+    simulated: tuple[str, ...]
+    owned: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] | None = ()
+    rules: tuple[Rule, ...] = ()
+
+
+def _torch_reshard(trial: Trial) -> str | None:
+    if trial.runner.options and trial.sharding != "fsdp2":
+        return f"runner.options.{next(iter(trial.runner.options))} belongs to sharding=fsdp2, not {trial.sharding}"
+    return None
+
+
+def _fsdp(trial: Trial) -> str | None:
+    if trial.sharding != "fsdp2":
+        return None
+    if trial.precision == "fp16":
+        return "sharding=fsdp2 in fp16 is not supported; use precision=bf16"
+    if trial.weights == "pretrained":
+        return "sharding=fsdp2 starts from random weights; use weights=random, which changes neither memory nor speed"
+    return None
+
+
+def _offload(trial: Trial) -> str | None:
+    given = [name for name in ("offload_optimizer", "offload_param") if getattr(trial, name)]
+    if given and trial.sharding not in ZERO:
+        return f"{given[0]} needs runner=deepspeed with sharding=zero1 to zero3, not sharding={trial.sharding}"
+    if trial.offload_optimizer and trial.sharding == "zero0":
+        return "offload_optimizer needs sharding=zero1 to zero3 (stage 0 silently ignores it)"
+    if trial.offload_param and trial.sharding != "zero3":
+        return f"offload_param needs sharding=zero3, not {trial.sharding}"
+    return None
+
+
+def _deepspeed_precision(trial: Trial) -> str | None:
+    if trial.precision == "bf16_pure":
+        return "deepspeed keeps fp32 master weights, so bf16_pure does not exist there; use bf16"
+    if trial.device.name == "cpu" and trial.sharding == "zero0" and trial.precision in ("bf16", "fp16"):
+        return f"deepspeed ZeRO-0 in {trial.precision} does not run on device=cpu; use fp32, or sharding=zero1 to zero3"
+    return None
+
+
+def _deepspeed_simulated(trial: Trial) -> str | None:
+    if trial.device.name != "simulated":
+        return None
+    if "optimizer" in trial.runner.options:
+        return (
+            "runner.options.optimizer: DeepSpeed's own optimizers are compiled kernels and cannot be simulated; leave "
+            "it out for torch's, or measure on device=cuda"
+        )
+    if trial.offload_param:
+        return "offload_param cannot be simulated; offload_optimizer can, or measure on device=cuda"
+    if trial.offload_optimizer and trial.optimizer == "adamw_fused":
+        return (
+            "optimizer=adamw_fused with offload_optimizer cannot be simulated: the step runs on the host, where fake "
+            "tensors have no fused kernel; use optimizer=adamw, or measure on device=cuda"
+        )
+    return None
+
+
+def _deepspeed_fused_on_cpu(trial: Trial) -> str | None:
+    if trial.device.name == "cpu" and trial.optimizer == "adamw_fused":
+        return "optimizer adamw_fused with deepspeed needs CUDA; on device=cpu use adamw"
+    return None
+
+
+_MODELS = (
+    "transformers.models.auto.modeling_auto",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "gpt2")),
+    "torch.utils.flop_counter",
+    "vramsweep.runners.run",
+)
+_PROTOCOL = "protocol (warmup_steps and measured_steps)"
+_TRAINER_OWNED = {
+    "per_device_train_batch_size": "micro_batch",
+    "per_gpu_train_batch_size": "micro_batch",
+    "auto_find_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "grad_accum",
+    "bf16": "precision",
+    "fp16": "precision",
+    "tf32": "precision",
+    "half_precision_backend": "precision",
+    "gradient_checkpointing": "gradient_checkpointing",
+    "max_steps": _PROTOCOL,
+    "num_train_epochs": _PROTOCOL,
+    "seed": "seed",
+    "use_cpu": "device",
+    "no_cuda": "device",
+    "deepspeed": "sharding",
+    "fsdp": "sharding",
+    "fsdp_config": "sharding",
+}
+# What the Trainer calls the optimizers that the axis has; others can be given by `optim` alone.
+TRAINER_OPTIMIZERS = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused", "sgd": "sgd"}
+
+
+def _trainer_optimizer(trial: Trial) -> str | None:
+    asked = trial.runner.options.get("optim")
+    if asked is None:
+        return None
+    axis = {name: value for value, name in TRAINER_OPTIMIZERS.items()}.get(str(asked))
+    if axis is not None:
+        return f"runner.options.optim={asked} belongs to the axis optimizer: give optimizer={axis}"
+    if trial.optimizer != "default":
+        return f"runner.options.optim={asked} contradicts optimizer={trial.optimizer}; give one of them"
+    return None
+
+
+RUNNERS = (
+    Runner(
+        "torch",
+        "the plain loop: forward, backward, optimizer step",
+        module="vramsweep.runners.torch_loop",
+        preload=("vramsweep.runners.torch_loop", *_MODELS),
+        measurement=1,
+        shardings=("none", "ddp", "fsdp2"),
+        simulated=("none", "fsdp2"),
+        options=("reshard_after_forward",),
+        rules=(_torch_reshard, _fsdp),
+    ),
+    Runner(
+        "trainer",
+        "Hugging Face Trainer with its defaults; options are TrainingArguments",
+        module="vramsweep.runners.trainer",
+        preload=("vramsweep.runners.trainer", *_MODELS),
+        measurement=1,
+        shardings=("none",),
+        simulated=("none",),
+        owned=_TRAINER_OWNED,
+        options=None,
+        rules=(_trainer_optimizer,),
+    ),
+    Runner(
+        "deepspeed",
+        "DeepSpeed's engine; options are merged over the generated ds_config",
+        module="vramsweep.runners.deepspeed_zero",
+        # the last two are pulled in by its first initialise
+        preload=(
+            "vramsweep.runners.deepspeed_zero",
+            "deepspeed.runtime.zero.muon.muon_optimizer",
+            "deepspeed.module_inject",
+            *_MODELS,
+        ),
+        measurement=3,
+        shardings=ZERO,
+        simulated=ZERO,
+        owned={
+            "train_micro_batch_size_per_gpu": "micro_batch",
+            "train_batch_size": "micro_batch, grad_accum and world_size",
+            "gradient_accumulation_steps": "grad_accum",
+            "bf16.enabled": "precision",
+            "bfloat16.enabled": "precision",
+            "fp16.enabled": "precision",
+            "amp.enabled": "precision",
+            "torch_autocast.enabled": "precision",
+            "zero_optimization.stage": "sharding",
+            "zero_optimization.offload_optimizer.device": "offload_optimizer",
+            "zero_optimization.offload_param.device": "offload_param",
+            "zero_optimization.cpu_offload": "offload_optimizer",
+            "zero_optimization.cpu_offload_param": "offload_param",
+        },
+        options=None,
+        rules=(_deepspeed_precision, _deepspeed_simulated, _deepspeed_fused_on_cpu),
+    ),
+    Runner(
+        "custom",
+        "your own model and step (docs/custom.md); options are the target's",
+        module="vramsweep.runners.custom",
+        preload=("vramsweep.runners.custom", *_MODELS),
+        measurement=2,
+        shardings=("none",),
+        simulated=("none",),
+        options=None,
+    ),
+)
+_RUNNERS = {runner.name: runner for runner in RUNNERS}
+_SHARDINGS = {sharding.name: sharding for sharding in SHARDINGS}
+
+
+def runner(name: str) -> Runner:
+    """The entry of this runner. Raises KeyError for a name that is not there."""
+    return _RUNNERS[name]
+
+
+def sharding(name: str) -> Sharding:
+    """The entry of this way of sharding. Raises KeyError for a name that is not there."""
+    return _SHARDINGS[name]
+
+
+def preload(name: str) -> tuple[str, ...]:
+    """The modules that a template for this runner imports."""
+    return _RUNNERS[name].preload
+
+
+def rules(trial: Trial) -> Iterator[str | None]:
+    """What the tables say against a trial, reason by reason; None where they say nothing."""
+    entry = _RUNNERS.get(trial.runner.name)
+    if entry is None:
+        yield f"runner {trial.runner.name}: there is no such runner; runners: {', '.join(_RUNNERS)}"
+        return
+    yield _supported(trial, entry)
+    yield _offload(trial)
+    yield _options(trial, entry)
+    for rule in entry.rules:
+        yield rule(trial)
+
+
+def _supported(trial: Trial, entry: Runner) -> str | None:
+    if trial.sharding not in entry.shardings:
+        others = [r.name for r in RUNNERS if trial.sharding in r.shardings]
+        return (
+            f"sharding={trial.sharding} needs runner={' or '.join(others)}; runner={entry.name} takes "
+            f"sharding={', '.join(entry.shardings)}"
+        )
+    if trial.world_size > 1 and trial.sharding == "none":
+        return f"world_size {trial.world_size} needs a sharding (ddp, fsdp2, zero0 to zero3); sharding=none is one rank"
+    if trial.device.name == "simulated" and trial.sharding not in entry.simulated:
+        return f"sharding={trial.sharding} with runner={entry.name} cannot be simulated; measure it on device=cuda"
+    return None
+
+
+def _options(trial: Trial, entry: Runner) -> str | None:
+    for option in flat(trial.runner.options):
+        axis = next((a for owned, a in entry.owned.items() if option == owned), None)
+        if axis is not None:
+            return f"runner.options.{option} belongs to the axis {axis}; give that instead, so that the row says it"
+    if entry.options is not None:
+        unknown = sorted(set(trial.runner.options) - set(entry.options))
+        if unknown:
+            takes = ", ".join(entry.options) or "no options"
+            return f"runner.options.{unknown[0]}: runner={entry.name} takes {takes}"
+    return None
+
+
+def flat(options: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Every key of nested options as a dotted name, the inner nodes too."""
+    for key, value in options.items():
+        yield f"{before}{key}"
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{before}{key}.")

@@ -1,0 +1,81 @@
+"""Trials and rows of earlier versions in today's layout, so that what they say still counts where it is still right.
+
+Version 1 (until 0.1): ranks, ZeRO's stage and offloads were the runner's, FSDP2 was a runner, and ids hashed the whole
+resolved trial, names and defaults too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from vramsweep.harness import registry, trial
+from vramsweep.harness.row import BY_NAME, SCHEMA_VERSION, Row
+
+# What each runner's measurements were called in ids of version 1; the numbers in registry.py have gone on from there.
+FIRST_MEASUREMENT = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}
+_MOVED = ("world_size", "offload_optimizer", "offload_param")
+
+
+def layout(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved trial with what was the runner's where it is now; one of today's comes back as it is."""
+    runner = values.get("runner")
+    if not isinstance(runner, Mapping):
+        return dict(values)
+    found, kept = dict(values), dict(runner)
+    for name in _MOVED:
+        moved = kept.pop(name, None)
+        if moved is not None:
+            found[name] = moved
+    stage = kept.pop("zero_stage", None)
+    if stage is not None:
+        found["sharding"] = f"zero{stage}"
+    if kept.get("name") == "fsdp":
+        kept["name"] = "torch"
+        found["sharding"] = "fsdp2"
+    found["runner"] = kept
+    return found
+
+
+def row(old: Row) -> Row:
+    """A row of any version as one of today's.
+
+    Its id becomes today's where it was measured as it would be now; else it stays, and belongs to no trial of today.
+    """
+    version = old.get("schema_version")
+    if not isinstance(version, int) or version >= SCHEMA_VERSION:
+        return old
+    found = dict(old)
+    stage = found.pop("zero_stage", None)
+    sharding = "fsdp2" if found.get("runner") == "fsdp" else "none" if stage is None else f"zero{stage}"
+    found |= {"sharding": sharding, "schema_version": SCHEMA_VERSION}
+    found["runner"] = "torch" if found.get("runner") == "fsdp" else found.get("runner")
+    for name in ("offload_optimizer", "offload_param"):
+        found[name] = bool(found.get(name))
+    resolved = found.get("trial")
+    if isinstance(resolved, Mapping):
+        found["trial"] = layout(resolved)
+        if _measured_as_now(resolved, str(found.get("trial_id"))):
+            found["trial_id"] = trial.trial_id(found["trial"])
+    return {name: found.get(name) for name in BY_NAME} | {k: v for k, v in found.items() if k not in BY_NAME}
+
+
+def _measured_as_now(resolved: Mapping[str, Any], trial_id: str) -> bool:
+    """Whether nothing that the row says has been corrected since: its id shows by which version it was measured.
+
+    FLOPs of flash_attention_2 were not counted, and a prediction's card had its nominal memory; the numbers in
+    registry.py tell the rest.
+    """
+    runner, device = resolved.get("runner"), resolved.get("device")
+    if not isinstance(runner, Mapping) or not isinstance(device, Mapping):
+        return False
+    name = str(runner.get("name"))
+    payload = {"trial": resolved, "measurement": FIRST_MEASUREMENT.get(name)}
+    text = json.dumps(payload, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+    if hashlib.sha256(text.encode()).hexdigest()[:16] != trial_id:
+        return False
+    now = {entry.name: entry.measurement for entry in registry.RUNNERS}
+    unchanged = now.get(name) == FIRST_MEASUREMENT.get(name) and layout(resolved).get("sharding", "none") == "none"
+    return unchanged and device.get("name") != "simulated" and resolved.get("attention") != "flash_attention_2"

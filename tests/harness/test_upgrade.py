@@ -1,0 +1,106 @@
+"""Rows and trials written before: the journals that are out there, and what of them still counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, tiny
+
+from vramsweep.analysis.load import groups, load
+from vramsweep.harness import journal, plan, trial, upgrade
+
+REFERENCE = ROOT / "results" / "reference" / "gpt2-cpu"
+NAMES = ("allocator", "protocol")
+
+
+def first_rows() -> list[dict[str, Any]]:
+    """The reference rows as version 0.1 wrote them."""
+    return [json.loads(line) for line in (REFERENCE / "journal.jsonl").read_text().splitlines()]
+
+
+def test_rows_of_version_1_finish_the_trials_of_today() -> None:
+    """The README's own sweep: planned now, its twelve rows of version 1 answer all of it on the machine they are of."""
+    before = first_rows()
+    assert {row["schema_version"] for row in before} == {1}
+    rows, unreadable = journal.read(REFERENCE)
+    assert unreadable == 0
+    wanted = {plan.expand([row["trial"]], 1)[0][0].trial_id: row for row in before}
+    assert {row["trial_id"] for row in rows} == set(wanted)
+    mine, _ = journal.finished(rows, {i: journal.system(rows[0]) for i in wanted})
+    assert len(mine) == len(before) == 12
+    for row in rows:
+        assert row["peak_allocated_bytes"] == wanted[row["trial_id"]]["peak_allocated_bytes"]
+        assert (row["sharding"], row["runner"], row["offload_param"]) == ("none", "torch", False)
+        assert row["trial"]["runner"] == {"name": "torch", "target": None, "options": {}}
+
+
+def test_they_load_and_fit() -> None:
+    table = load(REFERENCE)
+    assert len(table.frame) == 12
+    assert not table.warnings
+    assert len(groups(table)) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"name": "deepspeed", "zero_stage": 3, "world_size": 8, "offload_param": True, "offload_optimizer": None},
+         {"sharding": "zero3", "world_size": 8, "offload_param": True}),
+        ({"name": "fsdp", "zero_stage": None, "world_size": 2}, {"sharding": "fsdp2", "world_size": 2}),
+        ({"name": "torch", "zero_stage": None, "world_size": 1}, {"world_size": 1}),
+    ],
+)  # fmt: skip
+def test_the_old_layout_of_a_trial(old: dict[str, Any], new: dict[str, Any]) -> None:
+    found = upgrade.layout(tiny() | {"runner": old})
+    runner = "torch" if old["name"] == "fsdp" else old["name"]
+    assert found == tiny() | new | {"runner": {"name": runner}}
+    assert upgrade.layout(found) == found
+    assert trial.parse(found).runner.name == runner
+
+
+def first(values: dict[str, Any], **row: Any) -> dict[str, Any]:
+    """A row as version 1 would have written it."""
+    import hashlib
+
+    number = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}[values["runner"]["name"]]
+    text = json.dumps({"trial": values, "measurement": number}, sort_keys=True, separators=(",", ":"))
+    own = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {"schema_version": 1, "trial_id": own, "trial": values, "runner": values["runner"]["name"]} | row
+
+
+OLD_RUNNER = {"world_size": 1, "zero_stage": None, "offload_optimizer": None, "offload_param": None, "target": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [
+        ({}, True),
+        ({"precision": "bf16"}, True),
+        ({"runner": {"name": "trainer"}}, True),
+        ({"attention": "flash_attention_2"}, False),  # its FLOPs were not counted
+        ({"runner": {"name": "fsdp", "world_size": 2}}, False),  # its peaks were rank 0's
+        ({"runner": {"name": "deepspeed", "zero_stage": 2}}, False),
+        ({"runner": {"name": "custom", "target": "x.py:f"}}, False),
+        ({"device": {"name": "simulated", "gpu": "a100-80gb"}}, False),  # its card had more memory than a real one
+    ],
+)
+def test_what_has_been_corrected_since_runs_again(change: dict[str, Any], counts: bool) -> None:
+    values = tiny() | {"device": {"name": "cuda"}} | change
+    values["runner"] = OLD_RUNNER | {"options": {}} | values["runner"]
+    found = upgrade.row(first(values, outcome="ok"))
+    assert (found["trial_id"] == trial.trial_id(upgrade.layout(values))) is counts
+    other = upgrade.row(first(values) | {"trial_id": "0" * 16})  # measured by a version before that
+    assert other["trial_id"] == "0" * 16
+
+
+def test_exports_of_version_1_are_read_too(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(
+        "trial_id,terminal,outcome,runner,zero_stage,seq_len,peak_allocated_bytes\n"
+        "a,true,ok,deepspeed,3,64,10\nb,true,ok,fsdp,,64,10\nc,true,ok,torch,,64,10\n"
+    )
+    frame = load(tmp_path / "rows.csv").frame
+    assert frame["sharding"].fillna("?").tolist() == ["zero3", "fsdp2", "?"]
+    assert frame["runner"].tolist() == ["deepspeed", "torch", "torch"]
