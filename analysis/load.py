@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,7 +142,7 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
             f"{source} holds no finished rows, so there is nothing to analyse; run its sweep first"
             + "".join(f"; {n}" for n in notes)
         )
-    notes += _systems(typed)
+    notes += [*_systems(typed), *_flagged(typed)]
     return Table(typed, source, tuple(notes))
 
 
@@ -400,6 +401,17 @@ def _systems(frame: pd.DataFrame) -> list[str]:
     varying = [name for name in SYSTEM if found[name].nunique(dropna=False) > 1]
     names = sorted(" · ".join(str(v) for v in row if not pd.isna(v)) for row in found[varying].itertuples(index=False))
     return [f"rows of {len(found)} systems, never fitted together: {'; '.join(names[:4])}"]
+
+
+def _flagged(frame: pd.DataFrame) -> list[str]:
+    """What to say of rows with flags (harness/flags.py); they stay in every fit and figure."""
+    flags = frame["flags"].dropna()
+    counts = Counter(flag for of_row in flags for flag in of_row)
+    if not counts:
+        return []
+    rows = sum(bool(len(of_row)) for of_row in flags)
+    names = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    return [f"{rows} row{'s are' if rows != 1 else ' is'} flagged: {names}; `vramsweep columns` says where to look"]
 
 
 def _moved(frame: pd.DataFrame) -> pd.DataFrame:

@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
-from vramsweep.harness import gpus, trial  # noqa: E402
+from vramsweep.harness import gpus, trial, upgrade  # noqa: E402
 from vramsweep.runners import build, deepspeed_zero, fsdp, simulated, worker  # noqa: E402
 from vramsweep.runners.dispatch import LiveBytes  # noqa: E402
 from vramsweep.runners.measure import backward_boundaries  # noqa: E402
@@ -65,7 +65,7 @@ def make(runner: str, stage: int | None, precision: str, world: int, device: dic
         "seq_len": 64, "micro_batch": 2, "precision": precision, "device": device,
         "allocator": {"name": "default"}, "protocol": {"name": "check", "warmup_steps": 1, "measured_steps": 1},
     }  # fmt: skip
-    return trial.parse(values)
+    return trial.parse(upgrade.layout(values))
 
 
 class Rests(simulated.TraceMeter):

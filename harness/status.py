@@ -40,7 +40,7 @@ def read(folder: Path) -> Status:
     finished = every if planned is None else {i: every[i] for i in planned if i in every}
     outcomes = [row["outcome"] for row in finished.values()]
     total = None if planned is None else len(planned)
-    if _locked(folder / journal.NAME):
+    if any(map(_locked, journal.files(folder))):
         state = "running"
     else:
         state = "finished" if total is None or len(finished) == total else "stopped"
@@ -64,4 +64,6 @@ def _locked(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # a file system without locks does not tell
+            return False
         return False

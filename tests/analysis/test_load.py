@@ -140,3 +140,12 @@ def test_the_synthetic_fixture_says_in_every_row_that_it_is_one(tmp_path: Path) 
     folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
     for line in (folder / "journal.jsonl").read_text().splitlines():
         assert "not a measurement" in json.loads(line)["notes"][0]
+
+
+def test_flagged_rows_are_said_and_kept(tmp_path: Path) -> None:
+    rows = synthetic.sweep(lengths=(128, 256), batches=(1,), repeats=1)
+    rows[0]["flags"] = ["throttled", "contended"]
+    rows[1]["flags"] = []
+    table = load.load(synthetic.write(tmp_path, rows))
+    assert len(table.frame) == len(rows)
+    assert any("1 row is flagged: contended 1, throttled 1" in note for note in table.warnings)
