@@ -411,7 +411,7 @@ def _flagged(frame: pd.DataFrame) -> list[str]:
         return []
     rows = sum(bool(len(of_row)) for of_row in flags)
     names = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
-    return [f"{rows} row{'s are' if rows != 1 else ' is'} flagged: {names}; `vramsweep columns` says where to look"]
+    return [f"{rows} row{'s are' if rows != 1 else ' is'} flagged: {names}; `vramsweep columns` says what they mean"]
 
 
 def _moved(frame: pd.DataFrame) -> pd.DataFrame:

@@ -72,14 +72,17 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _columns(argv: Sequence[str]) -> int:
+    from vramsweep.harness import flags, outcome
     from vramsweep.harness.row import COLUMNS, markdown_table
 
-    parser = argparse.ArgumentParser(prog="vramsweep columns", description="What the columns of a row mean.")
+    parser = argparse.ArgumentParser(
+        prog="vramsweep columns", description="What the columns of a row, its outcomes and its flags mean."
+    )
     parser.add_argument("--json", action="store_true")
     if parser.parse_args(argv).json:
         print(json.dumps([asdict(column) | {"type": column.type.__name__} for column in COLUMNS], indent=1))
     else:
-        print(markdown_table(), end="")
+        print("\n".join((markdown_table(), outcome.markdown_table(), flags.markdown_table())), end="")
     return 0
 
 

@@ -65,3 +65,9 @@ FLAGS = (
 def flags(row: Row) -> list[str]:
     """The names of the flags that a row has, in the order of the table."""
     return [flag.name for flag in FLAGS if flag.test(row)]
+
+
+def markdown_table() -> str:
+    """The flags as a table for the documentation."""
+    lines = ["**flags**", "", "| flag | meaning |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{flag.name}` | {flag.meaning} |" for flag in FLAGS)]) + "\n"

@@ -150,3 +150,18 @@ def transient(outcome: Outcome, evidence: Evidence) -> bool:
     if outcome is Outcome.CRASH and (evidence.result or {}).get("error") is not None:
         return False
     return _KINDS[outcome].now
+
+
+def markdown_table() -> str:
+    """The outcomes as a table for the documentation."""
+    lines = [
+        "**outcomes**",
+        "",
+        "| outcome | meaning | an answer | tried again at once | on a later run |",
+        "|---|---|---|---|---|",
+    ]
+    later = {"never": "", "asked": "with `retry_failed=true`", "always": "yes"}
+    for kind in OUTCOMES:
+        cells = ("yes" if kind.answer else "", "yes" if kind.now else "", later[kind.later])
+        lines.append(f"| `{kind.outcome}` | {kind.meaning} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
