@@ -17,6 +17,7 @@ from vramsweep.harness.allocator.config import (
     option_table,
     parse,
     problems,
+    reported,
 )
 from vramsweep.harness.errors import UserError
 
@@ -224,6 +225,18 @@ def test_settings_that_did_not_take_show():
     settings = settings_of(parse("")) | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert from_settings(settings).expandable_segments is False
     assert from_settings({"max_split_size": 128 * MIB}).max_split_size_mb == 128
+
+
+def test_what_is_not_reported_is_neither_compared_nor_echoed():
+    asked = parse("max_split_size_mb:128,pinned_free_catch_all:True,throw_on_cudamalloc_oom:True")
+    settings = settings_of(asked)
+    known = reported(settings)
+    assert {"backend", "max_split_size_mb", "expandable_segments", "roundup_power2_divisions"} <= known
+    assert not known & {"pinned_free_catch_all", "throw_on_cudamalloc_oom", "per_process_memory_fraction"}
+    assert from_settings(settings).render(known) == "max_split_size_mb:128"
+    other = parse("max_split_size_mb:256")
+    assert differences(asked, other, known) == ["max_split_size_mb: asked for 128, in force is 256"]
+    assert reported({}) == {"backend"}
 
 
 @pytest.mark.parametrize(
