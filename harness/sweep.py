@@ -79,7 +79,7 @@ def run_trial(
     cards = machine.visible_gpus(dict(os.environ))[: trial.runner.world_size] if trial.device.name == "cuda" else []
     # a simulated allocator is not torch's: one template serves every setting
     conf = "" if trial.device.name == "simulated" else trial.allocator.conf
-    environ = environment(conf, trial.device.name, os.environ, [card.uuid for card in cards])
+    environ = environment(conf, trial.device.name, os.environ, machine.uuids(cards))
     number = _attempts(folder / "attempts" / item.trial_id)
     for tries in range(settings.retries + 1):
         number += 1
@@ -134,10 +134,9 @@ def _phase(place: Path) -> str | None:
 
 def _foreign(cards: Sequence[machine.Gpu], sleep: Callable[[float], None]) -> tuple[int, ...]:
     """Compute processes on the trial's GPUs; between attempts none is ours, but the last may take a moment to go."""
-    uuids = {card.uuid for card in cards}
     found: tuple[int, ...] = ()
     for wait in (0.2, 0.5, 1.0, 0.0):
-        found = tuple(pid for card in machine.gpus() if card.uuid in uuids for pid in card.processes) if uuids else ()
+        found = tuple(pid for card in machine.again(cards) for pid in card.processes or ()) if cards else ()
         if not found:
             return ()
         sleep(wait)

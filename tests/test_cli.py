@@ -161,7 +161,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(machine, "version", lambda package: "2.13.0+cu130")
+    monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [card()])
     assert launch.choose_device(["sweep=auto", "device=auto"]) == ["sweep=cuda", "device=cuda"]
     assert capsys.readouterr().err == ""

@@ -255,3 +255,9 @@ def test_malformed_settings_are_refused(settings, message):
 
 def test_the_documentation_has_the_table():
     assert option_table() in DOCS.read_text(), "docs/allocator.md is out of step: paste the output of option_table()"
+
+
+def test_the_documentation_names_what_is_read_back():
+    told = DOCS.read_text().split("### What is read back")[1].split("What contradicts what")[0]
+    named = {option.name for option in OPTIONS if f"`{option.name}`" in told} | {"backend"}
+    assert named == reported(settings_of(AllocatorConfig()))
