@@ -132,7 +132,7 @@ def fit_table(
     found = groups(table) if found is None else found
     for group in found[:limit]:
         any_points = False
-        frame = group.take("outcome", "seq_len", "trial_id", "device_total_bytes", *metrics)
+        frame = group.take("outcome", "seq_len", "trial_id", "device_total_bytes", "memory_limit_bytes", *metrics)
         for name in metrics:
             points = observations(frame, METRICS[name], start, stop)
             if len(points.x) == 0:

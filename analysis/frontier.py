@@ -1,5 +1,8 @@
 """The largest sequence length per batch, and batch per length, that fits in a GPU: from fits, and from real rows.
 
+A size is a card's nominal one, such as 80 GiB; what fits is asked of what PyTorch's allocator can have of such a card
+(harness/gpus.py), of several cards of that size the smallest. A size that no listed card has is taken as it is.
+
 A limit from a fit lies inside the measured range, or it is marked as extrapolated; beyond four times the longest
 measured value none is given.
 """
@@ -17,8 +20,8 @@ from vramsweep.analysis.curves import Array
 from vramsweep.analysis.fit import Fit, fit_points
 from vramsweep.analysis.load import Group, Table, groups
 from vramsweep.analysis.metrics import GIB, METRICS
-from vramsweep.analysis.observe import observations
-from vramsweep.harness.gpus import GPUS
+from vramsweep.analysis.observe import allocator_limits, observations
+from vramsweep.harness.gpus import CONTEXT_BYTES, GPUS, memory_limit, smallest
 
 SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
 REACH = 4  # how far beyond the measured range a fit may be asked, as a multiple of the longest value
@@ -27,7 +30,7 @@ _LIMITING = ("device_used_bytes", "peak_reserved_bytes")
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest `axis` value (tokens or samples) that fits in `gib` for one group.
+    """The largest `axis` value (tokens or samples) that fits in `gib` for one group, `usable_gib` of it usable.
 
     `value` comes from the fit (null: nothing fits, or more than the fit can say, see `remark`), `low` and `high` from
     its 95 % interval for a new run. `largest_ok` and `smallest_too_large` are measured rows that prove it.
@@ -37,6 +40,7 @@ class Limit:
     settings: Mapping[str, Any]
     axis: str
     gib: float
+    usable_gib: float
     value: int | None
     low: int | None
     high: int | None
@@ -70,7 +74,9 @@ def frontier(
             continue
         fit = None
         basis = ""
-        frame = group.take("outcome", "seq_len", "micro_batch", "trial_id", "device_total_bytes", *_LIMITING)
+        frame = group.take(
+            "outcome", "seq_len", "micro_batch", "trial_id", "device_total_bytes", "memory_limit_bytes", *_LIMITING
+        )
         for name in _LIMITING:
             points = observations(frame, METRICS[name], axis=axis)
             if len(points.x):
@@ -117,15 +123,18 @@ def _limit(
     basis: str,
     metric: str,
 ) -> Limit:
-    largest_ok, smallest_over, ids = _proof(frame, axis, gib * GIB, metric)
+    card = smallest(gib)
+    usable = gib * GIB if card is None else memory_limit(card)
+    limit = usable + (CONTEXT_BYTES if metric == "device_used_bytes" else 0)  # which counts the context too
+    largest_ok, smallest_over, ids = _proof(frame, axis, usable, limit, metric)
     value = low = high = None
     extrapolated = False
     remark = "fewer than three different values, so no curve" if fit is None else ""
     if fit is not None and curves is not None:
         x, middle, below, above = curves
-        value, endless = _crossing(x, middle, gib * GIB)
-        low, _ = _crossing(x, above, gib * GIB)
-        high, _ = _crossing(x, below, gib * GIB)
+        value, endless = _crossing(x, middle, limit)
+        low, _ = _crossing(x, above, limit)
+        high, _ = _crossing(x, below, limit)
         if value is not None:
             extrapolated = value > fit.range[1] and (smallest_over is None or value > smallest_over)
             remark = "extrapolated beyond the measured range" if extrapolated else ""
@@ -136,22 +145,34 @@ def _limit(
             remark = f"more than {REACH * longest:,.0f}" if endless else f"not even {shortest:,.0f} fits"
             extrapolated = endless
     return Limit(
-        label, settings, axis, gib, value, low, high, extrapolated, largest_ok, smallest_over, basis, remark, ids
+        label,
+        settings,
+        axis,
+        gib,
+        usable / GIB,
+        value,
+        low,
+        high,
+        extrapolated,
+        largest_ok,
+        smallest_over,
+        basis,
+        remark,
+        ids,
     )
 
 
-def _proof(frame: pd.DataFrame, axis: str, limit: float, metric: str) -> tuple[int | None, int | None, tuple[str, ...]]:
+def _proof(
+    frame: pd.DataFrame, axis: str, usable: float, limit: float, metric: str
+) -> tuple[int | None, int | None, tuple[str, ...]]:
     """Measured rows on both sides: the largest that stayed within the limit, the smallest that needed more.
 
-    A row that ran out of memory proves something only for devices up to its own size.
+    A row that ran out of memory proves something only for devices whose allocator has as much as its own or less.
     """
     known = frame[frame[axis].notna()]
     values = known[metric].to_numpy(float, na_value=np.nan)
-    total = known["device_total_bytes"].to_numpy(float, na_value=np.nan)
-    everywhere = total[np.isfinite(total)]
-    total = np.where(np.isfinite(total), total, everywhere.max() if len(everywhere) else -np.inf)
     ok = (known["outcome"] == "ok").to_numpy(bool, na_value=False) & (values <= limit)
-    oom = (known["outcome"] == "oom").to_numpy(bool, na_value=False) & (total >= limit)
+    oom = (known["outcome"] == "oom").to_numpy(bool, na_value=False) & (allocator_limits(known) >= usable)
     over = oom | (values > limit)
     x = known[axis].to_numpy(float)
     ids = known["trial_id"].to_numpy()
@@ -183,5 +204,6 @@ def text(limits: Sequence[Limit]) -> str:
         proof = f"largest that fitted {limit.largest_ok:,}" if limit.largest_ok is not None else "none measured within"
         if limit.smallest_too_large is not None:
             proof += f", smallest that did not {limit.smallest_too_large:,}"
-        lines.append(f"{limit.label}, {limit.gib:g} GiB: {found}; {proof} ({limit.basis})")
+        size = f"{limit.gib:g} GiB" + (f" ({limit.usable_gib:.1f} usable)" if limit.usable_gib != limit.gib else "")
+        lines.append(f"{limit.label}, {size}: {found}; {proof} ({limit.basis})")
     return "\n".join(lines)

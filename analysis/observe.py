@@ -11,6 +11,7 @@ import pandas as pd
 
 from vramsweep.analysis.curves import NAMES, Array, Curve
 from vramsweep.analysis.metrics import Metric
+from vramsweep.harness.gpus import CONTEXT_BYTES
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -97,9 +98,20 @@ def observations(
             )
     bound_x = bound_y = np.empty(0)
     if metric.limited:
-        total = frame["device_total_bytes"].to_numpy(float, na_value=np.nan)
-        known = total[np.isfinite(total)]
-        if len(known):
-            failed = inside & (outcome == "oom").to_numpy(bool, na_value=False)
-            bound_x, bound_y = x[failed], np.where(np.isfinite(total), total, known.max())[failed]
+        limit = allocator_limits(frame)
+        failed = inside & (outcome == "oom").to_numpy(bool, na_value=False) & np.isfinite(limit)
+        bound_x, bound_y = x[failed], limit[failed]
     return Points(xs, ys, ids, bound_x, bound_y, tuple(warnings))
+
+
+def allocator_limits(frame: pd.DataFrame) -> Array:
+    """What the allocator could have at most on each row's device, in bytes: a row that ran out of memory needed more.
+
+    A simulated row says it; of a measured one it is the device's memory less the CUDA context. A row that knows neither
+    (a worker that died) ran where the others did; NaN if none knows.
+    """
+    total = frame["device_total_bytes"].to_numpy(float, na_value=np.nan) - CONTEXT_BYTES
+    stated = frame["memory_limit_bytes"].to_numpy(float, na_value=np.nan)
+    limit = np.where(np.isfinite(stated), stated, total)
+    known = limit[np.isfinite(limit)]
+    return np.where(np.isfinite(limit), limit, known.max() if len(known) else np.nan)

@@ -129,7 +129,7 @@ class Check:
         try:
             return subprocess.run(
                 [sys.executable, *arguments],
-                env=environment(conf, self.device, os.environ, [card.uuid for card in cards]),
+                env=environment(conf, self.device, os.environ, machine.uuids(cards)),
                 cwd=ROOT, capture_output=True, text=True, check=False, timeout=self.left(),
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:

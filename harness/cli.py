@@ -53,13 +53,13 @@ def _status(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    from vramsweep.harness import machine
+    from vramsweep.harness.doctor import doctor
 
     parser = argparse.ArgumentParser(prog="vramsweep doctor", description="Is this machine fit for a night's sweep?")
     parser.add_argument("--results", type=Path, default=Path("results"), help="where rows will be written")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
-    checks = machine.doctor(arguments.results)
+    checks = doctor(arguments.results)
     if arguments.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))
     else:

@@ -1,60 +1,196 @@
 """Published figures of common GPUs: memory, its bandwidth, dense peak FLOP/s per precision. Nothing is measured here.
 
-Sources are NVIDIA's data sheets and architecture white papers of each product: dense rates, that is, without structured
-sparsity, tensor cores with fp32 accumulation. A GPU that is not listed has no known peak, and MFU is then null.
+Each entry names its source: NVIDIA's data sheet or architecture white paper of that product. Rates are dense, that is,
+without structured sparsity, tensor cores with fp32 accumulation. A GPU that is not listed has no known peak, and MFU is
+then null. Memory has two figures: the nominal size and what torch reports, which is less.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+GIB = 1 << 30
+MIB = 1 << 20
 TERA = 1e12
+
+# What a process takes of the card before its first tensor, in bytes: the CUDA context with the kernels it loads. It is
+# part of torch's total_memory. Idle processes in public out-of-memory messages hold 230 MiB (A10) to 676 MiB ("Process
+# N has 676.00 MiB memory in use", a card of 95 GiB); this is the largest, rounded up, so that what is said to fit does.
+CONTEXT_BYTES = 700 * MIB
+
+# Where nobody published what torch reports: the share of the nominal size that may be missing. No listed card lacks
+# more (a T4 reports 9.0 % less than 16 GiB, an L4 8.2 % less than 24: their memory holds its own ECC).
+SHORTFALL = 0.09
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One product: `match` must all occur in the device's name, `memory_gib` is the nominal size.
+    """One product. `devices` are the driver's names for it, without "NVIDIA" or "Tesla" in front; no others are it.
 
-    `bandwidth` is the memory's, in bytes/s; `capability` is the CUDA compute capability. Where one line stands for
-    several products (an A100 may be SXM or PCIe), the figures are those of the fastest.
+    `memory_gib` is the nominal size. `reported_mib` is torch's total_memory in MiB, on Linux, ECC as shipped; it
+    differs between drivers by some hundred MiB, so this is the smallest that logs and messages published on GitHub give
+    for the product ("CUDA:0 (NVIDIA L4, 22563MiB)", "_CudaDeviceProperties(name=..., total_memory=...)", "GPU 0 has a
+    total capacity of 79.10 GiB"); None where none was found. `bandwidth` is the memory's, in bytes/s; `capability` is
+    the CUDA compute capability; rates are in FLOP/s.
     """
 
     name: str
-    match: tuple[str, ...]
+    devices: tuple[str, ...]
     memory_gib: int
+    reported_mib: int | None
     bandwidth: float
     capability: tuple[int, int]
     fp32: float
     tf32: float | None
     half: float | None  # fp16 with fp32 accumulation
     bf16: float | None
+    source: str
 
 
-# Longer names first: the first whose words all occur in the device's name wins.
+def _gpu(
+    name: str,
+    devices: tuple[str, ...],
+    memory: tuple[int, int | None, float],
+    capability: tuple[int, int],
+    teraflops: tuple[float, float | None, float | None, float | None],
+    source: str,
+) -> Gpu:
+    """`memory`: GiB, reported MiB, GB/s; `teraflops`: fp32, tf32, fp16, bf16."""
+    fp32, tf32, half, bf16 = (None if rate is None else rate * TERA for rate in teraflops)
+    assert fp32 is not None
+    gib, reported, bandwidth = memory
+    return Gpu(name, devices, gib, reported, bandwidth * 1e9, capability, fp32, tf32, half, bf16, source)
+
+
+_VOLTA = "NVIDIA V100 Tensor Core GPU data sheet"
+_TURING = "NVIDIA Turing GPU Architecture white paper, appendix: T4"
+_A100 = "NVIDIA A100 Tensor Core GPU data sheet"
+_GA102 = "NVIDIA Ampere GA102 GPU Architecture white paper"
+_ADA = "NVIDIA Ada GPU Architecture white paper"
+_H100 = "NVIDIA H100 Tensor Core GPU data sheet; tensor cores as in the H100 Architecture white paper"
+_H200 = "NVIDIA H200 Tensor Core GPU data sheet"
+_H800 = "as the H100, which it differs from in NVLink and fp64"
+_GH200 = "NVIDIA GH200 Grace Hopper Superchip data sheet"
+_BLACKWELL = "NVIDIA Blackwell data sheet, HGX B200: per GPU"
+_ULTRA = "NVIDIA Blackwell Ultra data sheet, HGX B300: per GPU"
+_RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture white paper"
+_PRO = "NVIDIA RTX PRO Blackwell GPU Architecture white paper"
+
 GPUS: tuple[Gpu, ...] = (
-    Gpu("b200", ("B200",), 180, 8 * TERA, (10, 0), 80 * TERA, 1100 * TERA, 2250 * TERA, 2250 * TERA),
-    Gpu("h200-141gb", ("H200",), 141, 4.8 * TERA, (9, 0), 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA),
-    Gpu("h100-nvl-94gb", ("H100", "NVL"), 94, 3.9 * TERA, (9, 0), 60 * TERA, 417.5 * TERA, 835.5 * TERA, 835.5 * TERA),
-    Gpu("h100-pcie-80gb", ("H100", "PCIe"), 80, 2 * TERA, (9, 0), 51 * TERA, 378 * TERA, 756 * TERA, 756 * TERA),
-    Gpu("h100-80gb", ("H100",), 80, 3.35 * TERA, (9, 0), 67 * TERA, 494.7 * TERA, 989.4 * TERA, 989.4 * TERA),
-    Gpu("a100-40gb", ("A100", "40GB"), 40, 1.555 * TERA, (8, 0), 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA),
-    Gpu("a100-80gb", ("A100",), 80, 2.039 * TERA, (8, 0), 19.5 * TERA, 156 * TERA, 312 * TERA, 312 * TERA),
-    Gpu("l40s-48gb", ("L40S",), 48, 0.864 * TERA, (8, 9), 91.6 * TERA, 183 * TERA, 362 * TERA, 362 * TERA),
-    Gpu("l4-24gb", ("L4",), 24, 0.3 * TERA, (8, 9), 30.3 * TERA, 60 * TERA, 121 * TERA, 121 * TERA),
-    Gpu("a10-24gb", ("A10",), 24, 0.6 * TERA, (8, 6), 31.2 * TERA, 62.5 * TERA, 125 * TERA, 125 * TERA),
-    Gpu("a30-24gb", ("A30",), 24, 0.933 * TERA, (8, 0), 10.3 * TERA, 82 * TERA, 165 * TERA, 165 * TERA),
-    Gpu("v100-32gb", ("V100", "32GB"), 32, 0.9 * TERA, (7, 0), 15.7 * TERA, None, 125 * TERA, None),
-    Gpu("v100-16gb", ("V100",), 16, 0.9 * TERA, (7, 0), 15.7 * TERA, None, 125 * TERA, None),
-    Gpu("t4-16gb", ("T4",), 16, 0.32 * TERA, (7, 5), 8.1 * TERA, None, 65 * TERA, None),
-    Gpu(
-        "rtx4090-24gb", ("RTX", "4090"), 24, 1.008 * TERA, (8, 9), 82.6 * TERA, 82.6 * TERA, 165.2 * TERA, 165.2 * TERA
+    _gpu("b300-270gb", ("B300 SXM6 AC",), (270, 274114, 7700), (10, 3), (75, 1100, 2250, 2250), _ULTRA),
+    _gpu("b200", ("B200",), (180, 182631, 7700), (10, 0), (75, 1100, 2250, 2250), _BLACKWELL),
+    _gpu("h200-141gb", ("H200",), (141, 143156, 4800), (9, 0), (67, 494.7, 989.4, 989.4), _H200),
+    _gpu("h200-nvl-141gb", ("H200 NVL",), (141, 143155, 4800), (9, 0), (60, 417.5, 835.5, 835.5), _H200),
+    _gpu("gh200-144gb", ("GH200 144G HBM3e",), (144, None, 4900), (9, 0), (67, 494.7, 989.4, 989.4), _GH200),
+    _gpu(
+        "gh200-96gb",
+        ("GH200 480GB", "GH200 120GB"),  # the name counts the CPU's memory
+        (96, 96768, 4000),
+        (9, 0),
+        (67, 494.7, 989.4, 989.4),
+        _GH200,
     ),
-    Gpu("rtx3090-24gb", ("RTX", "3090"), 24, 0.936 * TERA, (8, 6), 35.6 * TERA, 35.6 * TERA, 71 * TERA, 71 * TERA),
+    _gpu(
+        "h100-nvl-94gb",
+        ("H100 NVL",),
+        (94, 95320, 3900),
+        (9, 0),
+        (60, 417.5, 835.5, 835.5),
+        "NVIDIA H100 NVL data sheet",
+    ),
+    _gpu("h100-pcie-80gb", ("H100 PCIe",), (80, 81008, 2000), (9, 0), (51, 378, 756, 756), _H100),
+    _gpu("h100-80gb", ("H100 80GB HBM3",), (80, 80998, 3350), (9, 0), (67, 494.7, 989.4, 989.4), _H100),
+    _gpu("h800-80gb", ("H800",), (80, 81008, 3350), (9, 0), (67, 494.7, 989.4, 989.4), _H800),
+    _gpu(
+        "h20-96gb",
+        ("H20",),
+        (96, 97285, 4000),
+        (9, 0),
+        (44, 74, 148, 148),
+        "NVIDIA H20 product specification, as resellers print it",
+    ),
+    _gpu(
+        "a100-40gb",
+        ("A100-SXM4-40GB", "A100-PCIE-40GB"),
+        (40, 40377, 1555),
+        (8, 0),
+        (19.5, 156, 312, 312),
+        _A100,
+    ),
+    _gpu("a100-80gb", ("A100-SXM4-80GB",), (80, 81038, 2039), (8, 0), (19.5, 156, 312, 312), _A100),
+    _gpu("a100-pcie-80gb", ("A100 80GB PCIe",), (80, 81154, 1935), (8, 0), (19.5, 156, 312, 312), _A100),
+    _gpu(
+        "a800-80gb", ("A800-SXM4-80GB",), (80, None, 2039), (8, 0), (19.5, 156, 312, 312), "as the A100, slower NVLink"
+    ),
+    _gpu(
+        "a800-pcie-80gb",
+        ("A800 80GB PCIe",),
+        (80, 81051, 1935),
+        (8, 0),
+        (19.5, 156, 312, 312),
+        "as the A100's PCIe card",
+    ),
+    _gpu("a40-48gb", ("A40",), (48, 45416, 696), (8, 6), (37.4, 74.8, 149.7, 149.7), "NVIDIA A40 data sheet"),
+    _gpu("a30-24gb", ("A30",), (24, 24164, 933), (8, 0), (10.3, 82, 165, 165), "NVIDIA A30 data sheet"),
+    _gpu("a10-24gb", ("A10",), (24, 22599, 600), (8, 6), (31.2, 62.5, 125, 125), "NVIDIA A10 data sheet"),
+    _gpu(
+        "a10g-24gb", ("A10G",), (24, 22587, 600), (8, 6), (35, 35, 70, 70), "NVIDIA A10G data sheet (published by AWS)"
+    ),
+    _gpu("l40s-48gb", ("L40S",), (48, 45455, 864), (8, 9), (91.6, 183, 362.05, 362.05), "NVIDIA L40S data sheet"),
+    _gpu("l40-48gb", ("L40",), (48, 45465, 864), (8, 9), (90.5, 90.5, 181.05, 181.05), "NVIDIA L40 data sheet"),
+    _gpu("l4-24gb", ("L4",), (24, 22563, 300), (8, 9), (30.3, 60, 121, 121), "NVIDIA L4 data sheet"),
+    _gpu(
+        "rtxpro6000-96gb",
+        ("RTX PRO 6000 Blackwell Workstation Edition",),
+        (96, 97249, 1792),
+        (12, 0),
+        (126, 251.9, 503.8, 503.8),
+        _PRO,
+    ),
+    _gpu(
+        "rtxpro6000-maxq-96gb",
+        ("RTX PRO 6000 Blackwell Max-Q Workstation Edition",),
+        (96, 97249, 1792),
+        (12, 0),
+        (109.7, 219.5, 438.9, 438.9),
+        _PRO,
+    ),
+    _gpu(
+        "rtxpro6000-server-96gb",
+        ("RTX PRO 6000 Blackwell Server Edition",),
+        (96, 97250, 1597),
+        (12, 0),
+        (120, None, None, None),
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition data sheet (gives no dense rate of its tensor cores)",
+    ),
+    _gpu("rtx6000ada-48gb", ("RTX 6000 Ada Generation",), (48, 48497, 960), (8, 9), (91.1, 182.1, 364.2, 364.2), _ADA),
+    _gpu("a6000-48gb", ("RTX A6000",), (48, 48537, 768), (8, 6), (38.7, 77.4, 154.8, 154.8), _GA102),
+    _gpu(
+        "a5000-24gb",
+        ("RTX A5000",),
+        (24, 24248, 768),
+        (8, 6),
+        (27.8, 55.6, 111.1, 111.1),
+        "NVIDIA RTX A5000 data sheet",
+    ),
+    _gpu(
+        "a4000-16gb", ("RTX A4000",), (16, 16117, 448), (8, 6), (19.2, 38.3, 76.7, 76.7), "NVIDIA RTX A4000 data sheet"
+    ),
+    _gpu(
+        "rtx5090-32gb", ("GeForce RTX 5090",), (32, 32102, 1792), (12, 0), (104.8, 104.8, 209.5, 209.5), _RTX_BLACKWELL
+    ),
+    _gpu("rtx5080-16gb", ("GeForce RTX 5080",), (16, 15840, 960), (12, 0), (56.3, 56.3, 112.6, 112.6), _RTX_BLACKWELL),
+    _gpu("rtx4090-24gb", ("GeForce RTX 4090",), (24, 24081, 1008), (8, 9), (82.6, 82.6, 165.2, 165.2), _ADA),
+    _gpu("rtx4080-16gb", ("GeForce RTX 4080",), (16, None, 716.8), (8, 9), (48.7, 48.7, 97.5, 97.5), _ADA),
+    _gpu("rtx3090ti-24gb", ("GeForce RTX 3090 Ti",), (24, 24110, 1008), (8, 6), (40, 40, 80, 80), _ADA),
+    _gpu("rtx3090-24gb", ("GeForce RTX 3090",), (24, 24124, 936.2), (8, 6), (35.6, 35.6, 71, 71), _GA102),
+    _gpu("v100-32gb", ("V100-SXM2-32GB",), (32, 32494, 900), (7, 0), (15.7, None, 125, None), _VOLTA),
+    _gpu("v100-16gb", ("V100-SXM2-16GB",), (16, 16130, 900), (7, 0), (15.7, None, 125, None), _VOLTA),
+    _gpu("v100-pcie-32gb", ("V100-PCIE-32GB",), (32, 32510, 900), (7, 0), (14, None, 112, None), _VOLTA),
+    _gpu("v100-pcie-16gb", ("V100-PCIE-16GB",), (16, None, 900), (7, 0), (14, None, 112, None), _VOLTA),
+    _gpu("t4-16gb", ("T4",), (16, 14912, 320), (7, 5), (8.1, None, 65, None), _TURING),
 )
-
-
-# A name with one of these is another product than the one without, or a slice of it, and none of those is listed.
-VARIANTS = {"Ti", "D", "SUPER", "Laptop", "Max", "MIG"}
+_BY_DEVICE = {device: gpu for gpu in GPUS for device in gpu.devices}
 
 
 def named(name: str | None) -> Gpu:
@@ -63,11 +199,12 @@ def named(name: str | None) -> Gpu:
 
 
 def find(device_name: str) -> Gpu | None:
-    """The product a driver's device name ("NVIDIA H100 80GB HBM3") stands for, or None if it is not listed."""
-    words = set(device_name.replace("-", " ").split())
-    if words & VARIANTS:
-        return None
-    return next((gpu for gpu in GPUS if words.issuperset(gpu.match)), None)
+    """The product a driver's device name ("NVIDIA H100 80GB HBM3") stands for, or None if it is not listed.
+
+    The whole name counts: "RTX 4090 D", "RTX 4090 Laptop GPU" and "H200 NVL" are other products than what they begin
+    with, and a MIG slice ("... MIG 1g.10gb") is only a part of one.
+    """
+    return _BY_DEVICE.get(device_name.strip().removeprefix("NVIDIA ").removeprefix("Tesla "))
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
@@ -76,3 +213,48 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     if gpu is None:
         return None
     return {"fp32": gpu.fp32, "tf32": gpu.tf32, "fp16": gpu.half, "bf16": gpu.bf16, "bf16_pure": gpu.bf16}[precision]
+
+
+def reported_bytes(gpu: Gpu) -> int | None:
+    """What torch.cuda.get_device_properties says of the card's memory, in bytes; None where nobody published it."""
+    return None if gpu.reported_mib is None else gpu.reported_mib * MIB
+
+
+def memory_limit(gpu: Gpu) -> int:
+    """What PyTorch's allocator can have of the card, in bytes: what torch reports less the CUDA context.
+
+    Everything that asks whether something fits asks this: simulation, frontier, advice.
+    """
+    reported = reported_bytes(gpu)
+    if reported is None:
+        reported = int(gpu.memory_gib * GIB * (1 - SHORTFALL))
+    return reported - CONTEXT_BYTES
+
+
+def smallest(memory_gib: float) -> Gpu | None:
+    """Of the cards of this nominal size the one with the lowest known limit; None for a size that no card has."""
+    cards = [gpu for gpu in GPUS if gpu.memory_gib == memory_gib]
+    return min([gpu for gpu in cards if gpu.reported_mib is not None] or cards, key=memory_limit, default=None)
+
+
+def card_table() -> str:
+    """The cards as a Markdown table for the documentation."""
+
+    def rate(value: float | None) -> str:
+        return "–" if value is None else f"{value / TERA:g}"
+
+    head = (
+        "| `device.gpu` | nominal GiB | torch reports GiB | limit GiB | GB/s | fp32 | tf32 | fp16 | bf16 | source |\n"
+        "|---|---|---|---|---|---|---|---|---|---|"
+    )
+
+    def gib(mib: int | None) -> str:
+        return "–" if mib is None else f"{mib / 1024:.2f}"
+
+    rows = [
+        f"| `{gpu.name}` | {gpu.memory_gib} | {gib(gpu.reported_mib)} | "
+        f"{memory_limit(gpu) / GIB:.2f} | {gpu.bandwidth / 1e9:g} | {rate(gpu.fp32)} | {rate(gpu.tf32)} | "
+        f"{rate(gpu.half)} | {rate(gpu.bf16)} | {gpu.source} |"
+        for gpu in GPUS
+    ]
+    return "\n".join([head, *rows])

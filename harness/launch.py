@@ -40,7 +40,7 @@ def choose_device(overrides: Sequence[str]) -> list[str]:
     given = [o for o in overrides if o.startswith("device=")]
     rest = [o for o in overrides if o != "device=auto"]
     if not given or "device=auto" in given:
-        cuda = bool(machine.visible_gpus(dict(os.environ))) and "+cpu" not in (machine.version("torch") or "")
+        cuda = bool(machine.visible_gpus(os.environ)) and machine.torch_cuda() is not None
         if not cuda:
             print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
         rest.append(f"device={'cuda' if cuda else 'simulated'}")

@@ -6,12 +6,12 @@ Every reading that this machine does not give is None. Not covered: what torch s
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import platform
 import re
-import shutil
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -23,19 +23,44 @@ import pynvml
 from vramsweep import __version__
 
 GIB = 1 << 30
+# What is used of pynvml and the newest of it: older modules of that name lack some.
+_NEEDED = ("NVMLError", "nvmlInit", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetCurrentClocksEventReasons")
+_NVML_ERROR: type[Exception] = getattr(pynvml, "NVMLError", OSError)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as NVML reports it; memory in bytes. `processes` are the ids of compute processes on it."""
+    """One GPU or MIG slice as NVML reports it; memory in bytes; None where NVML does not say.
+
+    `processes` are the ids of compute processes on it, `capability` is the CUDA compute capability. `problem` says why
+    something is None, for a card that is lost or that a container may not ask. `slices` are the uuids of its MIG
+    slices; None for a card that is not in MIG mode, and for a slice.
+    """
 
     index: int
-    name: str
-    uuid: str
-    driver: str
-    memory_total: int
-    memory_used: int
-    processes: tuple[int, ...]
+    name: str | None
+    uuid: str | None
+    driver: str | None
+    memory_total: int | None
+    memory_used: int | None
+    processes: tuple[int, ...] | None
+    capability: tuple[int, int] | None = None
+    problem: str | None = None
+    slices: tuple[str, ...] | None = None
+
+
+def nvml_problem() -> str | None:
+    """What keeps pynvml from being NVIDIA's own module, with the cure; None when it is.
+
+    The distributions `pynvml` (before 12) and `nvidia-ml-py3` install a module of the same name with older functions.
+    """
+    missing = [name for name in _NEEDED if not hasattr(pynvml, name)]
+    if not missing:
+        return None
+    return (
+        f"an outdated package shadows nvidia-ml-py: its pynvml has no {missing[0]}; "
+        "pip uninstall -y pynvml nvidia-ml-py3 && pip install --force-reinstall nvidia-ml-py"
+    )
 
 
 @contextlib.contextmanager
@@ -43,52 +68,159 @@ def nvml() -> Iterator[bool]:
     """Initialise NVML for the block; yields whether there is a driver to ask."""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except (_NVML_ERROR, AttributeError):
         yield False
         return
     try:
         yield True
     finally:
-        pynvml.nvmlShutdown()
+        with contextlib.suppress(_NVML_ERROR):
+            pynvml.nvmlShutdown()
+
+
+def ask(name: str, *arguments: Any) -> tuple[Any, str | None]:
+    """One NVML query by its name: the answer, or None and why there is none."""
+    try:
+        return getattr(pynvml, name)(*arguments), None
+    except AttributeError:
+        return None, nvml_problem() or f"pynvml has no {name}"
+    except _NVML_ERROR as error:
+        return None, str(error)
 
 
 def gpus() -> list[Gpu]:
-    """The machine's GPUs in NVML's order; empty without a driver."""
+    """The machine's GPUs in NVML's order; empty without a driver. One that cannot be asked is listed all the same."""
     with nvml() as present:
         if not present:
             return []
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        count, _ = ask("nvmlDeviceGetCount")
+        driver = _text(ask("nvmlSystemGetDriverVersion")[0])
         found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            found.append(
-                Gpu(
-                    index,
-                    str(pynvml.nvmlDeviceGetName(handle)),
-                    str(pynvml.nvmlDeviceGetUUID(handle)),
-                    driver,
-                    int(memory.total),
-                    int(memory.used),
-                    tuple(p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)),
-                )
-            )
+        for index in range(count or 0):
+            handle, problem = ask("nvmlDeviceGetHandleByIndex", index)
+            empty = Gpu(index, None, None, driver, None, None, None, problem=problem)
+            found.append(empty if handle is None else replace(_gpu(index, handle, driver), slices=_slices(handle)))
         return found
 
 
-def visible_gpus(environ: dict[str, str]) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to a process, in its order."""
+def _slices(handle: Any) -> tuple[str, ...] | None:
+    """The uuids of a card's MIG slices; None if it is not in MIG mode."""
+    mode, _ = ask("nvmlDeviceGetMigMode", handle)
+    if mode is None or mode[0] != 1:
+        return None
+    count, _ = ask("nvmlDeviceGetMaxMigDeviceCount", handle)
+    found = (ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)[0] for number in range(count or 0))
+    named = (_text(ask("nvmlDeviceGetUUID", one)[0]) for one in found if one is not None)
+    return tuple(uuid for uuid in named if uuid is not None)
+
+
+def _gpu(index: int, handle: Any, driver: str | None) -> Gpu:
+    answers = {
+        name: ask(f"nvmlDeviceGet{name}", handle)
+        for name in ("Name", "UUID", "MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability")
+    }
+    value = {name: answer for name, (answer, _) in answers.items()}
+    # a card without a compute capability or a list of processes can still be used; one without a memory is not whole
+    problem = next((why for name in ("Name", "UUID", "MemoryInfo") if (why := answers[name][1])), None)
+    memory, processes, capability = (
+        value[n] for n in ("MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability")
+    )
+    return Gpu(
+        index,
+        _text(value["Name"]),
+        _text(value["UUID"]),
+        driver,
+        None if memory is None else int(memory.total),
+        None if memory is None else int(memory.used),
+        None if processes is None else tuple(p.pid for p in processes),
+        None if capability is None else (int(capability[0]), int(capability[1])),
+        problem,
+    )
+
+
+def _text(value: Any) -> str | None:
+    """NVML's text; older bindings give bytes."""
+    return value.decode() if isinstance(value, bytes) else None if value is None else str(value)
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
+    """The GPUs and MIG slices that CUDA_VISIBLE_DEVICES leaves to a process, in its order.
+
+    Of a card in MIG mode CUDA sees its first slice, or the one that is named "MIG-<uuid>". A slice that NVML may not be
+    asked about is there all the same, its values None: what is named is meant to be used.
+    """
     found = gpus()
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
-        return found
+        return [_used(card, found) for card in found]
     chosen = []
-    for entry in value.split(","):
-        hits = [g for g in found if entry.strip() in (str(g.index), g.uuid) or g.uuid.startswith(entry.strip() or "?")]
-        if not hits:  # as CUDA does: everything after an unknown entry is invisible
+    for entry in (entry.strip() for entry in value.split(",")):
+        card = _named(entry, found)
+        if card is None:  # as CUDA does: everything after an unknown entry is invisible
             break
-        chosen.append(hits[0])
+        chosen.append(card)
     return chosen
+
+
+def _named(entry: str, cards: Sequence[Gpu]) -> Gpu | None:
+    """The card or slice that one entry of CUDA_VISIBLE_DEVICES names: an index, or how a uuid begins."""
+    if entry.startswith("MIG-"):
+        return _slice(entry, cards)
+    hits = [card for card in cards if entry == str(card.index)]
+    hits += [card for card in cards if entry and card.uuid is not None and card.uuid.startswith(entry)]
+    return _used(hits[0], cards) if hits else None
+
+
+def _used(card: Gpu, cards: Sequence[Gpu]) -> Gpu:
+    """What CUDA uses where this card is named: the card, or its first slice."""
+    return (_slice(card.slices[0], cards) if card.slices else None) or card
+
+
+def _slice(entry: str, cards: Sequence[Gpu]) -> Gpu | None:
+    """The MIG slice "MIG-<uuid>", or in an older driver's words "MIG-GPU-<uuid>/<gi>/<ci>"; None without a driver."""
+    if not cards:
+        return None
+    with nvml() as present:
+        handle, problem = ask("nvmlDeviceGetHandleByUUID", entry) if present else (None, "NVML is gone")
+        if handle is None:
+            unknown = Gpu(-1, None, entry, cards[0].driver, None, None, None)
+            return replace(unknown, problem=f"the MIG slice cannot be asked: {problem}")
+        parent, _ = ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+        index, _ = ask("nvmlDeviceGetIndex", parent) if parent is not None else (None, None)
+        found = _gpu(-1 if index is None else int(index), handle, cards[0].driver)
+        capability, _ = ask("nvmlDeviceGetCudaComputeCapability", parent if parent is not None else handle)
+        return replace(
+            found,
+            uuid=found.uuid or entry,
+            capability=found.capability or (None if capability is None else (int(capability[0]), int(capability[1]))),
+        )
+
+
+def again(cards: Sequence[Gpu]) -> list[Gpu]:
+    """The same cards and slices, asked anew; without those that are gone."""
+    found = gpus()
+    known = [card.uuid for card in cards if card.uuid is not None]
+    slices = (_slice(uuid, found) for uuid in known if uuid.startswith("MIG-"))
+    return [card for card in found if card.uuid in known] + [one for one in slices if one is not None]
+
+
+def uuids(cards: Sequence[Gpu]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES must name to leave just these; empty (leave it as it is) where one is not known."""
+    known = [card.uuid for card in cards if card.uuid is not None]
+    return known if len(known) == len(cards) else []
+
+
+def too_many_ranks(visible: int, world_size: int) -> str | None:
+    """Why a trial of `world_size` ranks cannot run where a process sees `visible` GPUs, or None if it can.
+
+    Without any GPU to see nothing is known of the trial: that is a fault of the machine.
+    """
+    if visible == 0 or world_size <= visible:
+        return None
+    return (
+        f"world_size={world_size} needs {world_size} GPUs and {visible} {'is' if visible == 1 else 'are'} visible: "
+        f"use world_size={visible} or fewer, or a larger node"
+    )
 
 
 def host_oom_kills() -> int:
@@ -128,55 +260,39 @@ def git_commit() -> str | None:
     return commit + "+dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
 
 
+def _torch_file() -> str:
+    """The text of torch/version.py, found without importing torch; "" without torch."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        spec = importlib.util.find_spec("torch")
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            return (Path(folder) / "version.py").read_text()
+    return ""
+
+
+def _stated(name: str) -> str | None:
+    match = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", _torch_file(), re.MULTILINE)
+    return match[1] if match else None
+
+
+def torch_version() -> str | None:
+    """torch.__version__ ("2.13.0+cu130"), without importing torch; None where it is not installed.
+
+    The installed distribution's version may lack the part behind "+", which says what it was built for.
+    """
+    return _stated("__version__") or version("torch")
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that torch was built with ("12.8"), without importing it; None for a CPU build or no torch."""
+    return _stated("cuda")
+
+
 def version(package: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of `doctor`: `level` is ok, note or problem."""
-
-    name: str
-    level: str
-    text: str
-
-
-def doctor(results: Path) -> list[Check]:
-    """What a user should know before a night's sweep."""
-    checks = [Check("python", "ok", platform.python_version())]
-    for package in ("torch", "transformers", "deepspeed"):
-        found = version(package)
-        checks.append(Check(package, "ok" if found else "problem", found or f"not installed: pip install {package}"))
-    cards = gpus()
-    if not cards:
-        checks.append(Check("gpu", "note", "no NVIDIA driver or GPU: sweeps run on device=cpu"))
-    for card in cards:
-        text = f"{card.name}, {card.memory_total / GIB:.1f} GiB, driver {card.driver}"
-        checks.append(Check(f"gpu {card.index}", "ok", text))
-        if card.processes:
-            pids = ", ".join(map(str, card.processes))
-            checks.append(Check(f"gpu {card.index}", "problem", f"other processes use it: pid {pids}; end them first"))
-        elif card.memory_used > GIB:
-            text = f"{card.memory_used / GIB:.1f} GiB in use though no process is listed; nvidia-smi may tell more"
-            checks.append(Check(f"gpu {card.index}", "problem", text))
-    if cards and "+cpu" in (version("torch") or ""):
-        checks.append(Check("torch", "problem", "this is a CPU build, it will not see the GPU; install a CUDA build"))
-    folder = results if results.exists() else results.resolve().parent
-    free = shutil.disk_usage(folder).free / GIB
-    checks.append(Check("disk", "ok" if free > 5 else "problem", f"{free:.1f} GiB free for {results}"))
-    available = psutil.virtual_memory().available / GIB
-    checks.append(
-        Check("memory", "ok" if available > 4 else "problem", f"{available:.1f} GiB of host memory available")
-    )
-    load = psutil.getloadavg()[0]
-    cores = psutil.cpu_count() or 1
-    text = f"load {load:.1f} on {cores} cores"
-    checks.append(Check("load", "ok" if load < 0.5 * cores else "note", text))
-    return checks
 
 
 def host_load() -> float | None:
@@ -194,6 +310,6 @@ def facts() -> dict[str, Any]:
         "python_version": platform.python_version(),
         "git_commit": git_commit(),
         "vramsweep_version": __version__,
-        "torch_version": version("torch"),
+        "torch_version": torch_version(),
         "transformers_version": version("transformers"),
     }

@@ -55,8 +55,8 @@ def _speed(planned: Sequence[Planned]) -> float | None:
     if trial is None or trial.device.name == "simulated":
         return None
     if trial.device.name == "cuda":
-        cards = machine.visible_gpus(dict(os.environ))
-        peak = peak_flops(cards[0].name, trial.precision) if cards else None
+        cards = machine.visible_gpus(os.environ)
+        peak = peak_flops(cards[0].name or "", trial.precision) if cards else None
         return None if peak is None else peak / 3
     import numpy as np
 

@@ -66,8 +66,8 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
 
 def known(rows: Sequence[Row], planned: Sequence[Planned], any_system: bool) -> tuple[dict[str, Row], dict[str, Row]]:
     """The rows that count for planned trials, by id, and those of other systems, which do not (any_system: they do)."""
-    seen = machine.visible_gpus(dict(os.environ))
-    mine, others = finished(rows, {p.trial_id: _system(p, seen) for p in planned})
+    seen, facts = machine.visible_gpus(dict(os.environ)), machine.facts()
+    mine, others = finished(rows, {p.trial_id: _system(p, seen, facts) for p in planned})
     return (others | mine, {}) if any_system else (mine, others)
 
 
@@ -121,14 +121,13 @@ def run_trial(
     base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts() | plan.axes(item)
     trial = item.trial
     cards = _cards(trial) if trial else []
-    refused = plan.invalid(item, item.reason) if trial is None else _too_few(item, cards)
-    if refused is not None:
-        return journal.append(base | refused | {"started_at": _now(), "isolation": None})
-    assert trial is not None
+    reason = item.reason if trial is None else machine.too_many_ranks(len(cards), trial.world_size)
+    if trial is None or reason is not None:
+        return journal.append(base | plan.invalid(item, reason) | {"started_at": _now(), "isolation": None})
     base |= _provenance(trial, cards)
     # a simulated allocator is not torch's: one template serves every setting
     conf = "" if trial.device.name == "simulated" else trial.allocator.conf
-    environ = environment(conf, trial.device.name, os.environ, [card.uuid for card in cards])
+    environ = environment(conf, trial.device.name, os.environ, machine.uuids(cards))
     number = _attempts(folder / "attempts" / item.trial_id)
     for tries in range(settings.retries + 1):
         number += 1
@@ -152,7 +151,7 @@ def run_trial(
             "reason": reason,
             "terminal": final and outcome.is_verdict(kind),
             "phase": None if kind is Outcome.OK else _phase(place),
-            "foreign_processes": sorted({*foreign, *(after or [])}) if cards else None,
+            "foreign_processes": sorted({*foreign, *(after or [])}) if listed(cards) or after else None,
             "recording": str((place / RECORDING).relative_to(folder)) if (place / RECORDING).exists() else None,
         }
         row["flags"] = flags(row) if kind is Outcome.OK and trial.device.name != "simulated" else None
@@ -174,13 +173,9 @@ def _cards(trial: Trial) -> list[machine.Gpu]:
     return machine.visible_gpus(dict(os.environ))[: trial.world_size] if trial.device.name == "cuda" else []
 
 
-def _too_few(item: Planned, cards: Sequence[machine.Gpu]) -> Row | None:
-    """The row of a trial with more ranks than cards; where no card can be seen at all, the worker finds out why."""
-    assert item.trial is not None
-    if not cards or len(cards) == item.trial.world_size:
-        return None
-    ranks = f"world_size {item.trial.world_size} needs as many GPUs"
-    return plan.invalid(item, f"{ranks}, and {len(cards)} can be seen here; lower it, or widen CUDA_VISIBLE_DEVICES")
+def listed(cards: Sequence[machine.Gpu]) -> bool:
+    """Whether the driver tells of any of these cards which processes are on it."""
+    return any(card.processes is not None for card in cards)
 
 
 def _provenance(trial: Trial, cards: Sequence[machine.Gpu]) -> Row:
@@ -193,12 +188,12 @@ def _provenance(trial: Trial, cards: Sequence[machine.Gpu]) -> Row:
     }
 
 
-def _system(item: Planned, seen: Sequence[machine.Gpu]) -> tuple[str | None, ...]:
-    """The system that a trial would be measured on now, of the GPUs seen here, as `row.system` says it of rows."""
+def _system(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tuple[str | None, ...]:
+    """The system that a trial would be measured on now, with the GPUs seen here, as `row.system` says it of rows."""
     if item.trial is None:
         return ()
     device = item.trial.device.name
-    return system(machine.facts() | _provenance(item.trial, seen if device == "cuda" else []) | {"device": device})
+    return system(facts | _provenance(item.trial, seen if device == "cuda" else []) | {"device": device})
 
 
 def _attempts(folder: Path) -> int:
@@ -222,10 +217,9 @@ def _phase(place: Path) -> str | None:
 
 def _foreign(cards: Sequence[machine.Gpu], sleep: Callable[[float], None]) -> tuple[int, ...]:
     """Compute processes on the trial's GPUs; between attempts none is ours, but the last may take a moment to go."""
-    uuids = {card.uuid for card in cards}
     found: tuple[int, ...] = ()
     for wait in (0.2, 0.5, 1.0, 0.0):
-        found = tuple(pid for card in machine.gpus() if card.uuid in uuids for pid in card.processes) if uuids else ()
+        found = tuple(pid for card in machine.again(cards) for pid in card.processes or ()) if cards else ()
         if not found:
             return ()
         sleep(wait)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pynvml
 import torch
 
 from vramsweep.harness import machine
@@ -110,61 +109,57 @@ class Nvml:
         self._handle: Any = None
         if device.type != "cuda":
             return
-        cards = machine.visible_gpus(dict(os.environ))
+        cards = machine.visible_gpus(os.environ)
         index = device.index or 0
-        if index < len(cards):
-            pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(cards[index].uuid)
+        if index < len(cards) and cards[index].uuid is not None:
+            machine.ask("nvmlInit")
+            self._handle, _ = machine.ask("nvmlDeviceGetHandleByUUID", cards[index].uuid)
 
-    def read(self, query: Callable[..., Any], *arguments: Any) -> Any:
-        """One NVML query about the device."""
-        if self._handle is None:
-            return None
-        try:
-            return query(self._handle, *arguments)
-        except pynvml.NVMLError:
-            return None
+    def read(self, query: str, *arguments: Any) -> Any:
+        """One NVML query about the device, by its name."""
+        return None if self._handle is None else machine.ask(query, self._handle, *arguments)[0]
 
     def used(self) -> int | None:
         """Bytes in use on the device, by anyone."""
-        info = self.read(pynvml.nvmlDeviceGetMemoryInfo)
+        info = self.read("nvmlDeviceGetMemoryInfo")
         return None if info is None else int(info.used)
 
     def energy_j(self) -> float | None:
         """Energy since the driver loaded, in joules."""
-        millijoules = self.read(pynvml.nvmlDeviceGetTotalEnergyConsumption)
+        millijoules = self.read("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1000
 
     def throttle_reasons(self) -> set[str] | None:
         """Names of the clock event reasons in force, being idle left out."""
-        bits = self.read(pynvml.nvmlDeviceGetCurrentClocksEventReasons)
+        bits = self.read("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
             return None
         return {name for bit, name in _REASONS.items() if bits & bit}
 
     def facts(self) -> dict[str, Any]:
         """Columns about the device."""
-        name, uuid = self.read(pynvml.nvmlDeviceGetName), self.read(pynvml.nvmlDeviceGetUUID)
-        info = self.read(pynvml.nvmlDeviceGetMemoryInfo)
+        info = self.read("nvmlDeviceGetMemoryInfo")
         return {
-            "gpu_name": name,
-            "gpu_uuid": uuid,
-            "driver_version": None if self._handle is None else str(pynvml.nvmlSystemGetDriverVersion()),
+            "gpu_name": self.read("nvmlDeviceGetName"),
+            "gpu_uuid": self.read("nvmlDeviceGetUUID"),
+            "driver_version": None if self._handle is None else machine.ask("nvmlSystemGetDriverVersion")[0],
             "device_total_bytes": None if info is None else int(info.total),
-            "gpu_temperature_c": self.read(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
-            "gpu_sm_clock_mhz": self.read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
+            "gpu_temperature_c": self.read("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
+            "gpu_sm_clock_mhz": self.read("nvmlDeviceGetClockInfo", _CLOCK_SM),
         }
 
 
+# Numbers of nvml.h, which do not change; an outdated module that shadows NVIDIA's lacks some of their names.
+_TEMPERATURE_GPU, _CLOCK_SM = 0, 1
 _REASONS = {
-    pynvml.nvmlClocksEventReasonSwPowerCap: "sw_power_cap",
-    pynvml.nvmlClocksThrottleReasonHwSlowdown: "hw_slowdown",
-    pynvml.nvmlClocksEventReasonSwThermalSlowdown: "sw_thermal_slowdown",
-    pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "hw_thermal_slowdown",
-    pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "hw_power_brake_slowdown",
-    pynvml.nvmlClocksEventReasonSyncBoost: "sync_boost",
-    pynvml.nvmlClocksEventReasonApplicationsClocksSetting: "applications_clocks_setting",
-    pynvml.nvmlClocksEventReasonDisplayClockSetting: "display_clock_setting",
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 from vramsweep.harness import machine, registry
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.errors import EnvironmentFault
+from vramsweep.harness.trial import Trial
 from vramsweep.runners import build, simulated
 from vramsweep.runners.measure import Meter
 
@@ -29,11 +31,12 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
     device = _device(trial)
     build.prepare(trial)
     meter = Meter(trial, folder, device, rank)
-    effective = effective_allocator(trial) if device.type == "cuda" else None
+    effective, unreported = effective_allocator(trial) if device.type == "cuda" else (None, None)
     details: dict[str, Any] = runner.run(trial, device, meter, folder)
     columns = meter.columns() | details
     columns |= {
         "allocator_conf_effective": effective,
+        "notes": [*(columns.get("notes") or []), *([unreported] if unreported else [])] or None,
         "cuda_version": torch.version.cuda,
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
@@ -47,26 +50,29 @@ def _device(trial: Trial) -> torch.device:
     if trial.device.name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise InvalidTrial("device=cuda, but torch sees no CUDA device; `make doctor` tells more, or use device=cpu")
+        raise EnvironmentFault("torch sees no CUDA device; `make doctor` tells more, or use device=cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
 
 
-def effective_allocator(trial: Trial) -> str:
-    """The settings that took effect, canonical, read back from torch. Raises AllocatorMismatch if they differ."""
+def effective_allocator(trial: Trial) -> tuple[str, str | None]:
+    """The settings that took effect, canonical, as torch reports them, and a note naming those that it does not report.
+
+    Raises AllocatorMismatch where a reported one is not what the trial asks for.
+    """
     torch.cuda.init()
     backend = torch.cuda.get_allocator_backend()
     asked = allocator_config.parse(trial.allocator.conf)
-    if backend == "native":
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        effective = allocator_config.from_settings(settings)
-    else:
-        effective = allocator_config.AllocatorConfig(backend=backend)
-    found = allocator_config.differences(asked, effective)
+    settings = torch.cuda.memory._snapshot()["allocator_settings"] if backend == "native" else {}
+    effective = replace(allocator_config.from_settings(settings), backend=backend)
+    known = allocator_config.reported(settings)
+    found = allocator_config.differences(asked, effective, known)
     if found:
         raise AllocatorMismatch("; ".join(found))
-    return effective.render()
+    silent = [option.name for option in asked.set_options() if option.name not in known]
+    note = f"the {backend} allocator does not report whether these took effect: {', '.join(silent)}"
+    return effective.render(known), note if silent else None
 
 
 def _over_ranks(trial: Trial, columns: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 from vramsweep.harness import machine
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
-from vramsweep.harness.gpus import Gpu, named
+from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
 from vramsweep.harness.roofline import Work, estimate
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build
@@ -75,7 +75,7 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     card = named(trial.device.gpu)
     config = allocator_config.parse(trial.allocator.conf)
     trace, details = _trace_kept(trial, card, folder, runner)
-    limit = card.memory_gib * GIB
+    limit = memory_limit(card)
     predicted = replay(trace, config, limit)
     _record(folder, predicted)
     if predicted.failed is not None:
@@ -84,7 +84,8 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
         "prediction_basis": basis(trial),
         "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
         "gpu_name": card.name,
-        "device_total_bytes": limit,
+        "device_total_bytes": reported_bytes(card),
+        "memory_limit_bytes": limit,
         "allocator_conf_effective": config.render(),
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
@@ -213,8 +214,9 @@ def _refused(predicted: Prediction, card: Gpu, without_limit: Prediction) -> str
     step, phase = predicted.failed.step, predicted.failed.phase
     where = "while loading" if step is None else f"in the {phase} phase of step {step}"
     return (
-        f"{card.name} ({card.memory_gib} GiB) is too small: a request of {predicted.failed_request / MIB:,.1f} MiB "
-        f"fails {where}; without a limit the run would reserve {without_limit.peak['reserved'] / GIB:,.2f} GiB"
+        f"{card.name} ({memory_limit(card) / GIB:.2f} GiB without the CUDA context) is too small: a request of "
+        f"{predicted.failed_request / MIB:,.1f} MiB fails {where}; without a limit the run would reserve "
+        f"{without_limit.peak['reserved'] / GIB:,.2f} GiB"
     )
 
 

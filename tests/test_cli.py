@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from vramsweep.harness import cli, launch, machine
+from vramsweep.harness import cli, doctor, launch, machine
 from vramsweep.harness.errors import UserError
 
 
@@ -151,17 +151,17 @@ def card(name: str = "NVIDIA H100 80GB HBM3", processes: tuple[int, ...] = ()) -
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "gpus", lambda: [card(processes=(99,))])
-    checks = machine.doctor(tmp_path)
+    checks = doctor.doctor(tmp_path)
     problems = [c for c in checks if c.level == "problem"]
     assert any("pid 99" in c.text for c in problems)
     monkeypatch.setattr(machine, "gpus", list)
-    checks = machine.doctor(tmp_path / "results")
+    checks = doctor.doctor(tmp_path / "results")
     assert any(c.name == "gpu" and c.level == "note" for c in checks)
     assert {c.name for c in checks} >= {"python", "torch", "transformers", "deepspeed", "disk", "memory", "load"}
 
 
 def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(machine, "version", lambda package: "2.13.0+cu130")
+    monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [card()])
     assert launch.choose_device(["sweep=auto", "device=auto"]) == ["sweep=cuda", "device=cuda"]
     assert capsys.readouterr().err == ""

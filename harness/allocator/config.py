@@ -6,7 +6,7 @@ where upstream would read only its first digits ("128.7"), and an unknown option
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -252,12 +252,14 @@ class AllocatorConfig:
         """The options whose value is not torch's default, in the order of the table."""
         return [o for o in OPTIONS if getattr(self, o.name) != getattr(_DEFAULT, o.name)]
 
-    def render(self) -> str:
+    def render(self, only: Collection[str] | None = None) -> str:
         """The canonical text: only what differs from the defaults, in the table's order; "" for all defaults.
 
-        `>` is never written: releases disagree about which interval it starts from.
+        `only` names the options that may be in it. `>` is never written: releases disagree about which interval it
+        starts from.
         """
-        return ",".join(f"{o.name}:{_text(o, getattr(self, o.name))}" for o in self.set_options())
+        chosen = [o for o in self.set_options() if only is None or o.name in only]
+        return ",".join(f"{o.name}:{_text(o, getattr(self, o.name))}" for o in chosen)
 
 
 _DEFAULT = AllocatorConfig()
@@ -281,39 +283,60 @@ def parse(text: str) -> AllocatorConfig:
     return AllocatorConfig(**values)
 
 
+# The keys of `allocator_settings` and the options whose value they report (`torch::cuda::_memory_snapshot_pickled`).
+_REPORTED = {
+    "expandable_segments": "expandable_segments",
+    "release_lock_on_cudamalloc": "release_lock_on_cudamalloc",
+    "pinned_use_cuda_host_register": "pinned_use_cuda_host_register",
+    "graph_capture_record_stream_reuse": "graph_capture_record_stream_reuse",
+    "pinned_num_register_threads": "pinned_num_register_threads",
+    "max_split_size": "max_split_size_mb",
+    "garbage_collection_threshold": "garbage_collection_threshold",
+    "roundup_power2_divisions": "roundup_power2_divisions",
+}
+
+
+def reported(settings: Mapping[str, Any]) -> frozenset[str]:
+    """The options whose value `allocator_settings` reports; of the others it only keeps the text that was asked for.
+
+    cudaMallocAsync takes no snapshot, so its settings are empty and nothing but the backend is known of it.
+    """
+    return frozenset({"backend"} | {option for key, option in _REPORTED.items() if key in settings})
+
+
 def from_settings(settings: Mapping[str, Any]) -> AllocatorConfig:
     """The settings in force, from `torch.cuda.memory._snapshot()["allocator_settings"]`.
 
-    What the snapshot reports as a value (`torch::cuda::_memory_snapshot_pickled`) is taken from there; the other
-    options from the text it keeps of the variable. Raises AllocatorConfigError on a malformed or unknown entry.
+    What the snapshot reports as a value (`reported` names it) is taken from there; the other options from the text it
+    keeps of the variable, which proves nothing. Raises AllocatorConfigError on a malformed or unknown entry.
     """
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not isinstance(text, str):
         raise AllocatorConfigError("allocator_settings: PYTORCH_CUDA_ALLOC_CONF is not text")
     asked = parse(text)
     values: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(asked)}
-    for name in (
-        "expandable_segments",
-        "release_lock_on_cudamalloc",
-        "pinned_use_cuda_host_register",
-        "graph_capture_record_stream_reuse",
-    ):
-        if name in settings:
-            values[name] = _typed(settings, name, bool)
-    if "pinned_num_register_threads" in settings:
-        values["pinned_num_register_threads"] = _typed(settings, "pinned_num_register_threads", int)
-    if "max_split_size" in settings:  # bytes; -1 (all bits set, read as signed) is "no limit"
-        size = _typed(settings, "max_split_size", int)
-        values["max_split_size_mb"] = None if size < 0 else size // MIB
-    if "garbage_collection_threshold" in settings:
-        values["garbage_collection_threshold"] = _typed(settings, "garbage_collection_threshold", float) or None
-    if "roundup_power2_divisions" in settings:
-        table = _typed(settings, "roundup_power2_divisions", dict)
+    for key, name in _REPORTED.items():
+        if key in settings:
+            values[name] = _value(settings, key)
+    return AllocatorConfig(**values)
+
+
+def _value(settings: Mapping[str, Any], key: str) -> Any:
+    """One reported setting in the option's own unit."""
+    if key == "pinned_num_register_threads":
+        return _typed(settings, key, int)
+    if key == "max_split_size":  # bytes; -1 (all bits set, read as signed) is "no limit"
+        size = _typed(settings, key, int)
+        return None if size < 0 else size // MIB
+    if key == "garbage_collection_threshold":
+        return _typed(settings, key, float) or None
+    if key == "roundup_power2_divisions":
+        table = _typed(settings, key, dict)
         try:
-            values["roundup_power2_divisions"] = tuple(int(table[str(1 << i)]) for i in range(INTERVALS))
+            return tuple(int(table[str(1 << i)]) for i in range(INTERVALS))
         except (KeyError, TypeError, ValueError):
             raise AllocatorConfigError("allocator_settings: roundup_power2_divisions is not complete") from None
-    return AllocatorConfig(**values)
+    return _typed(settings, key, bool)
 
 
 def problems(config: AllocatorConfig, torch_version: str | None, *, memory_limited: bool = False) -> list[str]:
@@ -346,12 +369,15 @@ def problems(config: AllocatorConfig, torch_version: str | None, *, memory_limit
     return found
 
 
-def differences(asked: AllocatorConfig, effective: AllocatorConfig) -> list[str]:
-    """One line per option whose value in force is not the one asked for; empty when all took."""
+def differences(asked: AllocatorConfig, effective: AllocatorConfig, only: Collection[str] | None = None) -> list[str]:
+    """One line per option whose value in force is not the one asked for; empty when all took.
+
+    `only` names the options to compare, where not all of `effective` is known.
+    """
     return [
         f"{o.name}: asked for {_text(o, getattr(asked, o.name))}, in force is {_text(o, getattr(effective, o.name))}"
         for o in OPTIONS
-        if getattr(asked, o.name) != getattr(effective, o.name)
+        if (only is None or o.name in only) and getattr(asked, o.name) != getattr(effective, o.name)
     ]
 
 

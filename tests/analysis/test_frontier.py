@@ -7,6 +7,8 @@ import synthetic
 
 from vramsweep.analysis.frontier import frontier, text
 from vramsweep.analysis.load import Table, from_frame
+from vramsweep.analysis.metrics import METRICS
+from vramsweep.analysis.observe import allocator_limits, observations
 
 
 def table(**options: object) -> Table:
@@ -39,6 +41,33 @@ def test_the_largest_batch_per_length() -> None:
 
 
 def test_a_row_that_ran_out_of_memory_on_a_smaller_device_proves_nothing_about_a_larger_one() -> None:
-    limits = {limit.gib: limit for limit in frontier(table(batches=(4,)), [24, 80])}
-    assert limits[24].smallest_too_large == 4096
+    limits = {limit.gib: limit for limit in frontier(table(batches=(4,)), [23, 80])}
+    assert limits[23].smallest_too_large == 4096
     assert limits[80].smallest_too_large is None
+
+
+def test_a_size_is_what_a_card_of_it_really_leaves() -> None:
+    """An 80 GiB card never has 80 GiB for tensors, and NVML's figure counts the context, which is not a tensor."""
+    rows = pd.DataFrame(synthetic.sweep(allocators=("default",), batches=(1,), device_gib=200))
+    for basis in ("device_used_bytes", "peak_reserved_bytes"):
+        frame = rows if basis == "device_used_bytes" else rows.assign(device_used_bytes=None)
+        frame.loc[0, basis] = 79 << 30  # of 80 GiB; no 80 GiB card's allocator has it
+        (limit,) = frontier(from_frame(frame.iloc[:1], "test"), [80])
+        assert 78 < limit.usable_gib < 79
+        assert (limit.largest_ok is None) == (basis == "peak_reserved_bytes")
+        assert "80 GiB (78.4 usable)" in text([limit])
+    (odd,) = frontier(from_frame(rows.iloc[:1], "test"), [83])
+    assert odd.usable_gib == 83
+    assert "83 GiB:" in text([odd])
+
+
+def test_a_simulated_row_that_did_not_fit_needed_more_than_its_card_s_allocator_has() -> None:
+    """Not more than the card's memory: between the two lies the CUDA context."""
+    rows = pd.DataFrame(synthetic.sweep(allocators=("default",), batches=(4,)))
+    limit = rows["outcome"].eq("ok").map({True: 20 << 30, False: None})
+    frame = from_frame(rows.assign(memory_limit_bytes=limit), "test").frame
+    assert set(allocator_limits(frame)) == {20 << 30}
+    points = observations(frame, METRICS["peak_reserved_bytes"])
+    assert len(points.bound_y) and set(points.bound_y) == {20 << 30}
+    measured = from_frame(rows, "test").frame
+    assert max(allocator_limits(measured)) < 24 << 30

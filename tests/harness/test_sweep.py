@@ -159,7 +159,7 @@ def test_more_ranks_than_cards_is_invalid_and_nothing_is_started(
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100])
     row, slept, _ = run_fake(tmp_path, [], 1, device={"name": "cuda"}, sharding="fsdp2", world_size=2)
     assert (row["outcome"], row["attempt"], slept) == ("invalid", 0, [])
-    assert "world_size 2 needs as many GPUs, and 1 can be seen here" in row["reason"]
+    assert "world_size=2 needs 2 GPUs and 1 is visible" in row["reason"]
 
 
 def test_a_row_says_on_which_card_it_ran_out_of_memory_and_what_speaks_against_it(

@@ -18,6 +18,7 @@ import torch
 from conftest import tiny
 
 from vramsweep.harness import trial as trials
+from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.row import complete
 from vramsweep.runners import run
 from vramsweep.runners.measure import Meter
@@ -191,3 +192,52 @@ def test_a_trial_on_the_stand_in_reads_its_settings_back(
     asked = trials.parse(tiny(device={"name": "cuda"}, allocator={"name": "e", "conf": "expandable_segments:True"}))
     with pytest.raises(run.AllocatorMismatch, match="expandable_segments"):
         run.run(asked, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("conf", "backend", "settings", "effective", "note"),
+    [
+        (
+            "backend:cudaMallocAsync,pinned_free_catch_all:True,pinned_use_background_threads:True",
+            "cudaMallocAsync",
+            {},
+            "backend:cudaMallocAsync",
+            "the cudaMallocAsync allocator does not report whether these took effect: pinned_use_background_threads, "
+            "pinned_free_catch_all",
+        ),
+        (
+            "expandable_segments:True,pinned_free_catch_all:True",
+            "native",
+            {"expandable_segments": True, "max_split_size": -1},
+            "expandable_segments:True",
+            "the native allocator does not report whether these took effect: pinned_free_catch_all",
+        ),
+        ("max_split_size_mb:128", "native", {"max_split_size": 128 * MIB}, "max_split_size_mb:128", None),
+    ],
+)
+def test_what_the_allocator_does_not_report_is_said_not_echoed(
+    card: Card,
+    monkeypatch: pytest.MonkeyPatch,
+    conf: str,
+    backend: str,
+    settings: dict[str, Any],
+    effective: str,
+    note: str | None,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    kept = {"PYTORCH_CUDA_ALLOC_CONF": conf, **settings}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": kept})
+    trial = trials.parse(tiny(device={"name": "cuda"}, allocator={"name": "custom", "conf": conf}))
+    assert run.effective_allocator(trial) == (effective, note)
+
+
+def test_a_reported_setting_that_did_not_take_is_an_error(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = trials.parse(tiny(device={"name": "cuda"}, allocator={"name": "custom", "conf": "backend:cudaMallocAsync"}))
+    with pytest.raises(run.AllocatorMismatch, match="asked for cudaMallocAsync, in force is native"):
+        run.effective_allocator(trial)
+
+
+def test_no_device_is_the_machine_s_fault_not_the_trial_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EnvironmentFault, match="torch sees no CUDA device"):
+        run._device(trials.parse(tiny(device={"name": "cuda"})))

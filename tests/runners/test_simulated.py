@@ -50,13 +50,14 @@ def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> Non
         assert row["load_peak_allocated_bytes"] <= row["peak_allocated_bytes"] <= row["peak_reserved_bytes"]
         assert all(row[name] is None for name in MEASURED)
         assert row["simulated_gpu"] == "a100-80gb"
+        assert 78 << 30 < row["memory_limit_bytes"] < row["device_total_bytes"] < 80 << 30
     assert rows[0]["peak_allocated_bytes"] == rows[1]["peak_allocated_bytes"]
     assert rows[0]["estimated_step_s"] == rows[1]["estimated_step_s"] > 0  # traced, and from the kept trace
     assert rows[4]["estimated_step_s"] is None
     assert [row["allocator_conf_effective"] for row in rows[:2]] == ["", "expandable_segments:True"]
     assert "cannot be simulated" in rows[2]["reason"]
     assert "a100-80gb" in rows[3]["reason"]
-    assert "t4-16gb (16 GiB) is too small" in rows[4]["reason"]
+    assert "t4-16gb (13.88 GiB without the CUDA context) is too small" in rows[4]["reason"]
     assert rows[4]["phase"] == "step 0, forward"
 
 

@@ -17,6 +17,7 @@ from vramsweep.harness.allocator.config import (
     option_table,
     parse,
     problems,
+    reported,
 )
 from vramsweep.harness.errors import UserError
 
@@ -226,6 +227,18 @@ def test_settings_that_did_not_take_show():
     assert from_settings({"max_split_size": 128 * MIB}).max_split_size_mb == 128
 
 
+def test_what_is_not_reported_is_neither_compared_nor_echoed():
+    asked = parse("max_split_size_mb:128,pinned_free_catch_all:True,throw_on_cudamalloc_oom:True")
+    settings = settings_of(asked)
+    known = reported(settings)
+    assert {"backend", "max_split_size_mb", "expandable_segments", "roundup_power2_divisions"} <= known
+    assert not known & {"pinned_free_catch_all", "throw_on_cudamalloc_oom", "per_process_memory_fraction"}
+    assert from_settings(settings).render(known) == "max_split_size_mb:128"
+    other = parse("max_split_size_mb:256")
+    assert differences(asked, other, known) == ["max_split_size_mb: asked for 128, in force is 256"]
+    assert reported({}) == {"backend"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -242,3 +255,9 @@ def test_malformed_settings_are_refused(settings, message):
 
 def test_the_documentation_has_the_table():
     assert option_table() in DOCS.read_text(), "docs/allocator.md is out of step: paste the output of option_table()"
+
+
+def test_the_documentation_names_what_is_read_back():
+    told = DOCS.read_text().split("### What is read back")[1].split("What contradicts what")[0]
+    named = {option.name for option in OPTIONS if f"`{option.name}`" in told} | {"backend"}
+    assert named == reported(settings_of(AllocatorConfig()))

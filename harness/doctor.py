@@ -1,0 +1,202 @@
+"""Is this machine fit for a night: driver, torch, cards, disk, memory, load, and what the environment would falsify.
+
+Reads what machine.py reads; starts nothing on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from vramsweep.harness import machine
+from vramsweep.harness.machine import GIB, Gpu
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of `doctor`: `level` is ok, note or problem."""
+
+    name: str
+    level: str
+    text: str
+
+
+# Oldest driver branch for each CUDA major version ("Minor Version Compatibility", CUDA Compatibility, NVIDIA).
+DRIVERS = {11: 450, 12: 525, 13: 580}
+FALSIFYING = {
+    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait for the one before, so speed is not that of training",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "switches off the caching allocator, so its counters mean nothing",
+    "NVIDIA_TF32_OVERRIDE": "overrides the precision that a trial asks for",
+}
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check]:
+    """What a user should know before a night's sweep."""
+    checks = [Check("python", "ok", platform.python_version())]
+    for package in ("torch", "transformers", "deepspeed"):
+        found = machine.torch_version() if package == "torch" else machine.version(package)
+        checks.append(Check(package, "ok" if found else "problem", found or f"not installed: pip install {package}"))
+    shadowed = machine.nvml_problem()
+    if shadowed:
+        checks.append(Check("nvml", "problem", shadowed))
+    cards = machine.gpus()
+    if not cards:
+        checks.append(Check("gpu", "note", "no NVIDIA driver or GPU: sweeps run on device=simulated"))
+    for card in cards:
+        checks += _card(card)
+    if cards:
+        checks += _visible(environ)
+        with machine.nvml():
+            driver_cuda, _ = machine.ask("nvmlSystemGetCudaDriverVersion_v2")
+        checks += compatible(cards[0].driver, driver_cuda, machine.torch_version(), machine.torch_cuda(), cards)
+    checks += _environment(environ)
+    checks.append(_disk(results))
+    checks += _host()
+    return checks
+
+
+def _card(card: Gpu) -> list[Check]:
+    name = f"gpu {card.index}"
+    size = "unknown memory" if card.memory_total is None else f"{card.memory_total / GIB:.1f} GiB"
+    checks = [Check(name, "ok", f"{card.name or 'unknown card'}, {size}, driver {card.driver or 'unknown'}")]
+    if card.problem is not None:
+        if "permission" in card.problem.lower():
+            said = f"not all of it may be read here ({card.problem}), as in a container that has a MIG slice"
+            checks = [Check(name, "note", f"{checks[0].text}; {said}")]
+        else:
+            said = f"NVML says: {card.problem}; leave it out with CUDA_VISIBLE_DEVICES, or reset it or reboot the node"
+            checks = [Check(name, "problem", f"{checks[0].text}; {said}")]
+    if card.slices is not None:
+        said = f"in MIG mode with {len(card.slices)} slice(s)"
+        how = f"choose one with CUDA_VISIBLE_DEVICES={card.slices[0]}" if card.slices else "it has none: nvidia-smi mig"
+        checks.append(Check(name, "note", f"{said}; {how}"))
+    elif card.processes:
+        pids = ", ".join(map(str, card.processes))
+        checks.append(Check(name, "problem", f"other processes use it: pid {pids}; end them first"))
+    elif card.memory_used is not None and card.memory_used > GIB:
+        text = f"{card.memory_used / GIB:.1f} GiB in use though no process is listed; nvidia-smi may tell more"
+        checks.append(Check(name, "problem", text))
+    return checks
+
+
+def _visible(environ: Mapping[str, str]) -> list[Check]:
+    """What CUDA_VISIBLE_DEVICES leaves, where it is set."""
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return []
+    seen = machine.visible_gpus(environ)
+    if not seen:
+        text = f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU: unset it, or name one by index or uuid"
+        return [Check("visible", "problem", text)]
+    names = ", ".join(
+        (card.name or card.uuid or "unknown card") + (f" ({card.problem})" if card.problem else "") for card in seen
+    )
+    return [Check("visible", "ok", f"CUDA_VISIBLE_DEVICES leaves {names}")]
+
+
+def compatible(
+    driver: str | None, driver_cuda: int | None, torch: str | None, cuda: str | None, cards: Sequence[Gpu]
+) -> list[Check]:
+    """Whether this driver and these cards can run this torch, which was built with CUDA `cuda` (None: for CPUs).
+
+    `driver_cuda` is the newest CUDA that the driver library knows, as NVML gives it (12080 is 12.8). Within a major
+    version any driver of it will do.
+    """
+    if torch is None:
+        return []
+    if cuda is None:
+        return [Check("torch", "problem", f"{torch} is a CPU build, it will not see the GPU; install a CUDA build")]
+    need = _numbers(cuda)
+    has = None if driver_cuda is None else (driver_cuda // 1000, driver_cuda % 1000 // 10)
+    branch = None if driver is None else _numbers(driver)[0]
+    oldest = DRIVERS.get(need[0])
+    checks = []
+    too_old_branch = branch is not None and oldest is not None and branch < oldest
+    old = too_old_branch if has is None else has[0] < need[0]
+    said = f"driver {driver}" + ("" if has is None else f" (up to CUDA {has[0]}.{has[1]})")
+    if old:
+        wanted = "a newer driver" if oldest is None else f"driver {oldest} or newer"
+        other = f"a torch built for CUDA {has[0]}" if has is not None else "a torch built for an older CUDA"
+        checks.append(
+            Check("cuda", "problem", f"torch is built with CUDA {cuda}, {said}: install {wanted}, or {other}")
+        )
+    else:
+        newer = has is not None and has < need[:2]
+        note = "; older than torch's within one major version, which works for compiled kernels only" if newer else ""
+        checks.append(Check("cuda", "note" if newer else "ok", f"torch is built with CUDA {cuda}, {said}{note}"))
+    low, high = capabilities(torch, cuda)
+    for card in cards:
+        if card.capability is not None and not low <= card.capability < high:
+            has_text, where = ".".join(map(str, card.capability)), f"gpu {card.index}"
+            cure = "CUDA 12.8 or newer" if card.capability >= high else "CUDA 12.6"
+            text = f"compute capability {has_text}: torch {torch} has no kernels for it; install one built with {cure}"
+            checks.append(Check(where, "problem", text))
+    return checks
+
+
+def capabilities(torch: str, cuda: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The lowest compute capability that PyTorch's own builds have kernels for, and the first that they have none for.
+
+    Source: "PyTorch CUDA Support Matrix" in its RELEASE.md, and pytorch/pytorch#172352 (no Volta from 2.11 and CUDA
+    12.8 on). CUDA 13 cannot build for anything before Turing; Blackwell begins with CUDA 12.8.
+    """
+    built, release = _numbers(cuda)[:2], _numbers(torch)[:2]
+    if built >= (13, 0) or (built >= (12, 8) and release >= (2, 11)):
+        low = (7, 5)
+    else:
+        low = (7, 0) if built >= (12, 8) else (5, 0)
+    return low, ((99, 0) if built >= (12, 8) else (10, 0))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version, 0 where there is none."""
+    found = [int(n) for n in re.findall(r"\d+", text.split("+")[0])]
+    return tuple([*found, 0, 0][:2])
+
+
+def _environment(environ: Mapping[str, str]) -> list[Check]:
+    """Variables that would falsify what is measured, or that an outer launcher left."""
+    checks = [
+        Check("environment", "problem", f"{name}={environ[name]} {why}: unset it")
+        for name, why in FALSIFYING.items()
+        if name in environ and not (name == "CUDA_LAUNCH_BLOCKING" and environ[name] in ("", "0"))
+    ]
+    ranks = [name for name in RANK_VARIABLES if name in environ]
+    if ranks:
+        said = (
+            f"{', '.join(ranks)} set by an outer launcher; workers start their own ranks: run the sweep outside of it"
+        )
+        checks.append(Check("environment", "note", said))
+    return checks
+
+
+def _disk(results: Path) -> Check:
+    """Room where the rows will go: on the nearest folder above that exists."""
+    try:
+        place = results.resolve()
+        folder = next((folder for folder in (place, *place.parents) if folder.exists()), Path("/"))
+        free = shutil.disk_usage(folder).free / GIB
+    except OSError as error:
+        return Check("disk", "problem", f"{results} cannot be looked at: {error.strerror}; name another --results")
+    return Check("disk", "ok" if free > 5 else "problem", f"{free:.1f} GiB free for {results}")
+
+
+def _host() -> list[Check]:
+    checks = []
+    with contextlib.suppress(OSError, psutil.Error):
+        available = psutil.virtual_memory().available / GIB
+        level = "ok" if available > 4 else "problem"
+        checks.append(Check("memory", level, f"{available:.1f} GiB of host memory available"))
+    with contextlib.suppress(OSError, psutil.Error):
+        load, cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
+        checks.append(Check("load", "ok" if load < 0.5 * cores else "note", f"load {load:.1f} on {cores} cores"))
+    return checks

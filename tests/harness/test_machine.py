@@ -1,0 +1,279 @@
+"""What NVML, torch's files and the environment say, on a stand-in for NVML; what doctor makes of it."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from vramsweep.harness import doctor, launch, machine
+
+MIG = "MIG-5a16ef8d-7d73-5e67-b4a4-0f6f6e4f0f3c"  # the form of "nvidia-smi -L"
+OLD_MIG = "MIG-GPU-4b4a5c1e-7d73-5e67-b4a4-0f6f6e4f0f3c/1/0"  # before driver 470
+
+
+class Driver:
+    """NVML with some cards: values by query name, an exception to raise, or a table by handle."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cards: list[dict[str, Any]], **system: Any) -> None:
+        self.cards = cards
+        self.handles = {card["UUID"]: card for card in cards if isinstance(card.get("UUID"), str)}
+        self.slices = {s["UUID"]: s for card in cards for s in card.get("slices", ())}
+        answers = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetDriverVersion": lambda: system.get("driver", "580.95.05"),
+            "nvmlSystemGetCudaDriverVersion_v2": lambda: system.get("cuda", 13000),
+            "nvmlDeviceGetCount": lambda: len(cards),
+            "nvmlDeviceGetHandleByIndex": self.by_index,
+            "nvmlDeviceGetHandleByUUID": self.by_uuid,
+            "nvmlDeviceGetMigMode": lambda card: (1, 1) if "slices" in card else given(card.get("MigMode", missing())),
+            "nvmlDeviceGetMaxMigDeviceCount": lambda card: 7,
+            "nvmlDeviceGetMigDeviceHandleByIndex": self.slice,
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda s: next(c for c in cards if s in c["slices"]),
+            "nvmlDeviceGetIndex": lambda card: cards.index(card),
+        }
+        for query in ("Name", "UUID", "MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability"):
+            answers[f"nvmlDeviceGet{query}"] = lambda card, query=query: given(card.get(query, missing()))
+        for name, stand_in in answers.items():
+            monkeypatch.setattr(pynvml, name, stand_in)
+
+    def by_index(self, index: int) -> Any:
+        return given(self.cards[index].get("handle", self.cards[index]))
+
+    def by_uuid(self, uuid: str) -> Any:
+        if uuid in self.slices:
+            return given(self.slices[uuid].get("handle", self.slices[uuid]))
+        return self.handles[uuid] if uuid in self.handles else given(pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND))
+
+    def slice(self, card: dict[str, Any], number: int) -> Any:
+        if number >= len(card["slices"]):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return card["slices"][number]
+
+
+def missing() -> Exception:
+    return pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def given(value: Any) -> Any:
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def card(number: int = 0, **over: Any) -> dict[str, Any]:
+    return {
+        "Name": "NVIDIA H100 80GB HBM3",
+        "UUID": f"GPU-{number}4b4a5c1e",
+        "MemoryInfo": types.SimpleNamespace(total=81559 << 20, used=4 << 20),
+        "ComputeRunningProcesses": [],
+        "CudaComputeCapability": (9, 0),
+    } | over
+
+
+def in_mig_mode(**over: Any) -> dict[str, Any]:
+    """A card in MIG mode as a container sees it, which may read neither its memory nor its processes."""
+    refused = pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+    part = card() | {
+        "Name": "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "UUID": MIG,
+        "MemoryInfo": types.SimpleNamespace(total=40448 << 20, used=16 << 20),
+        "CudaComputeCapability": missing(),  # of a slice NVML does not say it
+    }
+    return card(MemoryInfo=refused, ComputeRunningProcesses=refused, slices=[part | over])
+
+
+def levels(checks: list[doctor.Check], name: str) -> list[tuple[str, str]]:
+    return [(check.level, check.text) for check in checks if check.name == name]
+
+
+def test_a_lost_card_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lost = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+    Driver(monkeypatch, [card(0), card(1, handle=lost), card(2, MemoryInfo=lost, ComputeRunningProcesses=lost)])
+    whole, gone, half = machine.gpus()
+    assert (whole.name, whole.memory_total, whole.processes, whole.problem) == (
+        "NVIDIA H100 80GB HBM3", 81559 << 20, (), None,
+    )  # fmt: skip
+    assert (gone.index, gone.name, gone.uuid, gone.memory_total, gone.processes) == (1, None, None, None, None)
+    assert gone.problem == half.problem == "GPU is lost"
+    assert half.name == whole.name and half.memory_total is None and half.processes is None
+    checks = doctor.doctor(tmp_path, {})
+    assert [level for level, _ in levels(checks, "gpu 0")] == ["ok"]
+    assert [level for level, _ in levels(checks, "gpu 1")] == ["problem"]
+    assert "GPU is lost" in levels(checks, "gpu 1")[0][1]
+    assert [one.index for one in machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0,2"})] == [0, 2]
+    assert machine.uuids(machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"})) == ["GPU-04b4a5c1e"]
+    assert machine.uuids([whole, gone]) == []
+
+
+@pytest.mark.parametrize("named", [{}, {"CUDA_VISIBLE_DEVICES": MIG}, {"CUDA_VISIBLE_DEVICES": "0"}])
+def test_a_mig_slice_is_a_device_with_its_own_name_and_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: dict[str, str]
+) -> None:
+    Driver(monkeypatch, [in_mig_mode()])
+    (seen,) = machine.visible_gpus(named)
+    assert (seen.uuid, seen.name, seen.memory_total) == (MIG, "NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40448 << 20)
+    assert (seen.index, seen.capability, seen.problem) == (0, (9, 0), None)
+    assert machine.uuids([seen]) == [MIG]
+    assert machine.again([seen]) == [seen]
+    checks = doctor.doctor(tmp_path, named)
+    assert [level for level, _ in levels(checks, "gpu 0")] == ["note", "note"]
+    assert "Insufficient Permissions" in levels(checks, "gpu 0")[0][1]
+    assert MIG in levels(checks, "gpu 0")[1][1]
+
+
+@pytest.mark.parametrize("name", [MIG, OLD_MIG])
+def test_a_mig_slice_that_may_not_be_asked_is_still_a_cuda_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    Driver(monkeypatch, [in_mig_mode(UUID=name, handle=pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION))])
+    (seen,) = machine.visible_gpus({"CUDA_VISIBLE_DEVICES": name})
+    assert (seen.uuid, seen.name, seen.memory_total, seen.processes) == (name, None, None, None)
+    assert seen.problem is not None and "Insufficient Permissions" in seen.problem
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+    monkeypatch.setattr(machine, "torch_cuda", lambda: "12.8")
+    assert launch.choose_device([]) == ["device=cuda"]
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_driver_nothing_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", none)
+    assert machine.gpus() == machine.visible_gpus({"CUDA_VISIBLE_DEVICES": MIG}) == []
+
+
+def test_an_outdated_module_of_the_same_name_is_said_with_its_cure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """pynvml 8 and nvidia-ml-py3 have no compute capability and return bytes."""
+    Driver(monkeypatch, [card(Name=b"Tesla T4", UUID=b"GPU-1")])
+    assert machine.nvml_problem() is None
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetCudaComputeCapability")
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetMigMode")
+    (seen,) = machine.gpus()
+    assert (seen.name, seen.uuid, seen.capability) == ("Tesla T4", "GPU-1", None)
+    found = levels(doctor.doctor(tmp_path, {}), "nvml")
+    assert [level for level, _ in found] == ["problem"]
+    assert "pip uninstall -y pynvml" in found[0][1]
+    monkeypatch.delattr(pynvml, "nvmlInit")
+    assert machine.gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "reason"),
+    [
+        (1, 1, None),
+        (8, 8, None),
+        (0, 2, None),  # no GPU at all says nothing about the trial
+        (1, 2, "world_size=2 needs 2 GPUs and 1 is visible: use world_size=1 or fewer, or a larger node"),
+        (4, 8, "world_size=8 needs 8 GPUs and 4 are visible: use world_size=4 or fewer, or a larger node"),
+    ],
+)
+def test_ranks_beyond_the_visible_cards(visible: int, ranks: int, reason: str | None) -> None:
+    assert machine.too_many_ranks(visible, ranks) == reason
+
+
+H100, V100, T4, RTX5090 = (9, 0), (7, 0), (7, 5), (12, 0)
+
+
+@pytest.mark.parametrize(
+    ("driver", "driver_cuda", "torch", "cuda", "capability", "expected"),
+    [
+        ("580.95.05", 13000, "2.13.0+cu130", "13.0", H100, {"cuda": "ok"}),
+        ("535.183.01", 12020, "2.11.0+cu128", "12.8", H100, {"cuda": "note"}),  # any driver of the same major version
+        ("525.60.13", 12000, "2.6.0+cu124", "12.4", T4, {"cuda": "note"}),
+        ("570.124.06", 12080, "2.13.0+cu130", "13.0", H100, {"cuda": "problem"}),
+        ("470.82.01", 11040, "2.6.0+cu124", "12.4", H100, {"cuda": "problem"}),
+        ("535.183.01", 13000, "2.13.0+cu130", "13.0", H100, {"cuda": "ok"}),  # the forward compatibility package
+        ("470.82.01", None, "2.6.0+cu124", "12.4", H100, {"cuda": "problem"}),
+        ("580.95.05", None, "2.13.0+cu130", "13.0", H100, {"cuda": "ok"}),
+        ("580.95.05", 13000, "2.13.0+cpu", None, H100, {"torch": "problem"}),
+        ("580.95.05", 13000, "2.13.0+cu130", "13.0", V100, {"cuda": "ok", "gpu 0": "problem"}),
+        ("580.95.05", 13000, "2.11.0+cu128", "12.8", V100, {"cuda": "ok", "gpu 0": "problem"}),
+        ("580.95.05", 13000, "2.9.1+cu128", "12.8", V100, {"cuda": "ok"}),
+        ("580.95.05", 13000, "2.11.0+cu126", "12.6", V100, {"cuda": "ok"}),
+        ("580.95.05", 13000, "2.11.0+cu126", "12.6", RTX5090, {"cuda": "ok", "gpu 0": "problem"}),
+        ("580.95.05", 13000, "2.11.0+cu128", "12.8", RTX5090, {"cuda": "ok"}),
+        ("580.95.05", 13000, "2.13.0+cu130", "13.0", None, {"cuda": "ok"}),
+    ],
+)
+def test_driver_torch_and_card_go_together_or_doctor_says_why_not(
+    driver: str,
+    driver_cuda: int | None,
+    torch: str,
+    cuda: str | None,
+    capability: tuple[int, int] | None,
+    expected: dict[str, str],
+) -> None:
+    one = machine.Gpu(0, "x", "GPU-1", driver, 1, 0, (), capability)
+    found = doctor.compatible(driver, driver_cuda, torch, cuda, [one])
+    assert {check.name: check.level for check in found} == expected
+    assert all("install" in check.text for check in found if check.level == "problem")
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "cuda"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", "2.13.0+cpu", None),
+        ("__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\n", "2.9.1+cu128", "12.8"),
+        ("__version__ = '2.6.0a0+ecf3bae40a.nv25.01'\ncuda = '12.8'\n", "2.6.0a0+ecf3bae40a.nv25.01", "12.8"),
+    ],
+)
+def test_torch_is_read_without_being_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, version: str, cuda: str | None
+) -> None:
+    (tmp_path / "version.py").write_text(text)
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: spec)
+    assert machine.torch_version() == version
+    assert machine.torch_cuda() == cuda
+
+
+def test_the_installed_torch_says_the_same_of_itself() -> None:
+    torch = pytest.importorskip("torch", reason="compared with the torch that is installed")
+    assert machine.torch_version() == torch.__version__
+    assert machine.torch_cuda() == torch.version.cuda
+
+
+def test_doctor_survives_what_a_machine_does_not_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(machine.psutil, "getloadavg", refuse)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", refuse)
+    checks = doctor.doctor(tmp_path / "no" / "such" / "deep" / "folder", {})
+    assert levels(checks, "disk")[0][1].endswith("folder")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", refuse)
+    assert levels(doctor.doctor(tmp_path, {}), "disk")[0][0] == "problem"
+
+
+def test_doctor_names_variables_that_falsify(tmp_path: Path) -> None:
+    clean = doctor.doctor(tmp_path, {"CUDA_LAUNCH_BLOCKING": "0", "PATH": "/bin"})
+    assert levels(clean, "environment") == []
+    environ = {
+        "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "0", "NVIDIA_TF32_OVERRIDE": "0",
+        "RANK": "0", "WORLD_SIZE": "1",
+    }  # fmt: skip
+    found = levels(doctor.doctor(tmp_path, environ), "environment")
+    assert [level for level, _ in found] == ["problem", "problem", "problem", "note"]
+    assert [text.split("=")[0] for _, text in found[:3]] == list(doctor.FALSIFYING)
+    assert found[3][1].startswith("RANK, WORLD_SIZE")
+
+
+def test_doctor_says_what_a_machine_without_a_gpu_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "gpus", list)
+    assert levels(doctor.doctor(tmp_path, {}), "gpu") == [
+        ("note", "no NVIDIA driver or GPU: sweeps run on device=simulated")
+    ]
+
+
+def test_a_name_that_leaves_no_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Driver(monkeypatch, [card()])
+    assert levels(doctor.doctor(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}), "visible")[0][0] == "problem"
+    assert levels(doctor.doctor(tmp_path, {"CUDA_VISIBLE_DEVICES": "0"}), "visible")[0][0] == "ok"
