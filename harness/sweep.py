@@ -26,15 +26,20 @@ PLAN = "plan.json"
 MIB = 1 << 20
 
 
-def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
-    """Run every trial without a terminal row; returns the plan's terminal rows by id, and the exit status."""
+def run(
+    planned: Sequence[Planned], settings: Settings, folder: Path, earlier: Sequence[Planned] = ()
+) -> tuple[dict[str, Row], int]:
+    """Run every trial without a terminal row; returns the plan's terminal rows by id, and the exit status.
+
+    `earlier` are the trials of the same command's batches before this one: they stay in the folder's plan.
+    """
     with Journal(folder) as journal:
         rows, unreadable = read(folder)
         if unreadable:
             print(f"{journal.path}: {unreadable} unreadable line(s) skipped", file=sys.stderr)
         finished = terminal(rows)
         todo = plan.pending(planned, finished, settings.retry_failed)
-        _write_plan(folder, planned)
+        _write_plan(folder, [*earlier, *planned])
         done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
         print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
         progress = Progress(len(todo))
@@ -57,9 +62,14 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
             f"{failed} trial(s) failed; their logs are under {folder / 'attempts'}; retry_failed=true runs them again"
         )
     if settings.report:
-        sys.stdout.flush()
-        subprocess.run([sys.executable, "-m", "vramsweep", "report", str(folder)], check=False)
+        report(folder)
     return mine, 1 if failed else 0
+
+
+def report(folder: Path) -> None:
+    """Figures, tables and report of the sweep in `folder`; a failure there is said by that process."""
+    sys.stdout.flush()
+    subprocess.run([sys.executable, "-m", "vramsweep", "report", str(folder)], check=False)
 
 
 def run_trial(
@@ -152,7 +162,7 @@ def _write_plan(folder: Path, planned: Sequence[Planned]) -> None:
     record = {
         "command": sys.argv[1:],
         "started_at": _now(),
-        "trials": [p.trial_id for p in planned],
+        "trials": list(dict.fromkeys(p.trial_id for p in planned)),
         "pid": os.getpid(),
     }
     (folder / PLAN).write_text(json.dumps(record))
