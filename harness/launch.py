@@ -18,14 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 import hydra.version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import _run_hydra, create_automatic_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString, ValueType
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString, ValueType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from hydra.types import RunMode
@@ -78,14 +78,14 @@ def main(argv: Sequence[str], action: str = "run") -> int:
         raise UserError(f"--{' and --'.join(given)} do not go together; give one of them")
     if args.resolve and not (args.cfg or args.help):
         raise UserError("--resolve needs --cfg job")
-    _settle()
+    hydra.version.setbase("1.3")
     sys.argv = [parser.prog, *argv]  # what plan.json keeps as the command
     words = list(args.overrides)
     try:
         with _explained(words):
             if not (args.help or args.hydra_help):
+                _check(args)
                 args.overrides = _preset(args) + ([f"action={action}"] if action != "run" else [])
-                _check(words)
             _run_hydra(args, parser, _single, str(CONF), "config")
     except SystemExit as end:  # how Hydra ends after --help, and `launch` after a mistake or an interruption
         return end.code if isinstance(end.code, int) else 1
@@ -99,8 +99,9 @@ def launch(configs: Sequence[DictConfig], whole: bool = True) -> list[Row | floa
     """Run, or only plan, the trials of the configurations; for each its terminal row, None if it was not run.
 
     With `objective` it is that column's value instead, the median over repeats: None where a repeat has none (out of
-    memory, invalid, failed), which is how an optimising sweeper learns that the trial failed. `whole`: these are all
-    trials of the command. A UserError is printed and ends the process with status 2: Hydra would bury it in a traceback.
+    memory, invalid, failed), which is how an optimising sweeper learns that the trial failed: Optuna's counts a
+    value that is no number as a failure and goes on, while NaN ends its study. `whole`: these are all trials of the
+    command. A UserError is printed and ends the process with status 2: Hydra would bury it in a traceback.
     """
     try:
         with _variable(FULL_ERROR, None):  # which workers must not inherit
@@ -158,17 +159,27 @@ def _refuse_invalid(planned: Sequence[Planned]) -> None:
 
 
 def complete(words: Sequence[str], word: str) -> list[str]:
-    """What `word` could become after `words` of `sweep` or `plan`: groups, their options, settings, files."""
-    _settle()
-    args, _ = _parse([w for w in words if w != "--json"], "run")
-    # a list of options is completed at its last one: allocator=default,ex
+    """What `word` could become after `words` of `sweep` or `plan`: options, groups, settings, values, files.
+
+    Raises UserError for words that are no overrides.
+    """
+    hydra.version.setbase("1.3")
+    args, parser = _parse(words, "run")
+    if word.startswith("-"):
+        flags = ["--json", *(flag for action in parser._actions for flag in action.option_strings)]
+        return [flag for flag in flags if flag.startswith(word)]
     key, equals, value = word.partition("=")
-    done, comma, last = value.rpartition(",")
-    line = " ".join([*(["-m"] if args.multirun else []), *args.overrides, f"{key}{equals}{last}" if comma else word])
-    plugin = DefaultCompletionPlugin(_loader(args))
-    found: list[str] = plugin._query(args.config_name or "config", line or " ")
-    if key in AUTO and equals and not comma and "auto".startswith(value):
-        found = [f"{key}=auto", *found]
+    done, comma, last = value.rpartition(",")  # a list is completed at its last value: allocator=default,ex
+    kind = Trial.model_fields[key].annotation if key in Trial.model_fields else None
+    if equals and (kind is bool or get_origin(kind) is Literal) and key not in _options():
+        values = ["true", "false"] if kind is bool else [str(value) for value in get_args(kind)]
+        found = [f"{key}={value}" for value in values if value.startswith(last)]
+    else:
+        line = " ".join([*(["-m"] if args.multirun else []), *args.overrides, f"{key}={last}" if comma else word])
+        with _explained(args.overrides):
+            found = DefaultCompletionPlugin(_loader(args))._query(args.config_name or "config", line)
+        if key in AUTO and equals and "auto".startswith(last):
+            found = [f"{key}=auto", *found]
     if comma:
         found = [f"{key}={done},{one.partition('=')[2]}" for one in found]
     return [one for one in found if not one.startswith("hydra") or word.startswith("hydra")]
@@ -206,10 +217,8 @@ def _detected() -> str:
     return _session.detected
 
 
-def _settle() -> None:
-    """Make Hydra ready: the version whose behaviour is meant, and the default that conf/config.yaml asks us for."""
-    hydra.version.setbase("1.3")
-    OmegaConf.register_new_resolver("vramsweep.device", _detected, replace=True)
+# conf/config.yaml's default device; registered on import, as Hydra imports our plugin whenever it composes
+OmegaConf.register_new_resolver("vramsweep.device", _detected, replace=True)
 
 
 def _preset(args: argparse.Namespace) -> list[str]:
@@ -231,13 +240,26 @@ def _preset(args: argparse.Namespace) -> list[str]:
     return [*rest, f"sweep={device}"]
 
 
-def _check(overrides: Sequence[str]) -> None:
-    """Raise UserError for what Hydra would take, but not as it was meant."""
-    for override in _parsed(overrides):
-        if override.key_or_group == "allocator.conf" and override.value_type is ValueType.SIMPLE_CHOICE_SWEEP:
-            parts = getattr(override._value, "list", [])
-            if not all(isinstance(part, QuotedString) for part in parts):
-                raise UserError(mistakes.unquoted_settings(str(override.input_line)))
+def _check(args: argparse.Namespace) -> None:
+    """Raise UserError for what Hydra would take, but not as it was meant, or would not take and not say why."""
+    groups = _loader(args)
+    for override in _parsed(args.overrides):
+        key, text = override.key_or_group, str(override.input_line)
+        if not key:
+            raise UserError(mistakes.unreadable(text, {}))
+        values: list[Any] = [override._value]
+        if isinstance(override._value, ChoiceSweep):
+            values = list(override._value.list)
+        numbers = [value for value in values if isinstance(value, (bool, int, float))]
+        if numbers and groups.repository.group_exists(key):
+            raise UserError(mistakes.unknown_option(key, str(numbers[0]), _allowed(key, groups.get_group_options(key))))
+        simple = override.value_type is ValueType.SIMPLE_CHOICE_SWEEP
+        if key == "allocator.conf" and simple and not all(isinstance(value, QuotedString) for value in values):
+            raise UserError(mistakes.unquoted_settings(text))
+
+
+def _allowed(group: str, options: Sequence[str]) -> list[str]:
+    return [*options, *(["auto"] if group in AUTO else [])]
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
@@ -279,7 +301,7 @@ def _explanation(error: Exception, overrides: Sequence[str]) -> str:
         return mistakes.unreadable(error.override, _options())
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        return mistakes.unknown_option(group, option, [*error.options, *(["auto"] if group in AUTO else [])])
+        return mistakes.unknown_option(group, option, _allowed(group, error.options))
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
         key = str(cause.full_key)
         beside = [str(name) for name in cause.parent_node if name != "hydra"]

@@ -1,4 +1,4 @@
-"""What to say to a mistyped command line: what was wrong, what is allowed, what to type instead. Pure: text from data."""
+"""What to say to a mistyped command line: what was wrong, what is allowed, what to type. Pure: text from data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPEN = ("runner.options", "model.config")
 def closest(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that was probably meant, or None: for `warmup_steps` also `protocol.warmup_steps`."""
     names = list(allowed)
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if found:
         return found[0]
     tails = {full.rpartition(".")[2]: full for full in reversed(names)}
@@ -37,8 +37,9 @@ def unknown_key(key: str, override: str | None, beside: Iterable[str], everywher
     names = sorted(set(beside))
     near = closest(name, names)
     if any(f"{key}.".startswith(f"{place}.") for place in OPEN):
-        meant = f"did you mean {parent}.{near}, or " if near else ""
-        return f"{said}: {parent} has no {name!r} yet; {meant}+{key}={value or 'VALUE'} to add it{'?' if near else ''}"
+        question = f"did you mean {parent}.{near}? Or " if near else ""
+        return f"{said}: {parent} has no {name!r} yet; {question}type +{key}={value or 'VALUE'} to add it"
+    meant: str | None
     if parent:
         meant = f"{parent}.{near}" if near else closest(name, everywhere)
         what = f"{parent} has no {name!r}" if names else f"{parent} is one value, it has no {name!r}"

@@ -85,9 +85,9 @@ class Planned:
 
 def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
     """The sweep's settings, which must not differ from trial to trial. Raises UserError otherwise."""
-    first = {key: configs[0][key] for key in SETTINGS}
+    first = {key: configs[0][key] for key in SETTINGS if key in configs[0]}
     for config in configs[1:]:
-        for key in SETTINGS:
+        for key in first:
             if config[key] != first[key]:
                 raise UserError(f"{key} cannot be swept (it holds {first[key]} and {config[key]}); give it one value")
     texts = {key: str(first[key]) for key in ("name", "results") if first[key] is not None}  # name=5 is a text too

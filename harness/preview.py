@@ -11,9 +11,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from vramsweep.harness import gpus, machine, outcome, plan
 from vramsweep.harness import trial as trials
@@ -112,7 +113,7 @@ def _verdict(one: Prediction) -> str:
 
 
 def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
-    """Of each configuration on a GPU (all but length, batch, seed and repeat) the trial with most tokens, largest first.
+    """Of each configuration on a GPU (all but length, batch, seed and repeat) the one with most tokens, largest first.
 
     Large is by parameters, then by tokens of a micro-batch.
     """
@@ -135,20 +136,24 @@ def predict(largest: Sequence[Planned], settings: Settings) -> list[Prediction]:
     """Simulate the first `PREDICTIONS` of the trials on this machine's card, each in a process as a sweep would."""
     if not largest:
         return []
+    labels = _labels(largest)
     card, problem = _card(settings)
     if card is None:
-        return [Prediction(p.trial_id, _label(p), problem, reason=problem) for p in largest[:1]]
-    print(f"predicting memory of {min(len(largest), PREDICTIONS)} trial(s); predict=false leaves it out", file=sys.stderr)
+        return [Prediction(p.trial_id, labels[p.trial_id], "this GPU", reason=problem) for p in largest[:1]]
+    count = min(len(largest), PREDICTIONS)
+    print(f"predicting memory of {count} trial(s), for {card.name}; predict=false leaves it out", file=sys.stderr)
     deadline = time.monotonic() + PREDICTION_S
     with tempfile.TemporaryDirectory(prefix="vramsweep-plan-") as root:
         folder = Path(root)
         with Launcher(settings.isolation, folder / "templates.log") as launcher:
-            return [_predict(p, card, folder, launcher, deadline) for p in largest[:PREDICTIONS]]
+            return [_predict(p, labels[p.trial_id], card, folder, launcher, deadline) for p in largest[:PREDICTIONS]]
 
 
-def _predict(item: Planned, card: gpus.Gpu, folder: Path, launcher: Launcher, deadline: float) -> Prediction:
+def _predict(
+    item: Planned, label: str, card: gpus.Gpu, folder: Path, launcher: Launcher, deadline: float
+) -> Prediction:
     def unknown(reason: str) -> Prediction:
-        return Prediction(item.trial_id, _label(item), card.name, reason=reason)
+        return Prediction(item.trial_id, label, card.name, reason=reason)
 
     assert item.trial is not None
     over = {"device": {"name": "simulated", "gpu": card.name}, "record": False, "weights": "random"}
@@ -170,17 +175,34 @@ def _predict(item: Planned, card: gpus.Gpu, folder: Path, launcher: Launcher, de
     if kind is Outcome.OOM:
         told = _UNLIMITED.search(reason or "")
         needed = round(float(told[1].replace(",", "")) * GIB) if told else None
-        return Prediction(item.trial_id, _label(item), card.name, needed, limit, False, reason)
+        return Prediction(item.trial_id, label, card.name, needed, limit, False, reason)
     if kind is not Outcome.OK:
         slow = kind is Outcome.TIMEOUT
         return unknown(f"{PREDICTION_S:g} s were not enough for all" if slow else f"{kind}: {reason}")
     values = (done.evidence.result or {}).get("values", {})
     limit = values.get("memory_limit_bytes") or limit
-    return Prediction(item.trial_id, _label(item), card.name, values["peak_reserved_bytes"], limit, True)
+    return Prediction(item.trial_id, label, card.name, values["peak_reserved_bytes"], limit, True)
 
 
-def _label(p: Planned) -> str:
-    return p.trial.label() if p.trial else ""
+def _labels(items: Sequence[Planned]) -> dict[str, str]:
+    """Each trial's label, and after it the settings that the label leaves out and that tell these trials apart."""
+    flat = {p.trial_id: dict(_flat(p.resolved)) for p in items}
+    said = {"model", "seq_len", "micro_batch", "precision", "allocator", "protocol", "runner.name"}
+    keys = [k for k in dict.fromkeys(k for one in flat.values() for k in one) if not {k, k.partition(".")[0]} & said]
+    varied = [k for k in keys if len({json.dumps(one.get(k)) for one in flat.values()}) > 1]
+    return {
+        p.trial_id: " · ".join([p.trial.label(), *(f"{k}={json.dumps(flat[p.trial_id].get(k))}" for k in varied)])
+        for p in items
+        if p.trial
+    }
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
 
 
 def _card(settings: Settings) -> tuple[gpus.Gpu | None, str]:
