@@ -27,6 +27,16 @@ def _plan(argv: Sequence[str]) -> int:
     return launch.main(argv, action="plan")
 
 
+def complete(words: Sequence[str], word: str) -> list[str]:
+    """What `word` could become after the words of `sweep` or `plan`; nothing for words that are no overrides."""
+    from vramsweep.harness import launch
+
+    try:
+        return launch.complete(words, word)
+    except UserError:
+        return []
+
+
 def _status(argv: Sequence[str]) -> int:
     from vramsweep.harness import status
 

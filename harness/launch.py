@@ -1,51 +1,350 @@
 """The command line of `sweep` and `plan`: from words to configurations (Hydra) to planned trials.
 
-Hydra calls `launch` with every configuration at once (through hydra_plugins/vramsweep). Not covered: running the
-trials (sweep.py), showing them (preview.py).
+Hydra calls `launch` with every configuration at once (through hydra_plugins/vramsweep), or batch by batch where a
+sweeper looks at what came out. Not covered: running the trials (sweep.py), showing them (preview.py), what is said to
+a mistyped word (mistakes.py).
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import os
 import signal
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
-import hydra
+import hydra.version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import _run_hydra, create_automatic_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString, ValueType
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.completion_plugin import DefaultCompletionPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from vramsweep.harness import machine, plan, preview, sweep
+from vramsweep.harness import machine, mistakes, plan, preview, sweep, upgrade
 from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.plan import Planned
+from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.row import Row
+from vramsweep.harness.trial import Trial
 
-_status = 0  # Hydra's main returns nothing, so the verdict of the last launch is left here
+AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
+FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of printing them and ending the process
+
+
+@dataclass
+class Session:
+    """What the batches of one command share; Hydra's main returns nothing, so what came of them is left here.
+
+    `folder` is the first batch's: all are one sweep. `detected` is the device that `auto` stood for, if it was asked.
+    """
+
+    folder: Path | None = None
+    settings: Settings | None = None
+    planned: dict[str, Planned] = field(default_factory=dict)
+    status: int = 0
+    detected: str | None = None
+
+
+_session = Session()
 
 
 def main(argv: Sequence[str], action: str = "run") -> int:
-    """`sweep` and `plan`: Hydra's command line. Returns 0 if every trial has an answer, 1 if some failed."""
-    overrides = ["output=json" if word == "--json" else word for word in argv]
-    sys.argv = ["vramsweep sweep", *choose_device(overrides), *([f"action={action}"] if action != "run" else [])]
-    signal.signal(signal.SIGTERM, _interrupt)
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_single)()
-    return _status
+    """`sweep` and `plan`: Hydra's command line.
+
+    Returns 0 if every trial has an answer, 1 if some failed, 2 if none can run, 130 if interrupted. Raises UserError
+    for a mistake.
+    """
+    global _session
+    _session = Session()
+    args, parser = _parse(argv, action)
+    if args.shell_completion:
+        raise UserError('completion of verbs and settings is one script: eval "$(vramsweep completion bash)"')
+    if args.experimental_rerun is not None:
+        raise UserError("--experimental-rerun is Hydra's for single jobs; the same command goes on where a sweep was")
+    given = [name for name in ("run", "multirun", "cfg", "info") if getattr(args, name)]
+    if len(given) > 1:
+        raise UserError(f"--{' and --'.join(given)} do not go together; give one of them")
+    if args.resolve and not (args.cfg or args.help):
+        raise UserError("--resolve needs --cfg job")
+    hydra.version.setbase("1.3")
+    sys.argv = [parser.prog, *argv]  # what plan.json keeps as the command
+    words = list(args.overrides)
+    try:
+        with _explained(words):
+            if not (args.help or args.hydra_help):
+                _check(args)
+                args.overrides = _preset(args) + ([f"action={action}"] if action != "run" else [])
+            _run_hydra(args, parser, _single, str(CONF), "config")
+    except SystemExit as end:  # how Hydra ends after --help, and `launch` after a mistake or an interruption
+        return end.code if isinstance(end.code, int) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return _finish(_session)
 
 
-def choose_device(overrides: Sequence[str]) -> list[str]:
-    """Replace `device=auto` (also meant when no device is given) and `sweep=auto` by what this machine has."""
-    given = [o for o in overrides if o.startswith("device=")]
-    rest = [o for o in overrides if o != "device=auto"]
-    if not given or "device=auto" in given:
-        cuda = bool(machine.visible_gpus(os.environ)) and machine.torch_cuda() is not None
-        if not cuda:
-            print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
-        rest.append(f"device={'cuda' if cuda else 'simulated'}")
-    device = next(o for o in reversed(rest) if o.startswith("device=")).removeprefix("device=")
-    return [f"sweep={device}" if o == "sweep=auto" else o for o in rest]
+def launch(configs: Sequence[DictConfig], whole: bool = True) -> list[Row | float | None]:
+    """Run, or only plan, the trials of the configurations; for each its terminal row, None if it was not run.
+
+    With `objective` it is that column's value instead, the median over repeats: None where a repeat has none (out of
+    memory, invalid, failed), which is how an optimising sweeper learns that the trial failed: Optuna's counts a
+    value that is no number as a failure and goes on, while NaN ends its study. `whole`: these are all trials of the
+    command. A UserError is printed and ends the process with status 2: Hydra would bury it in a traceback.
+    """
+    try:
+        with _variable(FULL_ERROR, None):  # which workers must not inherit
+            return _launch([_resolved(config) for config in configs], whole)
+    except UserError as error:
+        print(f"vramsweep: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float | None]:
+    session = _session
+    settings = session.settings = plan.settings(resolved)
+    expanded = plan.expand(resolved, settings.repeats)
+    planned = plan.order(expanded)
+    earlier = list(session.planned.values())
+    session.planned |= {p.trial_id: p for p in planned}
+    session.folder = session.folder or Path(settings.results) / (settings.name or _name(planned))
+    if settings.action == "run" and whole:
+        _refuse_invalid(planned)  # before a folder is made: most likely a mistyped value
+    if session.detected == "simulated" and not earlier:
+        print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
+    finished: dict[str, Row] = {}
+    if settings.action == "plan":
+        preview.show(planned, settings, session.folder)
+    else:
+        signal.signal(signal.SIGTERM, _interrupt)
+        once = dataclasses.replace(settings, report=False)
+        finished, status = sweep.run(planned, once, session.folder, earlier)
+        session.status = max(session.status, status)
+    return [_answer([finished.get(p.trial_id) for p in of_one], settings.objective) for of_one in expanded]
+
+
+def _answer(rows: Sequence[Row | None], objective: str | None) -> Row | float | None:
+    if objective is None:
+        return rows[0]
+    values = [row[objective] for row in rows if row is not None and row[objective] is not None]
+    return float(statistics.median(values)) if len(values) == len(rows) else None
+
+
+def _finish(session: Session) -> int:
+    """After the last batch: the report, once. Raises UserError if no trial of any batch can run."""
+    if session.settings is None or session.folder is None:
+        return 0
+    _refuse_invalid(list(session.planned.values()))
+    if session.settings.action == "run" and session.settings.report:
+        sweep.report(session.folder)
+    return session.status
+
+
+def _refuse_invalid(planned: Sequence[Planned]) -> None:
+    reasons = list(dict.fromkeys(p.reason for p in planned))
+    if None not in reasons:
+        more = f" (and {len(reasons) - 1} more reasons; `vramsweep plan` lists them)" if len(reasons) > 1 else ""
+        raise UserError(f"no trial can run: {reasons[0]}{more}")
+
+
+def complete(words: Sequence[str], word: str) -> list[str]:
+    """What `word` could become after `words` of `sweep` or `plan`: options, groups, settings, values, files.
+
+    Raises UserError for words that are no overrides.
+    """
+    hydra.version.setbase("1.3")
+    args, parser = _parse(words, "run")
+    if word.startswith("-"):
+        flags = ["--json", *(flag for action in parser._actions for flag in action.option_strings)]
+        return [flag for flag in flags if flag.startswith(word)]
+    key, equals, value = word.partition("=")
+    done, comma, last = value.rpartition(",")  # a list is completed at its last value: allocator=default,ex
+    kind = Trial.model_fields[key].annotation if key in Trial.model_fields else None
+    if equals and (kind is bool or get_origin(kind) is Literal) and key not in _options():
+        values = ["true", "false"] if kind is bool else [str(value) for value in get_args(kind)]
+        found = [f"{key}={value}" for value in values if value.startswith(last)]
+    else:
+        line = " ".join([*(["-m"] if args.multirun else []), *args.overrides, f"{key}={last}" if comma else word])
+        with _explained(args.overrides):
+            found = DefaultCompletionPlugin(_loader(args))._query(args.config_name or "config", line)
+        if key in AUTO and equals and "auto".startswith(last):
+            found = [f"{key}=auto", *found]
+    if comma:
+        found = [f"{key}={done},{one.partition('=')[2]}" for one in found]
+    return [one for one in found if not one.startswith("hydra") or word.startswith("hydra")]
+
+
+def _parse(argv: Sequence[str], action: str) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    parser = get_args_parser()
+    parser.prog = "vramsweep plan" if action == "plan" else "vramsweep sweep"
+    parser.error = _refuse  # type: ignore[method-assign]
+    args = parser.parse_intermixed_args(["output=json" if word == "--json" else word for word in argv])
+    args.overrides = [_today(word) for word in args.overrides]
+    return args, parser
+
+
+def _today(override: str) -> str:
+    """An override by a name of version 0.1 (`runner.zero_stage=1,2`) in today's words; others as they are."""
+    key, equals, value = override.partition("=")
+    if key == "runner.zero_stage" and equals:
+        return "sharding=" + ",".join(f"zero{stage.strip()}" for stage in value.split(","))
+    moved = key.removeprefix("runner.") in upgrade.MOVED and key.startswith("runner.")
+    return override.removeprefix("runner.") if moved else override
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}; vramsweep sweep --help lists the options")
+
+
+def _loader(args: argparse.Namespace) -> ConfigLoaderImpl:
+    """What Hydra itself will read: conf/ and the user's --config-dir before it."""
+    path = create_automatic_config_search_path(None, None, args.config_path or str(CONF))
+    if args.config_dir is not None:
+        own = f"file://{Path(args.config_dir).resolve()}"
+        path.prepend(provider="command-line", path=own, anchor=SearchPathQuery(provider="schema"))
+    return ConfigLoaderImpl(path)
+
+
+@cache
+def detect() -> str:
+    """The device that `device=auto` stands for on this machine: cuda or simulated."""
+    cuda = bool(machine.visible_gpus(os.environ)) and machine.torch_cuda() is not None
+    return "cuda" if cuda else "simulated"
+
+
+def _detected() -> str:
+    _session.detected = detect()
+    return _session.detected
+
+
+# conf/config.yaml's default device; registered on import, as Hydra imports our plugin whenever it composes
+OmegaConf.register_new_resolver("vramsweep.device", _detected, replace=True)
+
+
+def _preset(args: argparse.Namespace) -> list[str]:
+    """The overrides without `device=auto`, which is the default, and with `sweep=auto` made the device's own preset.
+
+    The default gives way to a file of the user's that chooses a device; an override would not.
+    """
+    overrides = [o for o in args.overrides if o != "device=auto"]
+    if "sweep=auto" not in overrides:
+        return overrides
+    rest = [o for o in overrides if o != "sweep=auto"]
+    config = _loader(args).load_configuration(
+        args.config_name or "config", rest, RunMode.MULTIRUN, validate_sweep_overrides=False
+    )
+    device = next((o for o in reversed(rest) if o.startswith("device=")), f"={config.hydra.runtime.choices.device}")
+    device = device.partition("=")[2]
+    if "," in device:
+        raise UserError(f"sweep=auto is the preset of one device, not of {device}; name one of them: sweep=cuda")
+    return [*rest, f"sweep={device}"]
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise UserError for what Hydra would take, but not as it was meant, or would not take and not say why."""
+    groups = _loader(args)
+    for override in _parsed(args.overrides):
+        key, text = override.key_or_group, str(override.input_line)
+        if not key:
+            raise UserError(mistakes.unreadable(text, {}))
+        values: list[Any] = [override._value]
+        if isinstance(override._value, ChoiceSweep):
+            values = list(override._value.list)
+        numbers = [value for value in values if isinstance(value, (bool, int, float))]
+        if numbers and groups.repository.group_exists(key):
+            raise UserError(mistakes.unknown_option(key, str(numbers[0]), _allowed(key, groups.get_group_options(key))))
+        simple = override.value_type is ValueType.SIMPLE_CHOICE_SWEEP
+        if key == "allocator.conf" and simple and not all(isinstance(value, QuotedString) for value in values):
+            raise UserError(mistakes.unquoted_settings(text))
+
+
+def _allowed(group: str, options: Sequence[str]) -> list[str]:
+    return [*options, *(["auto"] if group in AUTO else [])]
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(list(overrides))
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str | None) -> Iterator[None]:
+    """Set an environment variable for the block; None unsets it."""
+    before = os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _explained(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn what Hydra raises in the block into a UserError; with HYDRA_FULL_ERROR=1 it stays as it is."""
+    if os.environ.get(FULL_ERROR) == "1":
+        yield
+        return
+    try:
+        with _variable(FULL_ERROR, "1"):
+            yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explanation(error, overrides)) from None
+
+
+def _explanation(error: Exception, overrides: Sequence[str]) -> str:
+    """What was wrong, what is allowed and what to type, for one of Hydra's errors about these overrides."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    text = next((line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()), repr(error))
+    if isinstance(error, OverrideParseException):
+        return mistakes.unreadable(error.override, _options())
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        return mistakes.unknown_option(group, option, _allowed(group, error.options))
+    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
+        key = str(cause.full_key)
+        beside = [str(name) for name in cause.parent_node if name != "hydra"]
+        if "." not in key:
+            beside += _options()
+        override = next((o for o in overrides if o.lstrip("+~").partition("=")[0] == key), None)
+        return mistakes.unknown_key(key, override, beside, _keys())
+    if text.startswith(("Ambiguous value", "Sweep parameters")):
+        return mistakes.several_values(next(str(o.input_line) for o in _parsed(overrides) if o.is_sweep_override()))
+    added = next((o for o in overrides if o.startswith("+") and o[1:].partition("=")[0] in text), None)
+    if added and ("already at" in text or "more than once" in text):
+        return f"{added}: it is there already; to change it leave the + out: {added.lstrip('+')}"
+    return text
+
+
+def _options() -> dict[str, list[str]]:
+    """The options of each of our config groups."""
+    return {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()}
+
+
+def _keys() -> list[str]:
+    """Every setting of the default configuration by its full key, those of each group's default option included."""
+    path = create_automatic_config_search_path(None, None, str(CONF))
+    config = ConfigLoaderImpl(path).load_configuration("config", [], RunMode.RUN)
+
+    def under(node: Any, prefix: str) -> Iterator[str]:
+        for name in node:
+            yield f"{prefix}{name}"
+            if OmegaConf.is_dict(node._get_node(name)) and not node._get_node(name)._is_missing():
+                yield from under(node._get_node(name), f"{prefix}{name}.")
+
+    return [key for key in under(config, "") if not key.startswith("hydra")]
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -57,36 +356,22 @@ def _single(config: DictConfig) -> None:
     launch([config])
 
 
-def launch(configs: Sequence[DictConfig]) -> list[Row | None]:
-    """Run, or only plan, the trials of the configurations; returns each one's terminal row (None: not run).
-
-    A UserError is printed and ends the process with status 2: Hydra would bury it in a traceback.
-    """
-    global _status
-    try:
-        resolved = [_resolved(config) for config in configs]
-        settings = plan.settings(resolved)
-        expanded = plan.expand(resolved, settings.repeats)
-        planned = plan.order(expanded)
-        folder = Path(settings.results) / (settings.name or _name(planned))
-        if settings.action == "plan":
-            preview.show(planned, settings, folder)
-            finished: dict[str, Row] = {}
-        else:
-            finished, _status = sweep.run(planned, settings, folder)
-    except UserError as error:
-        print(f"vramsweep: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    return [finished.get(trials[0].trial_id) for trials in expanded]
-
-
 def _resolved(config: DictConfig) -> dict[str, Any]:
+    """The configuration's plain values. Raises UserError for a value that is missing and for a key that is not ours."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key} is not set: give {error.full_key}=VALUE") from None
     except OmegaConfBaseException as error:
-        key = error.full_key
-        raise UserError(f"{key} is not set: give {key}=VALUE") from None
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(values, dict)
+    required = {*plan.SETTINGS, *(name for name, kind in Trial.model_fields.items() if kind.is_required())}
+    if gone := sorted(required - values.keys()):
+        raise UserError(f"{gone[0]} was removed from the configuration, and is needed; give {gone[0]}=VALUE")
+    known = {*plan.SETTINGS, *Trial.model_fields}
+    if unknown := [str(key) for key in values if key not in known]:
+        text = mistakes.unknown_key(unknown[0], None, [*(known - {"repeat", "fingerprints"}), *_options()], _keys())
+        raise UserError(f"{text}; a group of your own (+GROUP=OPTION) needs --config-dir DIR")
     return {str(key): value for key, value in values.items()}
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vramsweep.harness import outcome, upgrade
+from vramsweep.harness import mistakes, outcome, upgrade
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import BY_NAME, Outcome, Row
+from vramsweep.harness.gpus import GPUS
+from vramsweep.harness.row import BY_NAME, COLUMNS, Outcome, Row
 
 
 @dataclass(frozen=True)
@@ -29,24 +31,44 @@ class Settings:
     retries: int
     backoff_s: float
     retry_failed: bool
-    any_system: bool
-    breaker: int
     report: bool
     action: str
     output: str
+    any_system: bool = False
+    breaker: int = 10
+    objective: str | None = None
+    predict: bool | str = True
 
     def __post_init__(self) -> None:
         allowed = {"isolation": ("warm", "cold"), "action": ("run", "plan"), "output": ("text", "json")}
         for key, values in allowed.items():
             if getattr(self, key) not in values:
                 raise UserError(f"{key}={getattr(self, key)}: allowed is {' or '.join(values)}")
+        for key in ("retry_failed", "report", "any_system"):
+            if not isinstance(getattr(self, key), bool):
+                raise UserError(f"{key}={getattr(self, key)}: allowed is true or false")
         least: dict[str, float] = {"repeats": 1, "timeout_s": 0.001, "retries": 0, "backoff_s": 0, "breaker": 0}
         for key, least_value in least.items():
             value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least_value:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not least_value <= value < math.inf:
                 raise UserError(f"{key}={value}: allowed is a number of at least {least_value:g}")
+            if key in ("repeats", "retries", "breaker") and not isinstance(value, int):
+                raise UserError(f"{key}={value}: allowed is a whole number of at least {least_value:g}")
+        if not self.results:
+            raise UserError("results= names no folder; allowed is any that can be written, as results=DIR")
+        if self.objective is not None and self.objective not in OBJECTIVES:
+            near = mistakes.closest(str(self.objective), OBJECTIVES)
+            meant = f"; did you mean {near}?" if near else ""
+            names = ", ".join(OBJECTIVES)
+            raise UserError(f"objective={self.objective}: allowed is null or a column of numbers: {names}{meant}")
+        cards = [gpu.name for gpu in GPUS]
+        if not isinstance(self.predict, bool) and self.predict not in cards:
+            raise UserError(f"predict={self.predict}: allowed is true, false or a card: {', '.join(cards)}")
 
 
+# What a sweeper that optimises can be told to look at: the columns that hold one number.
+OBJECTIVES = tuple(column.name for column in COLUMNS if column.type in (int, float))
 SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
 
 
@@ -62,12 +84,13 @@ class Planned:
 
 def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
     """The sweep's settings, which must not differ from trial to trial. Raises UserError otherwise."""
-    first = {key: configs[0][key] for key in SETTINGS}
+    first = {key: configs[0][key] for key in SETTINGS if key in configs[0]}
     for config in configs[1:]:
-        for key in SETTINGS:
+        for key in first:
             if config[key] != first[key]:
                 raise UserError(f"{key} cannot be swept (it holds {first[key]} and {config[key]}); give it one value")
-    return Settings(**first)
+    texts = {key: str(first[key]) for key in ("name", "results") if first[key] is not None}  # name=5 is a text too
+    return Settings(**(first | texts))
 
 
 def expand(configs: Iterable[Mapping[str, Any]], repeats: int) -> list[list[Planned]]:

@@ -1,28 +1,63 @@
-"""What `plan` shows before anything runs: the trials, those that are impossible and why, how long it will take."""
+"""What `plan` shows before anything runs: the trials, those that are impossible and why, whether the largest are
+predicted to fit the GPU, how long it will take.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from vramsweep.harness import machine, plan
-from vramsweep.harness.gpus import peak_flops
-from vramsweep.harness.journal import read, terminal
+from vramsweep.harness import gpus, machine, outcome, plan
+from vramsweep.harness import trial as trials
+from vramsweep.harness.attempt import Launcher, environment
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.journal import files, read
 from vramsweep.harness.plan import Planned, Settings
-from vramsweep.harness.sweep import duration
+from vramsweep.harness.row import Outcome
+from vramsweep.harness.sweep import duration, known, other_systems
+
+PREDICTIONS = 8  # configurations whose largest trial is predicted, the largest first
+PREDICTION_S = 180.0  # for all of them together; a trace takes 1 to 30 s
+CARD = "h100-80gb"  # the card to predict for where the machine has none, as device=simulated does
+GIB = 1 << 30
+_UNLIMITED = re.compile(r"without a limit the run would reserve ([\d,.]+) GiB")  # runners/simulated.py says so
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a configuration's largest trial is predicted to reserve on `card`, in bytes.
+
+    `fits` is None where it could not be predicted, and `reason` says why.
+    """
+
+    trial_id: str
+    label: str
+    card: str
+    needed_bytes: int | None = None
+    card_bytes: int | None = None
+    fits: bool | None = None
+    reason: str | None = None
 
 
 def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
-    """Print the trials, the impossible ones with reasons, and how long it will take."""
-    rows = read(folder)[0] if (folder / "journal.jsonl").exists() else []
-    finished = terminal(rows)
-    todo = {p.trial_id for p in plan.pending(planned, finished, settings.retry_failed)}
-    seconds, basis = plan.estimate_s([p for p in planned if p.trial_id in todo], finished.values(), _speed(planned))
+    """Print the trials, the impossible ones with reasons, what the largest are predicted to need, and a time."""
+    rows = read(folder)[0] if any(file.exists() for file in files(folder)) else []
+    finished, others = known(rows, planned, settings.any_system)
+    pending = plan.pending(planned, finished, settings.retry_failed)
+    todo = {p.trial_id for p in pending}
+    seconds, basis = plan.estimate_s(pending, finished.values(), _speed(planned))
+    largest = largest_trials(pending) if settings.predict else []
     if settings.output == "json":
+        predictions = predict(largest, settings)
         listed = [
             {
                 "trial_id": p.trial_id,
@@ -32,7 +67,15 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
             }
             for p in planned
         ]
-        summary = {"folder": str(folder), "trials": listed, "estimated_s": seconds, "estimate_basis": basis}
+        summary = {
+            "folder": str(folder),
+            "trials": listed,
+            "predictions": [asdict(one) for one in predictions],
+            "configurations": len(largest),
+            "predicted_not_to_fit": sum(one.fits is False for one in predictions),
+            "estimated_s": seconds,
+            "estimate_basis": basis,
+        }
         print(json.dumps(summary, indent=1))
         return
     for p in planned:
@@ -40,7 +83,149 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
         print(f"{p.trial_id}  {_state(p, todo):<8}  {label}{f'  {p.reason}' if p.reason else ''}")
     counts = Counter(_state(p, todo) for p in planned)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
-    print(f"estimated time: {'unknown' if seconds is None else duration(seconds)} ({basis})")
+    if others:
+        print(f"{other_systems(others)}; any_system=true counts them")
+    print(f"estimated time: {'unknown' if seconds is None else duration(seconds)} ({basis})", flush=True)
+    for line in report(predict(largest, settings), len(largest)):
+        print(line)
+
+
+def report(predictions: Sequence[Prediction], configurations: int) -> list[str]:
+    """The predictions in words, those that will not fit last and counted."""
+    if not predictions:
+        return []
+    lines = [f"memory predicted for {predictions[0].card}, the largest trial of each configuration:"]
+    for one in sorted(predictions, key=lambda p: p.fits is False):
+        lines.append(f"  {one.label}: {_verdict(one)}")
+    if configurations > len(predictions):
+        lines.append(f"  {configurations - len(predictions)} smaller configurations were not predicted")
+    failing = sum(one.fits is False for one in predictions)
+    if failing:
+        lines.append(f"{failing} of {configurations} configurations: the largest trial will run out of memory")
+    return lines
+
+
+def _verdict(one: Prediction) -> str:
+    if one.fits is None or one.card_bytes is None:
+        return f"not predicted: {one.reason}"
+    if one.needed_bytes is None:
+        return f"will run out of memory on the card's {one.card_bytes / GIB:.1f} GiB ({one.reason})"
+    needed = f"predicted to need {one.needed_bytes / GIB:,.1f} GiB, the card has {one.card_bytes / GIB:.1f} GiB"
+    return needed if one.fits else f"{needed}: will run out of memory"
+
+
+def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
+    """Of each configuration on a GPU (all but length, batch, seed and repeat) the one with most tokens, largest first.
+
+    Large is by parameters, then by tokens of a micro-batch.
+    """
+
+    def size(p: Planned) -> tuple[int, int, int]:
+        assert p.trial is not None
+        return p.trial.model.parameters or 0, p.trial.seq_len * p.trial.micro_batch, p.trial.seq_len
+
+    found: dict[str, Planned] = {}
+    for p in todo:
+        if p.trial is not None and p.trial.device.name == "cuda":
+            axes = p.trial.model_dump(mode="json", exclude={"seq_len", "micro_batch", "seed", "repeat"})
+            key = json.dumps(axes, sort_keys=True)
+            if key not in found or size(p) > size(found[key]):
+                found[key] = p
+    return sorted(found.values(), key=size, reverse=True)
+
+
+def predict(largest: Sequence[Planned], settings: Settings) -> list[Prediction]:
+    """Simulate the first `PREDICTIONS` of the trials on this machine's card, each in a process as a sweep would."""
+    if not largest:
+        return []
+    labels = _labels(largest)
+    card, problem = _card(settings)
+    if card is None:
+        return [Prediction(p.trial_id, labels[p.trial_id], "this GPU", reason=problem) for p in largest[:1]]
+    count = min(len(largest), PREDICTIONS)
+    print(f"predicting memory of {count} trial(s), for {card.name}; predict=false leaves it out", file=sys.stderr)
+    deadline = time.monotonic() + PREDICTION_S
+    with tempfile.TemporaryDirectory(prefix="vramsweep-plan-") as root:
+        folder = Path(root)
+        with Launcher(settings.isolation, folder / "templates.log") as launcher:
+            return [_predict(p, labels[p.trial_id], card, folder, launcher, deadline) for p in largest[:PREDICTIONS]]
+
+
+def _predict(
+    item: Planned, label: str, card: gpus.Gpu, folder: Path, launcher: Launcher, deadline: float
+) -> Prediction:
+    def unknown(reason: str) -> Prediction:
+        return Prediction(item.trial_id, label, card.name, reason=reason)
+
+    assert item.trial is not None
+    over = {"device": {"name": "simulated", "gpu": card.name}, "record": False, "weights": "random"}
+    try:
+        trial = trials.parse(item.trial.model_dump(mode="json") | over)
+    except trials.InvalidTrial as error:
+        return unknown(str(error))
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return unknown(f"{PREDICTION_S:g} s were not enough for all")
+    spec = {"trial": trial.model_dump(mode="json"), "trial_id": item.trial_id, "attempt": 1}
+    place = folder / "attempts" / item.trial_id / "1"  # traces are kept two folders up, and shared
+    try:
+        done = launcher.attempt(spec, place, environment("", "simulated", os.environ), trial.runner.name, left)
+    except UserError as error:
+        return unknown(str(error))
+    kind, reason = outcome.classify(done.evidence)
+    limit = gpus.memory_limit(card)
+    if kind is Outcome.OOM:
+        told = _UNLIMITED.search(reason or "")
+        needed = round(float(told[1].replace(",", "")) * GIB) if told else None
+        return Prediction(item.trial_id, label, card.name, needed, limit, False, reason)
+    if kind is not Outcome.OK:
+        slow = kind is Outcome.TIMEOUT
+        return unknown(f"{PREDICTION_S:g} s were not enough for all" if slow else f"{kind}: {reason}")
+    values = (done.evidence.result or {}).get("values", {})
+    return Prediction(item.trial_id, label, card.name, values["peak_reserved_bytes"], limit, True)
+
+
+def _labels(items: Sequence[Planned]) -> dict[str, str]:
+    """Each trial's label, and after it the settings that the label leaves out and that tell these trials apart."""
+    flat = {p.trial_id: dict(_flat(p.resolved)) for p in items}
+    said = {
+        "model",
+        "seq_len",
+        "micro_batch",
+        "precision",
+        "allocator",
+        "protocol",
+        "runner.name",
+        "sharding",
+        "world_size",
+    }
+    keys = [k for k in dict.fromkeys(k for one in flat.values() for k in one) if not {k, k.partition(".")[0]} & said]
+    varied = [k for k in keys if len({json.dumps(one.get(k)) for one in flat.values()}) > 1]
+    return {
+        p.trial_id: " · ".join([p.trial.label(), *(f"{k}={json.dumps(flat[p.trial_id].get(k))}" for k in varied)])
+        for p in items
+        if p.trial
+    }
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
+
+
+def _card(settings: Settings) -> tuple[gpus.Gpu | None, str]:
+    """The card to predict for: the named one, this machine's, or `CARD`; None and why if it is not in our table."""
+    if isinstance(settings.predict, str):
+        return gpus.named(settings.predict), ""
+    cards = machine.visible_gpus(dict(os.environ))
+    if not cards:
+        return gpus.named(CARD), ""
+    name = cards[0].name
+    known = gpus.find(name) if name else None
+    return known, f"{name or 'this GPU'} is not in the table of cards; predict=CARD predicts for one that is"
 
 
 def _state(p: Planned, todo: set[str]) -> str:
@@ -55,8 +240,9 @@ def _speed(planned: Sequence[Planned]) -> float | None:
     if trial is None or trial.device.name == "simulated":
         return None
     if trial.device.name == "cuda":
-        cards = machine.visible_gpus(os.environ)
-        peak = peak_flops(cards[0].name or "", trial.precision) if cards else None
+        cards = machine.visible_gpus(dict(os.environ))
+        name = cards[0].name if cards else None
+        peak = gpus.peak_flops(name, trial.precision) if name else None
         return None if peak is None else peak / 3
     import numpy as np
 

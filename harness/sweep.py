@@ -28,8 +28,13 @@ PLAN = "plan.json"
 MIB = 1 << 20
 
 
-def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
-    """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status."""
+def run(
+    planned: Sequence[Planned], settings: Settings, folder: Path, earlier: Sequence[Planned] = ()
+) -> tuple[dict[str, Row], int]:
+    """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status.
+
+    `earlier` are the trials of the same command's batches before this one: they stay in the folder's plan.
+    """
     with Journal(folder) as journal:
         if not journal.locked:
             print(f"{folder}: this file system has no locks; run one sweep at a time in this folder", file=sys.stderr)
@@ -38,7 +43,7 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
             print(f"{journal.path}: {unreadable} unreadable line(s) skipped", file=sys.stderr)
         mine, others = known(rows, planned, settings.any_system)
         todo = plan.pending(planned, mine, settings.retry_failed)
-        _write_plan(folder, planned)
+        _write_plan(folder, [*earlier, *planned])
         done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
         print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
         if others:
@@ -59,8 +64,7 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
             f"{failed} trial(s) failed; their logs are under {folder / 'attempts'}; retry_failed=true runs them again"
         )
     if settings.report:
-        sys.stdout.flush()
-        subprocess.run([sys.executable, "-m", "vramsweep", "report", str(folder)], check=False)
+        report(folder)
     return mine, 1 if failed or len(mine) < len(planned) else 0
 
 
@@ -104,6 +108,12 @@ def _run_all(
         todo = faults if len(faults) < len(todo) else []
         progress.total += len(todo)
     return done
+
+
+def report(folder: Path) -> None:
+    """Figures, tables and report of the sweep in `folder`; a failure there is said by that process."""
+    sys.stdout.flush()
+    subprocess.run([sys.executable, "-m", "vramsweep", "report", str(folder)], check=False)
 
 
 def run_trial(
@@ -234,7 +244,7 @@ def _write_plan(folder: Path, planned: Sequence[Planned]) -> None:
     record = {
         "command": sys.argv[1:],
         "started_at": _now(),
-        "trials": [p.trial_id for p in planned],
+        "trials": list(dict.fromkeys(p.trial_id for p in planned)),
         "pid": os.getpid(),
     }
     (folder / PLAN).write_text(json.dumps(record))

@@ -16,7 +16,7 @@ from vramsweep.harness.row import BY_NAME, SCHEMA_VERSION, Row
 
 # What each runner's measurements were called in ids of version 1; the numbers in registry.py have gone on from there.
 FIRST_MEASUREMENT = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}
-_MOVED = ("world_size", "offload_optimizer", "offload_param")
+MOVED = ("world_size", "offload_optimizer", "offload_param")
 
 
 def layout(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def layout(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(runner, Mapping):
         return dict(values)
     found, kept = dict(values), dict(runner)
-    for name in _MOVED:
+    for name in MOVED:
         moved = kept.pop(name, None)
         if moved is not None:
             found[name] = moved

@@ -50,7 +50,6 @@ SETTINGS: dict[str, Any] = {
     "retries": 0,
     "backoff_s": 0,
     "retry_failed": False,
-    "any_system": False,
     "breaker": 0,
     "report": False,
     "action": "run",

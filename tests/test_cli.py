@@ -11,7 +11,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from vramsweep.harness import cli, doctor, launch, machine
+from vramsweep import __main__ as front_door
+from vramsweep.harness import cli, doctor, machine
 from vramsweep.harness.errors import UserError
 
 
@@ -21,9 +22,9 @@ def call(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
-def planned(*words: str) -> list[dict[str, object]]:
-    done = call("plan", *words, "--json")
-    assert done.returncode == 0, done.stderr
+def planned(*words: str, status: int = 0) -> list[dict[str, object]]:
+    done = call("plan", *words, "predict=false", "--json")
+    assert done.returncode == status, done.stderr
     trials: list[dict[str, object]] = json.loads(done.stdout)["trials"]
     return trials
 
@@ -57,7 +58,7 @@ def test_options_of_a_runner_and_a_free_allocator_text() -> None:
     conf = "max_split_size_mb:64,expandable_segments:True"
     (two,) = planned("device=cuda", "allocator=custom", f"allocator.conf='{conf}'")
     assert two["trial"]["allocator"]["conf"] == "expandable_segments:True,max_split_size_mb:64"  # type: ignore[index]
-    (bad,) = planned("device=cuda", "allocator=custom", "allocator.conf='nonsense:1'")
+    (bad,) = planned("device=cuda", "allocator=custom", "allocator.conf='nonsense:1'", status=2)
     assert bad["state"] == "invalid"
     assert "nonsense" in str(bad["reason"])
 
@@ -68,31 +69,137 @@ def test_presets() -> None:
     assert len(planned("-m", "sweep=cpu", "model=tiny", "device=cpu", "seq_len=8")) == 4
 
 
+MODELS = "allowed: gpt2, hub, llama3-8b, qwen0.5b, qwen2.5-1.5b, tiny"
+# What is typed after `sweep`, and what must be in the answer, in this order.
+MISTAKES: dict[str, tuple[str, ...]] = {
+    "model=llama9": ("model=llama9: there is no such model; " + MODELS, "did you mean llama3-8b?"),
+    "model=qwen05b": (MODELS, "did you mean qwen0.5b?"),
+    "model=": ("model=", MODELS),
+    "-m model=tiny,llama9": ("model=llama9", MODELS),
+    "allocator=nothing": ("allowed: cuda_malloc_async, custom, default",),
+    "device=tpu": ("allowed: auto, cpu, cuda, simulated",),
+    "sweep=gpu": ("allowed: auto, cpu, cuda, lengths, none, simulated",),
+    "hydra/launcher=submitit": ("hydra/launcher=submitit", "allowed: basic", "vramsweep"),
+    "modle=tiny": ("modle", "did you mean model?"),
+    "-m modle=tiny,gpt2": ("modle", "did you mean model?"),
+    "seqlen=128": ("seqlen", "did you mean seq_len?"),
+    "warmup_steps=3": ("warmup_steps", "did you mean protocol.warmup_steps?"),
+    "colour=red": ("colour=red", "allowed: ", "seq_len"),
+    "-m colour=red,blue": ("colour=red", "allowed: ", "seq_len"),
+    "protocol.warmup_step=3": ("allowed: measured_steps, name, warmup_steps", "did you mean protocol.warmup_steps?"),
+    "-m protocol.warmup_step=3,4": ("allowed: measured_steps", "did you mean protocol.warmup_steps?"),
+    "protcol.warmup_steps=3": ("did you mean protocol?",),
+    "seq_len.x=3": ("seq_len is one value",),
+    "model.config.hidden_sze=8": ("did you mean model.config.hidden_size?", "+model.config.hidden_sze=8"),
+    "runner.options.bf16=true": ("type +runner.options.bf16=true",),
+    "+modle=tiny": ("modle", "did you mean model?"),
+    "+experiment=night": ("experiment", "--config-dir DIR"),
+    "+model=tiny": ("it is there already", "model=tiny"),
+    "+seq_len=8": ("it is there already", "seq_len=8"),
+    "~colour": ("colour",),
+    "~model": ("model was removed",),
+    "~repeats": ("repeats was removed",),
+    "tiny": ("KEY=VALUE", "model=tiny"),
+    "seq_len=1,2": ("add -m",),
+    "seq_len=range(1,9)": ("add -m",),
+    "allocator=custom allocator.conf=max_split_size_mb:64,expandable_segments:True": (
+        """'allocator.conf="max_split_size_mb:64,expandable_segments:True"'""",
+    ),
+    "-m allocator=custom allocator.conf=max_split_size_mb:64,expandable_segments:True": (
+        """'allocator.conf="max_split_size_mb:64,expandable_segments:True"'""",
+        """'allocator.conf="max_split_size_mb:64","expandable_segments:True"'""",
+    ),
+    "allocator=custom allocator.conf=roundup_power2_divisions:[256:1]": (
+        """'allocator.conf="roundup_power2_divisions:[256:1]"'""",
+    ),
+    "seq_len=[1,2": ("not closed",),
+    "-m seq_len=[1,2": ("not closed",),
+    "-m seq_len='1,2": ("not closed",),
+    "=3": ("no key",),
+    "model=3": ("model=3: there is no such model", MODELS),
+    "-m precision=fp32,16": ("precision=16: there is no such precision; allowed: bf16",),
+    "seq_len=abc": ("no trial can run: seq_len = 'abc'", "integer"),
+    "seq_len=": ("no trial can run: seq_len", "integer"),
+    "optimizer=adam8bit": ("no trial can run: optimizer = 'adam8bit'", "'adamw'"),
+    "-m optimizer=adam8bit,lion": ("no trial can run: optimizer = 'adam8bit'", "and 1 more reason"),
+    "seq_len=${nothing}": ("seq_len", "nothing"),
+    "model=hub": ("model.path is not set: give model.path=VALUE",),
+    "results=": ("results=DIR",),
+    "results=/proc/x": ("cannot write /proc/x", "results=DIR"),
+    "-m results=/proc/x": ("cannot write /proc/x", "results=DIR"),
+    "results=/dev/null/x": ("cannot write /dev/null/x", "results=DIR"),
+    "isolation=hot": ("allowed is warm or cold",),
+    "-m isolation=cold,warm": ("isolation cannot be swept",),
+    "repeats=1.5": ("whole number",),
+    "timeout_s=nan": ("timeout_s",),
+    "breaker=-1": ("breaker=-1: allowed is a number of at least 0",),
+    "any_system=maybe": ("allowed is true or false",),
+    "objective=peak_memory": ("peak_reserved_bytes",),
+    "objective=outcome": ("objective=outcome", "column of numbers"),
+    "predict=h100": ("h100-80gb",),
+    "-m sweep=auto device=cpu,cuda": ("sweep=auto", "one device"),
+    "--config-dir /nowhere": ("/nowhere", "not found"),
+    "--frob": ("unrecognized arguments: --frob",),
+    "--cfg everything": ("invalid choice", "'job'"),
+    "--cfg job -m": ("do not go together",),
+    "-sc install=bash": ("vramsweep completion bash",),
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_mistakes_are_named_in_a_line_or_two(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = typed.split()
+    base = [
+        word for word in ("device=cpu", "model=tiny") if word.partition("=")[0] not in typed.replace("=", " ").split()
+    ]
+    assert front_door.main(["sweep", *base, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vramsweep: ")
+    assert len(error.splitlines()) <= 2
+    assert "Traceback" not in error and "earch path" not in error
+    place = 0
+    for text in MISTAKES[typed]:
+        assert text in error[place:], error
+        place = error.index(text, place)
+    assert not list(tmp_path.rglob("journal.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("sweep", "model=llama9"), "llama3-8b"),
-        (("sweep", "allocator=nothing"), "cuda_malloc_async"),
-        (("sweep", "-m", "model=tiny,llama9"), "llama3-8b"),
-        (("sweep", "colour=red"), "colour"),
-        (("sweep", "-m", "colour=red,blue"), "colour"),
-        (("sweep", "device=tpu"), "cuda"),
-        (("sweep", "isolation=hot"), "allowed is warm or cold"),
-        (("sweep", "-m", "isolation=cold,warm"), "cannot be swept"),
-        (("sweep", "model=hub"), "model.path is not set"),
+        (("sweep", "model=llama9", "device=cpu"), MODELS),
+        (
+            ("plan", "-m", "optimizer=adam8bit", "seq_len=8,16", "device=cpu"),
+            "no trial can run: optimizer = 'adam8bit'",
+        ),
         (("status", "nowhere"), "name a folder under results/"),
         (("conquer",), "there is no verb 'conquer'"),
         (("replay", "nowhere.pickle"), "nowhere.pickle"),
+        (("completion", "tcsh"), "completion bash"),
     ],
 )
-def test_mistakes_are_named_without_a_traceback(words: tuple[str, ...], text: str, tmp_path: Path) -> None:
-    done = call(
-        *words, *(["device=cpu", f"results={tmp_path}"] if words[0] == "sweep" and "tpu" not in words[1] else [])
-    )
-    assert done.returncode != 0
-    assert text in done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
+def test_mistakes_end_the_process_with_status_2(words: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    done = call(*words, *([f"results={tmp_path}"] if words[0] in ("sweep", "plan") else []))
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.rglob("journal.jsonl"))
+
+
+def test_a_trial_that_can_run_beside_one_that_cannot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "device=cpu", "model=tiny", "optimizer=adamw,adam8bit", f"results={tmp_path}"]
+    assert front_door.main(["plan", *words]) == 0
+    said = capsys.readouterr()
+    assert "1 invalid, 1 to do" in said.out and said.err == ""
+
+
+def test_hydra_s_own_traceback_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(Exception, match="Could not find 'model/llama9'"):
+        front_door.main(["sweep", "model=llama9"])
 
 
 def test_a_results_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -160,18 +267,6 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert {c.name for c in checks} >= {"python", "torch", "transformers", "deepspeed", "disk", "memory", "load"}
 
 
-def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
-    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [card()])
-    assert launch.choose_device(["sweep=auto", "device=auto"]) == ["sweep=cuda", "device=cuda"]
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
-    assert launch.choose_device(["sweep=auto"]) == ["sweep=simulated", "device=simulated"]
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert launch.choose_device(["device=cuda", "sweep=auto"]) == ["device=cuda", "sweep=cuda"]
-    assert capsys.readouterr().err == ""
-
-
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = [machine.Gpu(n, "x", f"GPU-{n}a", "1", 1, 0, ()) for n in range(3)]
     monkeypatch.setattr(machine, "gpus", lambda: cards)
@@ -210,3 +305,13 @@ def test_configuration_files_have_a_comment_for_their_reader() -> None:
         text = path.read_text()
         assert yaml.safe_load(text) is not None or path.stem == "none"
         assert path.parent.name == "device" or "# " in text.replace("# @package", ""), path
+
+
+def test_names_of_version_0_1_are_understood_on_the_command_line() -> None:
+    same = ("-m", "runner=deepspeed", "device=cuda", "predict=false")
+    old = planned(*same, "runner.zero_stage=1,3", "runner.world_size=2")
+    new = planned(*same, "sharding=zero1,zero3", "world_size=2")
+    assert [t["trial_id"] for t in old] == [t["trial_id"] for t in new]
+    assert [t["trial"]["sharding"] for t in new] == ["zero1", "zero3"]  # type: ignore[index]
+    (fsdp,) = planned("runner=fsdp", "device=cuda", "world_size=8", "predict=false")
+    assert fsdp["trial_id"] == planned("sharding=fsdp2", "device=cuda", "world_size=8", "predict=false")[0]["trial_id"]

@@ -5,6 +5,7 @@ Verbs that run something are the harness's, verbs that read rows the analysis's;
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ HARNESS = {
     "doctor": "check machine, driver, torch build, disk and foreign GPU processes",
     "columns": "what the columns of a row mean",
     "replay": "replay a recording of PyTorch's allocator under other settings",
+    "completion": "print a shell script that completes verbs and settings: completion bash",
 }
 ANALYSIS = {
     "report": "figures, tables and report of a sweep",
@@ -29,6 +31,49 @@ ANALYSIS = {
     "track": "log a finished sweep to an experiment tracker",
     "timeline": "draw the what-if table of a replayed recording",
 }
+
+# bash splits words at = and : as well, and wants only what follows; the whole word is what we complete.
+BASH = r"""_vramsweep() {
+    local line="${COMP_LINE:0:COMP_POINT}" cur="${COMP_WORDS[COMP_CWORD]}" IFS=$'\n' word head
+    [[ $cur == [=:] ]] && cur=""
+    word="${line##* }"
+    head="${word%"$cur"}"
+    COMPREPLY=($(vramsweep completion query "$line" 2>/dev/null))
+    COMPREPLY=("${COMPREPLY[@]#"$head"}")
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=./] ]] || compopt +o nospace 2>/dev/null
+}
+complete -o default -o nospace -F _vramsweep vramsweep
+"""
+
+
+def completion(words: Sequence[str]) -> int:
+    """`completion bash` prints the script; `completion query LINE` is what the script asks.
+
+    A query prints what the line's last word could become, one a line; nothing where the shell should offer files.
+    """
+    if list(words) == ["bash"]:
+        print(BASH, end="")
+        return 0
+    if len(words) != 2 or words[0] != "query":
+        asked = bool(set(words) & {"-h", "--help"})
+        text = 'completion of verbs, settings and values in bash: eval "$(vramsweep completion bash)"'
+        print(text if asked else f"vramsweep: {text}", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    before, _, word = words[1].rpartition(" ")
+    try:
+        earlier = shlex.split(before)[1:]
+    except ValueError:  # inside quotes
+        return 0
+    if not earlier:
+        found = [verb for verb in (*HARNESS, *ANALYSIS) if verb.startswith(word)]
+    elif earlier[0] in ("sweep", "plan"):
+        from vramsweep.harness import cli as harness
+
+        found = harness.complete(earlier[1:], word)
+    else:
+        found = []
+    print("\n".join(found))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vramsweep {__version__}")
         return 0
     try:
+        if verb == "completion":
+            return completion(words[1:])
         if verb in HARNESS:
             from vramsweep.harness import cli as harness
 

@@ -7,6 +7,7 @@ for each combination of config groups; plain values are then set on copies of it
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -20,6 +21,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from vramsweep.harness import launch
+from vramsweep.harness.errors import UserError
 
 
 @dataclass
@@ -50,19 +52,27 @@ class VramsweepSweeper(BasicSweeper):
 
 
 class VramsweepLauncher(Launcher):
-    """Composes a batch of jobs and runs it as one sweep; each job returns its trial's terminal row."""
+    """Composes a batch of jobs and runs it as one sweep; each job returns what `launch.launch` says of it."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Hydra's call before `launch`."""
+        """Hydra's call before `launch`. Raises UserError if the folder that the sweeper writes to cannot be made."""
         self.context, self.config = hydra_context, config
+        folder = Path(config.hydra.sweep.dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            where = f"cannot write {folder.parent}: {error.strerror}"
+            raise UserError(f"{where}; choose a writable folder with results=DIR") from None
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs; a failed trial is a row, not an exception, so that the batch always completes."""
         configs = self.compose(job_overrides)
-        rows = launch.launch(configs)
+        sweeper = self.config.hydra.sweeper  # any other, and ours with a batch size, comes again
+        whole = sweeper._target_ == SweeperConf._target_ and sweeper.max_batch_size is None
+        answers = launch.launch(configs, whole)
         return [
-            JobReturn(overrides=list(overrides), cfg=config, status=JobStatus.COMPLETED, _return_value=row)
-            for overrides, config, row in zip(job_overrides, configs, rows, strict=True)
+            JobReturn(overrides=list(overrides), cfg=config, status=JobStatus.COMPLETED, _return_value=answer)
+            for overrides, config, answer in zip(job_overrides, configs, answers, strict=True)
         ]
 
     def compose(self, job_overrides: Sequence[Sequence[str]]) -> list[DictConfig]:

@@ -1,0 +1,423 @@
+"""What is Hydra's behind `sweep` and `plan`: devices chosen by files, sweepers that optimise, help, completion."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, TARGETS
+from hydra.core.plugins import Plugins
+
+from vramsweep import __main__ as front_door
+from vramsweep.harness import gpus, journal, launch, machine, plan, preview, status
+from vramsweep.harness.row import COLUMNS
+
+# A stand-in for Optuna's sweeper (hydra-optuna-sweeper 1.3.0 with optuna 5.0.0): batches of its own choosing, the value
+# taken with float(), a trial told failed if that raises, and a study that ends with an error when it is told NaN.
+SWEEPER = """
+import json, math
+from pathlib import Path
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+class Sweep(Sweeper):
+    def __init__(self, batches): self.batches = batches
+    def setup(self, *, hydra_context, task_function, config):
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config)
+    def sweep(self, arguments):
+        told, index = [], 0
+        for batch in self.batches:
+            returns = self.launcher.launch([[*arguments, *words] for words in batch], initial_job_idx=index)
+            index += len(returns)
+            for one in returns:
+                try:
+                    value = float(one.return_value)
+                except (ValueError, TypeError):
+                    told.append(None)
+                    continue
+                assert not math.isnan(value), "Values were told. Values cannot be specified when state is FAIL"
+                told.append(value)
+        Path(self.config.results, "told.json").write_text(json.dumps(told))
+"""
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
+    launch.detect.cache_clear()
+    yield
+    launch.detect.cache_clear()
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A --config-dir with an experiment that chooses device and runner, and one that leaves them alone."""
+    folder = tmp_path / "own" / "experiment"
+    folder.mkdir(parents=True)
+    head = "# @package _global_\ndefaults:\n"
+    (folder / "night.yaml").write_text(
+        f"{head}  - override /device: cpu\n  - override /runner: trainer\nmodel: {{name: mine}}\nseq_len: 77\n"
+    )
+    (folder / "day.yaml").write_text("# @package _global_\nseq_len: 78\n")
+    monkeypatch.chdir(tmp_path)
+    return folder.parent
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert front_door.main(["plan", *words, "predict=false", "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    return [t["trial"] for t in trials]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_file_of_the_user_s_chooses_the_device(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--config-dir", str(files)]
+    (night,) = planned(capsys, *own, "+experiment=night")
+    assert (night["device"]["name"], night["runner"]["name"], night["seq_len"]) == ("cpu", "trainer", 77)
+    (day,) = planned(capsys, *own, "+experiment=day")
+    assert (day["device"]["name"], day["seq_len"]) == ("simulated", 78)
+    assert planned(capsys, *own, "+experiment=night", "device=auto")[0]["device"]["name"] == "cpu"
+    assert planned(capsys, *own, "+experiment=night", "device=cuda")[0]["device"]["name"] == "cuda"
+    both = planned(capsys, *own, "-m", "+experiment=night,day")
+    assert {(t["seq_len"], t["device"]["name"]) for t in both} == {(77, "cpu"), (78, "simulated")}
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_preset_of_make_sweep_is_that_of_the_file_s_device(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-dir", str(files), "-m", "device=auto", "sweep=auto", "model=tiny"]
+    of_cpu = planned(capsys, *words, "+experiment=night")
+    assert {t["seq_len"] for t in of_cpu} == {32, 64, 96, 128, 192, 256}  # conf/sweep/cpu.yaml
+    assert {t["seq_len"] for t in planned(capsys, *words)} >= {2048}
+
+
+def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    card = machine.Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", "580.1", 80 << 30, 1 << 20, ())
+    for cards, build, device in (([card], "13.0", "cuda"), ([], "13.0", "simulated"), ([card], None, "simulated")):
+        monkeypatch.setattr(machine, "torch_cuda", lambda build=build: build)
+        monkeypatch.setattr(machine, "visible_gpus", lambda environ, cards=cards: cards)
+        launch.detect.cache_clear()
+        assert front_door.main(["plan", "-m", "model=tiny", "sweep=auto", "device=auto", "predict=false"]) == 0
+        said = capsys.readouterr()
+        assert f"tiny-torch-{device}" in said.out
+        assert ("cuda_malloc_async" in said.out) == (device == "cuda")
+        assert len(said.err.splitlines()) == (device == "simulated")
+        assert front_door.main(["plan", "model=tiny", "device=cpu"]) == 0
+        assert capsys.readouterr().err == ""
+    launch.detect.cache_clear()
+
+
+def test_options_of_hydra_s_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(planned(capsys, "device=cpu", "-m", "model=tiny", "seq_len=8,16")) == 2
+    assert len(planned(capsys, "device=cpu", "seq_len=8,16", "model=tiny", "--multirun")) == 2
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (
+            ("--help",),
+            ("vramsweep sweep -m model=gpt2", "allocator: cuda_malloc_async", "seq_len: 512", "--config-dir"),
+        ),
+        (("--help", "model=tiny"), ("name: tiny",)),
+        (("--hydra-help",), ("--multirun", "hydra/launcher")),
+        (("--cfg", "job", "seq_len=77"), ("seq_len: 77", "gpu: h100-80gb")),
+        (("--cfg", "job", "-p", "protocol"), ("warmup_steps: 3",)),
+        (("--info", "defaults"), ("model/qwen0.5b", "device/simulated")),
+        (("--info", "searchpath"), ("Provider",)),
+    ],
+)
+def test_what_hydra_can_show_is_shown(words: tuple[str, ...], texts: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "harness", "sweep", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(text in done.stdout for text in texts), done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", [*front_door.HARNESS, *front_door.ANALYSIS])
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = front_door.main([verb, "--help"])
+    except SystemExit as end:  # argparse's way
+        status = int(end.code or 0)
+    assert status == 0
+    assert len(capsys.readouterr().out) > 40
+
+
+# sweepers that optimise
+
+
+@pytest.fixture
+def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run `sweep` under the stand-in sweeper with these batches of overrides; returns the status and what was told."""
+    plugin = tmp_path / "plugin" / "hydra_plugins" / "stand_in"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text(SWEEPER)
+    monkeypatch.syspath_prepend(str(plugin.parents[1]))
+    monkeypatch.delitem(sys.modules, "hydra_plugins.stand_in", raising=False)
+    Plugins.instance().register(importlib.import_module("hydra_plugins.stand_in").Sweep)
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "own" / "hydra" / "sweeper"
+    own.mkdir(parents=True)
+
+    def run(batches: list[list[list[str]]], *words: str) -> tuple[int, Any]:
+        node = {"_target_": "hydra_plugins.stand_in.Sweep", "batches": batches}
+        (own / "stand_in.yaml").write_text(yaml.safe_dump(node))
+        base = ["-m", "--config-dir", str(own.parents[1]), "hydra/sweeper=stand_in", "model=tiny", "device=cpu"]
+        ended = front_door.main(["sweep", *base, "precision=fp32", "results=out", *words])
+        told = tmp_path / "out" / "told.json"
+        return ended, json.loads(told.read_text()) if told.exists() else None
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_sweeper_that_optimises_is_told_a_number_or_a_failure(
+    sweeper: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = f"{TARGETS / 'faults.py'}"
+    custom = ["runner=custom", "protocol=brief"]
+    batches = [
+        [["seq_len=16", "protocol=brief"], ["seq_len=5000"]],  # the second is longer than the model's positions
+        [["seq_len=32", "protocol=brief"]],
+        [[*custom, f"runner.target={faults}:raises"]],
+        [["seq_len=16", "protocol=brief"]],  # asked again: answered from the journal
+    ]
+    words = ["objective=peak_allocated_bytes", "retries=0", "report=true"]
+    ended, told = sweeper(batches, *words)
+    assert ended == 1  # one trial failed
+    assert [value is None for value in told] == [False, True, False, True, False]
+    assert told[0] == told[4] and isinstance(told[0], float) and told[2] > told[0]
+    (folder,) = [path.parent for path in (tmp_path / "out").rglob("journal.jsonl")]
+    rows = journal.read(folder)[0]
+    by_length = {row["seq_len"]: row["peak_allocated_bytes"] for row in rows if row["outcome"] == "ok"}
+    assert by_length == {16: told[0], 32: told[2]}
+    said = capsys.readouterr().out
+    assert "1 trial, 1 finished before, 0 to do" in said
+    state = status.read(folder)
+    assert (state.state, state.total, state.done, state.failed) == ("finished", 4, 4, 1)
+    assert (folder / "report.html").exists() and not list((tmp_path / "out").glob("*/*/report.html"))
+
+    ended, again = sweeper(batches, *words, "report=false")  # the same command goes on where it was
+    assert (ended, again) == (1, told)
+    assert len(journal.read(folder)[0]) == len(rows)
+
+
+def test_the_report_is_written_once_after_the_last_batch(
+    sweeper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(launch.sweep, "report", written.append)
+    batches = [[["seq_len=5000"]], [["seq_len=16", "protocol=brief"]]]
+    ended, told = sweeper(batches, "report=true", "objective=peak_allocated_bytes")
+    assert (ended, told[0]) == (0, None)
+    (row,) = [row for row in journal.read(tmp_path / "out" / "tiny-torch-cpu")[0] if row["outcome"] == "ok"]
+    assert told[1] == row["peak_allocated_bytes"] > 0
+    assert [str(folder) for folder in written] == ["out/tiny-torch-cpu"]
+
+
+def test_when_no_trial_of_any_batch_can_run(sweeper: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    ended, told = sweeper([[["seq_len=5000"]], [["seq_len=6000"]]], "objective=tokens_per_s")
+    assert (ended, told) == (2, [None, None])
+    assert "no trial can run: seq_len 5000 is longer than tiny's 4096 positions" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_our_own_sweeper_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "model=tiny", "device=cpu", "seq_len=5000,16,32", "protocol=brief", "precision=fp32", "report=false"]
+    assert front_door.main(["sweep", *words, "hydra.sweeper.max_batch_size=1"]) == 0
+    state = status.read(tmp_path / "results" / "tiny-torch-cpu")
+    assert (state.state, state.total, state.ok, state.invalid) == ("finished", 3, 2, 1)
+
+
+def test_the_objective_of_repeats_is_their_median_and_unknown_if_one_has_none() -> None:
+    rows = [{"x": 1.0}, {"x": 9.0}, {"x": 2.0}]
+    assert launch._answer(rows, "x") == 2.0
+    assert launch._answer([*rows, {"x": None}], "x") is None
+    assert launch._answer([*rows, None], "x") is None
+    assert launch._answer(rows, None) == rows[0]
+    assert {"peak_reserved_bytes", "tokens_per_s", "mfu"} <= set(plan.OBJECTIVES)
+    assert not {"outcome", "plateau", "step_times_s"} & set(plan.OBJECTIVES)
+    assert len(plan.OBJECTIVES) < len(COLUMNS)
+
+
+# predictions of `plan`
+
+
+def test_plan_says_which_of_the_largest_trials_will_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
+    own = ["model.config.num_hidden_layers=1", "model.parameters=73000"]
+    grid = ["-m", "model=tiny", *own, "device=cuda", "precision=fp32", "seq_len=8,4096", "micro_batch=1,2048"]
+    grid += ["attention=sdpa,flash_attention_2", "predict=t4-16gb"]
+    assert front_door.main(["plan", *grid, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["configurations"], found["predicted_not_to_fit"]) == (2, 1)
+    by_attention = {("flash" in (one["reason"] or "")): one for one in found["predictions"]}
+    fails, unknown = by_attention[False], by_attention[True]
+    assert fails["fits"] is False and fails["card"] == "t4-16gb" and "batch 2048" in fails["label"]
+    # the logits alone, three times over: 512 token ids in fp32
+    assert fails["needed_bytes"] > max(fails["card_bytes"], 3 * 4096 * 2048 * 512 * 4)
+    assert unknown["fits"] is None and "attention" in unknown["label"]
+    assert [path.name for path in (tmp_path / "results").iterdir()] == [".hydra"]  # what the predictions left is gone
+    assert front_door.main(["plan", *grid]) == 0
+    said = capsys.readouterr().out
+    gib = fails["needed_bytes"] / (1 << 30)
+    assert f"predicted to need {gib:,.1f} GiB, the card has" in said
+    assert said.splitlines()[-1] == "1 of 2 configurations: the largest trial will run out of memory"
+
+
+@pytest.mark.slow
+def test_plan_predicts_what_a_simulated_sweep_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
+    words = ["model=tiny", "seq_len=64", "precision=fp32", "report=false"]
+    assert front_door.main(["plan", *words, "device=cuda", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["predictions"]
+    assert front_door.main(["sweep", *words, "device=simulated", f"device.gpu={one['card']}"]) == 0
+    (row,) = journal.read(tmp_path / "results" / "tiny-torch-simulated")[0]
+    assert (one["needed_bytes"], one["fits"]) == (row["peak_reserved_bytes"], True)
+
+
+def test_the_largest_of_each_configuration_the_largest_first() -> None:
+    base = yaml.safe_load((ROOT / "conf" / "model" / "tiny.yaml").read_text())
+    big = base | {"name": "big", "parameters": 10**9}
+
+    def one(model: dict[str, Any], **over: Any) -> dict[str, Any]:
+        values = {
+            "model": model, "seq_len": 8, "micro_batch": 1, "precision": "fp32",
+            "allocator": {"name": "default", "conf": ""}, "runner": {"name": "torch"}, "device": {"name": "cuda"},
+            "protocol": {"name": "brief", "warmup_steps": 1, "measured_steps": 1},
+        }  # fmt: skip
+        return values | over
+
+    values = [
+        one(base), one(base, seq_len=512), one(base, micro_batch=100), one(big), one(base, precision="bf16"),
+        one(base, device={"name": "cpu"}, seq_len=4096),
+    ]  # fmt: skip
+    found = preview.largest_trials([p for trials in plan.expand(values, 2) for p in trials])
+    seen = [(p.trial.model.name, p.trial.precision, p.trial.seq_len, p.trial.micro_batch) for p in found if p.trial]
+    assert seen == [("big", "fp32", 8, 1), ("tiny", "fp32", 8, 100), ("tiny", "bf16", 8, 1)]
+
+
+def test_a_card_that_is_not_in_the_table_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NVIDIA Nonesuch 9000", None):
+        card = machine.Gpu(0, name, "GPU-0", "580.1", 80 << 30, 1 << 20, ())  # type: ignore[arg-type]
+        monkeypatch.setattr(machine, "visible_gpus", lambda environ, card=card: [card])
+        assert front_door.main(["plan", "model=tiny", "device=cuda"]) == 0
+        assert "not in the table of cards; predict=CARD" in capsys.readouterr().out
+
+
+def test_the_card_assumed_is_that_of_the_configuration() -> None:
+    assert yaml.safe_load((ROOT / "conf" / "device" / "simulated.yaml").read_text())["gpu"] == preview.CARD
+    assert gpus.named(preview.CARD)
+
+
+# completion
+
+
+def terminal(typed: str, folder: Path) -> str:
+    """What an interactive bash has on its line after `typed` and TAB: the line is put in quotes and echoed."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+        os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
+    seen = b""
+
+    def until(mark: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while mark not in seen and time.monotonic() < deadline:
+            if select.select([terminal], [], [], 0.5)[0]:
+                seen += os.read(terminal, 4096)
+        assert mark in seen, seen
+
+    try:
+        os.write(
+            terminal, b'bind "set enable-bracketed-paste off"; eval "$(vramsweep completion bash)"; echo on""set\n'
+        )
+        until(b"onset")
+        seen = b""
+        os.write(
+            terminal, typed.encode() + b"\t\x01echo 'beg''in<\x05>e''nd'\n"
+        )  # ^A and ^E: begin and end of the line
+        until(b">end\r\n")
+        return seen.decode().rpartition("begin<")[2].partition(">end")[0]
+    finally:
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture(scope="module")
+def on_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bin")
+    script = folder / "vramsweep"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m vramsweep "$@"\n')
+    script.chmod(0o755)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("vramsweep swe", "vramsweep sweep "),
+        ("vramsweep fron", "vramsweep frontier "),
+        ("vramsweep sweep model=ti", "vramsweep sweep model=tiny "),
+        (
+            "vramsweep plan -m model=tiny allocator=default,exp",
+            "vramsweep plan -m model=tiny allocator=default,expandable ",
+        ),
+        ("vramsweep sweep protocol.warm", "vramsweep sweep protocol.warmup_steps="),
+        ("vramsweep sweep optimizer=adamw_", "vramsweep sweep optimizer=adamw_fused "),
+    ],
+)
+def test_tab_in_a_real_shell(typed: str, completed: str, on_path: Path) -> None:
+    assert terminal(typed, on_path) == completed
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("vramsweep ", {*front_door.HARNESS, *front_door.ANALYSIS}),
+        ("vramsweep sweep precision=", {f"precision={p}" for p in ("fp32", "tf32", "bf16", "fp16", "bf16_pure")}),
+        ("vramsweep sweep device=", {f"device={d}" for d in ("auto", "cpu", "cuda", "simulated")}),
+        ("vramsweep sweep -m attention=sdpa,e", {"attention=sdpa,eager"}),
+        ("vramsweep sweep record=", {"record=true", "record=false"}),
+        ("vramsweep sweep runner=deepspeed runner.tar", {"runner.target="}),
+        ("vramsweep sweep --config-d", {"--config-dir"}),
+        ("vramsweep sweep nonsense[ mod", set()),
+        ("vramsweep sweep 'seq_len=ra", set()),
+        ("vramsweep report resu", set()),
+    ],
+)
+def test_what_is_offered(line: str, offered: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert front_door.main(["completion", "query", line]) == 0
+    assert set(capsys.readouterr().out.split()) == offered
+
+
+def test_options_of_the_user_s_own_groups_are_offered(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert front_door.main(["completion", "query", f"vramsweep sweep --config-dir {files} +experiment="]) == 0
+    assert capsys.readouterr().out.split() == ["+experiment=day", "+experiment=night"]
