@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from vramsweep.harness import machine, outcome, plan
-from vramsweep.harness.attempt import RECORDING, Launcher, environment, steps
+from vramsweep.harness import machine, outcome, plan, variables
+from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, environment, steps
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal, read, succeeded, terminal
 from vramsweep.harness.plan import Planned, Settings
@@ -38,15 +38,19 @@ def run(planned: Sequence[Planned], settings: Settings, folder: Path) -> tuple[d
         done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
         print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
         progress = Progress(len(todo))
-        with Launcher(settings.isolation, folder / "templates.log") as launcher:
+        for line in variables.dropped(os.environ):
+            print(line, file=sys.stderr)
+        with Launcher(settings.isolation, folder / "templates") as launcher:
             try:
                 for item in todo:
                     row = run_trial(item, settings, folder, journal, launcher, time.sleep)
                     finished[item.trial_id] = row
                     progress.show(row, item)
             except OSError as error:
-                where = f"{folder}: {error.strerror}"
-                raise UserError(f"cannot write under {where}; finished rows are safe, mend it and rerun") from None
+                what = f"cannot write under {folder}: {error.strerror}"
+                if not about_writing(error):
+                    what = f"the system refused something that the sweep needs: {error}"
+                raise UserError(f"{what}; finished rows are safe, mend it and rerun") from None
             except KeyboardInterrupt:
                 print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
                 raise SystemExit(130) from None
@@ -77,15 +81,13 @@ def run_trial(
         return journal.append(row)
     trial = item.trial
     cards = machine.visible_gpus(dict(os.environ))[: trial.runner.world_size] if trial.device.name == "cuda" else []
-    # a simulated allocator is not torch's: one template serves every setting
-    conf = "" if trial.device.name == "simulated" else trial.allocator.conf
-    environ = environment(conf, trial.device.name, os.environ, [card.uuid for card in cards])
+    environ = environment(plan.worker_conf(trial), trial.device.name, os.environ, [card.uuid for card in cards])
     number = _attempts(folder / "attempts" / item.trial_id)
     for tries in range(settings.retries + 1):
         number += 1
         place = folder / "attempts" / item.trial_id / str(number)
         row = base | plan.axes(item) | {"trial_id": item.trial_id, "attempt": number, "started_at": _now()}
-        foreign = _foreign(cards, sleep)
+        foreign = _foreign(cards, launcher.own_pids, sleep)
         if foreign:
             evidence = outcome.Evidence(foreign=foreign)
         else:
@@ -94,8 +96,11 @@ def run_trial(
             evidence = done.evidence
             values = dict((evidence.result or {}).get("values", {}))
             spent = values.pop("steps_s", None)
-            row |= values | {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
+            row |= {"environment": variables.recorded(environ)} | values
+            row |= {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
+            row |= {"isolation": done.isolation, "cold_reason": done.cold_reason}
             row["overhead_s"] = None if spent is None else done.duration_s - spent
+            row["notes"] = [*(row.get("notes") or []), *done.notes] or None
         kind, reason = outcome.classify(evidence)
         final = tries == settings.retries or not outcome.transient(kind, evidence)
         row |= {
@@ -132,12 +137,16 @@ def _phase(place: Path) -> str | None:
     return "step 0" if records[-1].get("event") == "train" else "load"
 
 
-def _foreign(cards: Sequence[machine.Gpu], sleep: Callable[[float], None]) -> tuple[int, ...]:
-    """Compute processes on the trial's GPUs; between attempts none is ours, but the last may take a moment to go."""
+def _foreign(
+    cards: Sequence[machine.Gpu], own: Callable[[], set[int]], sleep: Callable[[float], None]
+) -> tuple[int, ...]:
+    """Compute processes on the trial's GPUs that are not ours; those of the last attempt may take a moment to go."""
     uuids = {card.uuid for card in cards}
     found: tuple[int, ...] = ()
     for wait in (0.2, 0.5, 1.0, 0.0):
-        found = tuple(pid for card in machine.gpus() if card.uuid in uuids for pid in card.processes) if uuids else ()
+        seen = [pid for card in machine.gpus() if card.uuid in uuids for pid in card.processes] if uuids else []
+        ours = own() if seen else set()
+        found = tuple(pid for pid in seen if pid not in ours)
         if not found:
             return ()
         sleep(wait)

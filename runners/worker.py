@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness import trial as trials
+from vramsweep.harness import variables
 from vramsweep.harness.attempt import RESULT, SPEC
 
 PR_SET_PDEATHSIG = 1
@@ -123,7 +124,7 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
         _write(folder, {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}})
         return 1
     if values is not None:
-        _write(folder, {"values": values})
+        _write(folder, {"values": values | {"environment": variables.recorded(os.environ)}})
     return 0
 
 
