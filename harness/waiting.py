@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-LOOK_S = 0.5  # between two looks at the logs: 2 wake-ups a second cost the parent less than 0.01 % of a core
+LOOK_S = 1.0  # between two looks at the logs: each costs the parent some 100 µs
 LOG_LIMIT = 64 << 20  # bytes of one log
 LOG_KEPT = 256 << 10  # bytes of its end that stay when it is cut
 LONGEST_POLL_S = 3600.0  # poll() takes milliseconds as a 32-bit number

@@ -49,7 +49,7 @@ class Bounds:
 
 
 class Lost(Exception):
-    """A template cannot be used (any more); the text says why."""
+    """No worker can be had from a template; the text says why."""
 
 
 class Replies:
@@ -142,7 +142,7 @@ class Template:
         return unclean
 
     def fork(self, folder: Path) -> WarmWorker:
-        """A worker for the attempt in `folder`. Raises Lost, or OSError if the system gives it no process."""
+        """A worker for the attempt in `folder`. Raises Lost."""
         attempt = str(folder)
         try:
             try:
@@ -152,15 +152,15 @@ class Template:
             message = self.expect(attempt, self.bounds.fork_s)
             if message is None:
                 raise Lost(f"forked no worker within {self.bounds.fork_s:g} s")
-            if message["event"] == "refused":
-                raise OSError(0, f"the template could not fork: {message.get('why')}")
-            if message["event"] != "forked":
-                raise Lost(f"said {message['event']!r} in place of having forked")
-            pid = number(message, "pid")
-            return WarmWorker(self, attempt, pid, self._child(pid))
+            if message["event"] != "refused":
+                if message["event"] != "forked":
+                    raise Lost(f"said {message['event']!r} in place of having forked")
+                pid = number(message, "pid")
+                return WarmWorker(self, attempt, pid, self._child(pid))
         except Lost as lost:
             self.lost = str(lost)
             raise Lost(f"the template process {lost}") from None
+        raise Lost(f"the template could not fork: {message.get('why')}")  # now; it is as good as before
 
     def _child(self, pid: int) -> int | None:
         """A descriptor of our worker `pid`, None if it has been reaped already. Raises Lost if it is not ours."""

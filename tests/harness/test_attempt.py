@@ -33,10 +33,10 @@ class Fakes:
         self.environ = {"STARTS": str(folder / "starts"), "PATH": os.environ["PATH"]}
         self.launcher = attempt.Launcher("warm", folder / "templates", bounds)
 
-    def attempt(self, deadline_s: float = 20, **environ: str) -> attempt.Attempted:
+    def attempt(self, deadline_s: float = 20, runner: str = "torch", **environ: str) -> attempt.Attempted:
         self.number += 1
         place = self.folder / str(self.number)
-        return self.launcher.attempt({}, place, self.environ | environ, "torch", deadline_s)
+        return self.launcher.attempt({}, place, self.environ | environ, runner, deadline_s)
 
     def starts(self) -> int:
         return len((self.folder / "starts").read_text().splitlines())
@@ -213,6 +213,14 @@ def test_a_runner_whose_imports_start_cuda_goes_cold(
         assert [row["isolation"] for row in rows] == ["cold"] * 2
         assert all(reason in row["cold_reason"] for row in rows)
         assert said == 1
+
+
+def test_only_the_runner_that_starts_cuda_goes_cold(fakes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    made = fakes("unclean")
+    assert [made.attempt(runner=name).isolation for name in ("torch", "trainer", "torch")] == ["cold", "warm", "cold"]
+    assert made.attempt(runner="trainer").cold_reason is None
+    assert made.starts() == 2
+    assert capsys.readouterr().err.count("runner=torch goes cold") == 1
 
 
 def test_only_a_loaded_driver_library_is_asked(tmp_path: Path) -> None:
