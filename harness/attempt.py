@@ -35,10 +35,9 @@ import psutil
 from vramsweep.harness import machine, row, variables
 from vramsweep.harness.outcome import Evidence
 from vramsweep.harness.waiting import REASON_LENGTH, Logs, readable
-from vramsweep.harness.warm import Bounds, Lost, Template
+from vramsweep.harness.warm import Bounds, Lost, Template, room
 
 PR_SET_CHILD_SUBREAPER = 36
-TEMPLATES = 8  # kept alive at once; each holds about a third of a GiB, most of it shared with nobody
 END_S = 10.0  # for everything that an attempt leaves behind to end once it is killed
 SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
 LOGS = ("stdout.log", "stderr.log")
@@ -149,7 +148,7 @@ class Launcher:
     def __init__(self, isolation: str, logs: Path, bounds: Bounds | None = None) -> None:
         self.isolation = isolation
         self.cold_reasons: dict[str, str] = {}  # by runner
-        self._logs, self._bounds = logs, bounds or Bounds()
+        self._logs, self._bounds, self._room = logs, bounds or Bounds(), room()
         self._templates: OrderedDict[tuple[str, frozenset[tuple[str, str]]], Template] = OrderedDict()
         self._numbers: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -238,7 +237,7 @@ class Launcher:
             template.close()
             template = None
         if template is None:
-            while len(self._templates) >= TEMPLATES:
+            while len(self._templates) >= self._room:
                 self._templates.popitem(last=False)[1].close()
             self._logs.mkdir(parents=True, exist_ok=True)
             log = self._logs / f"{runner}-{self._numbers.setdefault(key, len(self._numbers) + 1)}.log"

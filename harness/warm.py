@@ -36,6 +36,10 @@ from vramsweep.harness.waiting import last_line, readable
 COMMAND = (sys.executable, "-m", "vramsweep.runners.template")
 LONGEST_MESSAGE = 64 << 10  # bytes without an end of line that are no message any more
 
+LEAST = 8  # templates that there is always room for
+SHARE = 8  # all of them may hold this part of the host's memory
+TEMPLATE_BYTES = 512 << 20  # what one holds, most of it shared with nobody
+
 Message = dict[str, Any]
 
 
@@ -213,6 +217,23 @@ class Template:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.bounds.reap_s)
         self._open.close()
+
+
+def room(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many templates may be alive at once: by the memory of the machine, or of the least of our cgroups."""
+    limits = [psutil.virtual_memory().total]
+    for line in own.read_text().splitlines() if own.exists() else []:
+        controllers, path = line.split(":", 2)[1:]
+        if controllers not in ("", "memory"):
+            continue
+        top, name = (root, "memory.max") if controllers == "" else (root / "memory", "memory.limit_in_bytes")
+        place = top / path.lstrip("/")
+        for folder in (place, *place.parents):
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                limits.append(int((folder / name).read_text()))
+            if folder == top:
+                break
+    return max(LEAST, min(limits) // SHARE // TEMPLATE_BYTES)
 
 
 class WarmWorker:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from vramsweep.harness import attempt, machine, plan, sweep, variables, waiting, warm
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.outcome import classify
+from vramsweep.harness.outcome import classify, transient
 from vramsweep.runners import driver
 
 
@@ -88,6 +89,7 @@ def test_a_template_that_misbehaves_costs_one_attempt_at_most(
     assert time.monotonic() - began < 15
     kind, why = classify(found[0])
     assert (kind, reason in (why or "")) == (outcome, True), why
+    assert transient(kind, found[0]) is (kind == "crash")
     assert [classify(evidence)[0] for evidence in found[1:]] == ["ok", "ok"]
     assert [evidence.exit_code for evidence in found[1:]] == [0, 0]
     assert made.starts() == starts
@@ -452,7 +454,29 @@ def test_errors_about_writing_are_told_from_others(
         run_sweep(tiny())
 
 
-def test_templates_are_reused_where_there_is_not_room_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "limits", "room"),
+    [
+        (2, {"": "max", "job": f"{128 << 30}", "job/step": "max"}, 32),
+        (1, {"job": f"{64 << 30}", "job/step": "9223372036854771712"}, 16),
+        (2, {"job/step": f"{4 << 30}"}, 8),
+        (2, {}, 256),
+    ],
+)
+def test_room_for_templates_is_what_the_cgroups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, limits: dict[str, str], room: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 40))
+    (tmp_path / "own").write_text("3:memory:/job/step\n2:cpu:/\n0::/\n" if version == 1 else "0::/job/step\n")
+    for place, text in limits.items():
+        folder = tmp_path / ("memory" if version == 1 else "") / place
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(text)
+    assert warm.room(tmp_path / "own", tmp_path) == room
+
+
+@pytest.mark.parametrize(("room", "starts"), [(8, 9 + 3), (9, 9)])  # without room one more for each further length
+def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, starts: int) -> None:
     started: list[int] = []
 
     class Counted:
@@ -477,6 +501,7 @@ def test_templates_are_reused_where_there_is_not_room_for_all(tmp_path: Path, mo
             raise warm.Lost("of no matter here")
 
     monkeypatch.setattr(attempt, "Template", Counted)
+    monkeypatch.setattr(attempt, "room", lambda: room)
     settings = [{"name": f"s{n}", "conf": f"max_split_size_mb:{n + 21}"} for n in range(9)]
     values = [tiny(seq_len=n, allocator=a, device={"name": "cuda"}) for a in settings for n in (32, 64, 96, 128)]
     planned = plan.order(plan.expand(values, 1))
@@ -486,6 +511,6 @@ def test_templates_are_reused_where_there_is_not_room_for_all(tmp_path: Path, mo
             environ = attempt.environment(plan.worker_conf(item.trial), "cuda", {})
             launcher.attempt({}, tmp_path / str(number), environ, "torch", 1)
     assert len(planned) == 36
-    assert len(started) <= 9 + 3  # one more for each further length
+    assert len(started) == starts
     lengths = [item.trial.seq_len for item in planned if item.trial]
     assert lengths == [128] * 9 + [32] * 9 + [64] * 9 + [96] * 9  # still coarse to fine
