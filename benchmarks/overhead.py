@@ -28,7 +28,7 @@ os.environ["PYTHONPATH"] = str(ROOT)
 
 from conftest import custom, tiny  # noqa: E402
 
-from vramsweep.harness import attempt, machine, plan  # noqa: E402
+from vramsweep.harness import attempt, machine, plan, registry  # noqa: E402
 from vramsweep.harness.attempt import Launcher  # noqa: E402
 
 PLAIN = """
@@ -62,12 +62,14 @@ def plain(lengths: list[int]) -> list[float]:
 def overhead(runner: dict[str, Any], precision: str, isolation: str, lengths: list[int]) -> dict[str, float]:
     """Median overhead of a trial, and the one-time cost of the template, in seconds."""
     values = [tiny(seq_len=n, runner=runner, precision=precision, protocol=PROTOCOL) for n in lengths]
-    with tempfile.TemporaryDirectory() as scratch, Launcher(isolation, Path(scratch) / "log") as launcher:
+    with tempfile.TemporaryDirectory() as scratch, Launcher(isolation, Path(scratch) / "logs") as launcher:
         found, walls = [], []
         for number, item in enumerate(plan.order(plan.expand(values, 1))):
             environ = attempt.environment("", "cpu", os.environ)
+            assert item.trial is not None
+            template = registry.template(item.trial)
             began = time.perf_counter()
-            done = launcher.attempt({"trial": item.resolved}, Path(scratch) / str(number), environ, runner["name"], 120)
+            done = launcher.attempt({"trial": item.resolved}, Path(scratch) / str(number), environ, template, 120)
             walls.append(time.perf_counter() - began)
             result = done.evidence.result or {}
             if "values" not in result:
@@ -133,7 +135,7 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
 
 def parent_cpu() -> float:
     """The parent's own CPU time over wall time while a worker measures for about six seconds."""
-    with tempfile.TemporaryDirectory() as scratch, Launcher("warm", Path(scratch) / "log") as launcher:
+    with tempfile.TemporaryDirectory() as scratch, Launcher("warm", Path(scratch) / "logs") as launcher:
         os.environ["SLEEPY_LOG"] = str(Path(scratch) / "clock")
         protocol = {"name": "x", "warmup_steps": 1, "measured_steps": 200}
         items = plan.order(plan.expand([custom("good"), custom("sleepy", protocol=protocol)], 1))

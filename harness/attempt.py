@@ -5,25 +5,26 @@ passes; the worker leaves `result.json` (written aside, then renamed), `steps.js
 `stdout.log` and `stderr.log`. Nothing of a result ever travels over stdout.
 
 A worker starts in one of two ways that end in the same code (runners/worker.py): cold, a fresh interpreter; or warm,
-forked from a template process that has imported everything and never touched the GPU. There is one template for each
-environment, because torch reads the allocator's variable when its library loads. Whoever's parent dies, dies with it
-(PR_SET_PDEATHSIG in the worker and the template), and what outlives a worker is adopted by us (PR_SET_CHILD_SUBREAPER)
-and ended. Linux only.
+forked from a template process that has imported everything and never touched the GPU (warm.py). There is one template
+for each environment, because torch reads the allocator's variable when its library loads; a runner whose imports start
+CUDA goes cold. Whoever's parent dies, dies with it (PR_SET_PDEATHSIG in the worker and the template), and what outlives
+a worker is adopted by us (PR_SET_CHILD_SUBREAPER) and ended. Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
+import math
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,41 +32,73 @@ from typing import Any, Protocol
 
 import psutil
 
-from vramsweep.harness import machine
-from vramsweep.harness.errors import UserError
+from vramsweep.harness import machine, row, variables
 from vramsweep.harness.outcome import Evidence
+from vramsweep.harness.waiting import REASON_LENGTH, Logs, readable
+from vramsweep.harness.warm import Bounds, Lost, Template, room
 
 PR_SET_CHILD_SUBREAPER = 36
-TEMPLATES = 8  # kept alive at once; each holds about a third of a GiB, most of it shared with nobody
+END_S = 10.0  # for everything that an attempt leaves behind to end once it is killed
 SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
+LOGS = ("stdout.log", "stderr.log")
+RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
+
+# What can be wrong with the folder that is written to. Everything else that the system refuses (processes, descriptors,
+# memory) is about this moment, and says nothing about the disk.
+_WRITING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ENOENT),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.ENODEV),
+    *(errno.ENXIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO),
+}
+
+
+def about_writing(error: OSError) -> bool:
+    """Whether an error says that a file could not be written, rather than that a process could not be started."""
+    return error.errno in _WRITING and error.filename != sys.executable
 
 
 class Worker(Protocol):
-    """A started worker: its process id, and a wait that blocks without spinning."""
+    """A started worker."""
 
-    pid: int
-
-    def wait(self, seconds: float) -> tuple[bool, int | None]:
+    def wait(self, seconds: float, look: Callable[[], None] | None = None) -> tuple[bool, int | None]:
         """Whether it ended within `seconds`, and its exit code (negative: the signal; None: not known)."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it and its process group."""
+        ...
+
+    def give_up(self) -> None:
+        """It does not end though killed."""
+        ...
+
+    def close(self) -> None:
+        """Forget it."""
         ...
 
 
 @dataclass(frozen=True)
 class Attempted:
-    """What one attempt left: the evidence, and the wall time in seconds from before the start to after the reaping."""
+    """What one attempt left: the evidence, and the wall time in seconds from before the start to after the reaping.
+
+    `isolation` is how it really ran, `cold_reason` why that is cold where warm was asked for.
+    """
 
     evidence: Evidence
     duration_s: float
+    isolation: str
+    cold_reason: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def environment(conf: str, device: str, base: Mapping[str, str], gpus: Sequence[str] = ()) -> dict[str, str]:
-    """A worker's environment: `base` with the allocator's setting in place of any that is there.
+    """A worker's environment: `base` without what would falsify (variables.py), and the allocator's setting.
 
-    PYTORCH_CUDA_ALLOC_CONF is the name that every supported torch reads; the newer PYTORCH_ALLOC_CONF is cleared, since
-    torch 2.9.1 ignores settings given under it. Only `gpus` (uuids, one a rank) are left visible: the Trainer would
-    spread a batch over all that it sees.
+    PYTORCH_CUDA_ALLOC_CONF is the name that every supported torch reads; torch 2.9.1 ignores settings given under the
+    newer PYTORCH_ALLOC_CONF. Only `gpus` (uuids, one a rank) are left visible: the Trainer would spread a batch over
+    all that it sees.
     """
-    environ = {k: v for k, v in base.items() if k not in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    environ = variables.passed_on(base)
     if conf:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = conf
     environ["DS_ACCELERATOR"] = (
@@ -84,106 +117,43 @@ class _Cold:
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         command = [sys.executable, "-m", "vramsweep.runners.worker", str(folder), str(os.getpid())]
-        with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
+        with (folder / LOGS[0]).open("ab") as out, (folder / LOGS[1]).open("ab") as err:
             self._process = subprocess.Popen(
                 command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
-        self.pid = self._process.pid
+        self._descriptor = os.pidfd_open(self._process.pid)
 
-    def wait(self, seconds: float) -> tuple[bool, int | None]:
-        descriptor = os.pidfd_open(self.pid)
-        try:
-            ended = _readable(descriptor, seconds)
-        finally:
-            os.close(descriptor)
-        return (True, self._process.wait()) if ended else (False, None)
+    def wait(self, seconds: float, look: Callable[[], None] | None = None) -> tuple[bool, int | None]:
+        if not readable([self._descriptor], seconds, look):
+            return False, None
+        return True, self._process.wait()
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
-class Template:
-    """A process that has imported everything for one runner and one environment, and forks a worker on request.
-
-    We send it the folder of an attempt, it answers with the worker's process id and, later, its wait status.
-    """
-
-    def __init__(self, runner: str, environ: Mapping[str, str], log: Path) -> None:
-        to_template, self._requests = os.pipe()
-        self._replies, from_template = os.pipe()
-        command = [sys.executable, "-m", "vramsweep.runners.template", runner, str(to_template), str(from_template)]
-        with log.open("ab") as err:
-            self._process = subprocess.Popen(
-                [*command, str(os.getpid())],
-                env=dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=err,
-                stderr=err,
-                pass_fds=(to_template, from_template),
-                start_new_session=True,
-            )
-        os.close(to_template)
-        os.close(from_template)
-        self._buffer = b""
-        self.pid = self._process.pid
-
-    def fork(self, folder: Path) -> _Warm | None:
-        """A worker for the attempt in `folder`, or None if the template is dead."""
-        try:
-            os.write(self._requests, str(folder).encode() + b"\n")
-        except BrokenPipeError:
-            return None
-        line = self.reply(None)
-        return _Warm(self, int(line)) if line else None
-
-    def reply(self, seconds: float | None) -> str | None:
-        """The template's next line; "" once it is dead, None if there was none within `seconds`."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while b"\n" not in self._buffer:
-            if not _readable(self._replies, None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return None
-            data = os.read(self._replies, 4096)
-            if not data:
-                return ""
-            self._buffer += data
-        line, self._buffer = self._buffer.split(b"\n", 1)
-        return line.decode()
-
-    def alive(self) -> bool:
-        """Whether the process still runs."""
-        return self._process.poll() is None
+    def give_up(self) -> None:
+        """Nothing else depends on it."""
 
     def close(self) -> None:
-        """End the template; a worker it still has dies with it."""
-        self._process.kill()
-        self._process.wait()
-        os.close(self._requests)
-        os.close(self._replies)
-
-
-class _Warm:
-    """A worker forked from a template."""
-
-    def __init__(self, template: Template, pid: int) -> None:
-        self._template = template
-        self.pid = pid
-
-    def wait(self, seconds: float) -> tuple[bool, int | None]:
-        line = self._template.reply(seconds)
-        if line is None:
-            return False, None
-        return True, os.waitstatus_to_exitcode(int(line)) if line else None
+        os.close(self._descriptor)
 
 
 class Launcher:
     """Starts attempts and sees them through, one at a time; owns the templates. Use it as a context manager.
 
-    `isolation` is cold or warm; `log` takes what the templates print while they import.
+    `isolation` is cold or warm; `logs` is a folder for what the templates print, a file for each of them.
     """
 
-    def __init__(self, isolation: str, log: Path) -> None:
+    def __init__(self, isolation: str, logs: Path, bounds: Bounds | None = None) -> None:
         self.isolation = isolation
-        self._log = log
+        self.cold_reasons: dict[str, str] = {}  # by runner
+        self._logs, self._bounds, self._room = logs, bounds or Bounds(), room()
         self._templates: OrderedDict[tuple[str, frozenset[tuple[str, str]]], Template] = OrderedDict()
+        self._numbers: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._kept = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._kept = set(psutil.Process().children(recursive=True))
+        self._stuck: set[psutil.Process] = set()
 
     def __enter__(self) -> Launcher:
         return self
@@ -196,19 +166,38 @@ class Launcher:
     def attempt(
         self, spec: Mapping[str, Any], folder: Path, environ: Mapping[str, str], runner: str, deadline_s: float
     ) -> Attempted:
-        """Run one attempt in `folder` to its end. `spec` is what the worker reads; the folder must not exist yet."""
-        folder.mkdir(parents=True)
-        (folder / SPEC).write_text(json.dumps(spec, indent=1))
-        kills = machine.host_oom_kills()
-        template = self._template(runner, environ) if self.isolation == "warm" else None
+        """Run one attempt in `folder` to its end. `spec` is what the worker reads; the folder must not exist yet.
+
+        Raises OSError if the folder cannot be written; a worker that cannot be started is evidence.
+        """
         began = time.monotonic()
-        worker: Worker | None = template.fork(folder) if template else _Cold(folder, environ)
+        kills = machine.host_oom_kills()
+        template: Template | None = None
+        try:
+            folder.mkdir(parents=True)
+            (folder / SPEC).write_text(json.dumps(spec, indent=1))
+            template = self._template(runner, environ)
+            began = time.monotonic()
+            worker: Worker = template.fork(folder) if template else _Cold(folder, environ)
+        except (Lost, OSError) as error:
+            if isinstance(error, OSError) and about_writing(error):
+                raise
+            self._tidy(template)
+            self._end()
+            why = f"no worker could be started: {error}"
+            return self._attempted(Evidence(start_error=why), began, template is not None or self._warm(runner), runner)
+        logs = Logs(*(folder / name for name in LOGS))
         ended, code = False, None
         try:
-            ended, code = worker.wait(deadline_s) if worker else (True, None)
+            ended, code = worker.wait(deadline_s, logs.look)
         finally:
-            self._end(worker, ended)
-        duration = time.monotonic() - began
+            worker.kill()
+            if not ended and not worker.wait(self._bounds.reap_s)[0]:
+                worker.give_up()
+            worker.close()
+            self._tidy(template)
+            self._end()
+        logs.look()
         result, problem = read_result(folder)
         evidence = Evidence(
             exit_code=code,
@@ -218,53 +207,122 @@ class Launcher:
             deadline_s=deadline_s,
             host_oom_kills=machine.host_oom_kills() - kills,
         )
-        return Attempted(evidence, duration)
+        notes = (f"{logs.dropped} bytes of its logs were dropped",) if logs.dropped else ()
+        return self._attempted(evidence, began, template is not None, runner, notes)
 
-    def _template(self, runner: str, environ: Mapping[str, str]) -> Template:
+    def own_pids(self) -> set[int]:
+        """This process and those that it started, but not what outlived being killed: that does use the device.
+
+        Not in a container that NVML does not see into: the driver may give process ids that do not exist here.
+        """
+        started = set(psutil.Process().children(recursive=True)) - self._kept - self._stuck
+        return {os.getpid(), *(process.pid for process in started)}
+
+    def _warm(self, runner: str) -> bool:
+        return self.isolation == "warm" and runner not in self.cold_reasons
+
+    def _attempted(
+        self, evidence: Evidence, began: float, warm: bool, runner: str, notes: tuple[str, ...] = ()
+    ) -> Attempted:
+        reason = self.cold_reasons.get(runner)
+        return Attempted(evidence, time.monotonic() - began, "warm" if warm else "cold", reason, notes)
+
+    def _template(self, runner: str, environ: Mapping[str, str]) -> Template | None:
+        """A template for the runner in this environment, None where it goes cold. Raises Lost or OSError."""
+        if not self._warm(runner):
+            return None
         key = (runner, frozenset(environ.items()))
         template = self._templates.pop(key, None)
-        if template is None or not template.alive():
-            if template is not None:
+        if template is not None and not template.alive():
+            template.close()
+            template = None
+        if template is None:
+            while len(self._templates) >= self._room:
+                self._templates.popitem(last=False)[1].close()
+            self._logs.mkdir(parents=True, exist_ok=True)
+            log = self._logs / f"{runner}-{self._numbers.setdefault(key, len(self._numbers) + 1)}.log"
+            template = Template(runner, environ, log, self._bounds)
+            try:
+                unclean = template.ready(Logs(log).look)
+            except BaseException:
                 template.close()
-            template = Template(runner, environ, self._log)
-            if template.reply(None) == "":
+                raise
+            if unclean is not None:
                 template.close()
-                raise UserError(f"the template process for runner={runner} did not start; see {self._log}")
+                self.cold_reasons[runner] = unclean
+                print(f"runner={runner} goes cold, a fresh interpreter for each trial: {unclean}", file=sys.stderr)
+                return None
         self._templates[key] = template
-        while len(self._templates) > TEMPLATES:
-            self._templates.popitem(last=False)[1].close()
         return template
 
-    def _end(self, worker: Worker | None, ended: bool) -> None:
-        """End whatever is left of an attempt: its process group, its descendants and those we adopted."""
-        if worker is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
-            if not ended:
-                worker.wait(5)  # reaps it, and takes the template's answer off the pipe
-        keep = self._kept | {template.pid for template in self._templates.values()}
-        for _ in range(5):  # a process that forks while it is being ended leaves a child for the next round
-            left = [p for p in psutil.Process().children(recursive=True) if p.pid not in keep]
+    def _tidy(self, template: Template | None) -> None:
+        """Part with a template that was lost."""
+        if template is not None and template.lost is not None:
+            self._templates = OrderedDict((k, t) for k, t in self._templates.items() if t is not template)
+            template.close()
+
+    def _end(self) -> None:
+        """End whatever is left of an attempt: its descendants and those we adopted."""
+        keep = {template.pid for template in self._templates.values()}
+        until = time.monotonic() + END_S
+        while True:  # a process that forks while it is being ended leaves a child for the next round
+            children = set(psutil.Process().children(recursive=True)) - self._kept - self._stuck
+            left = [process for process in children if process.pid not in keep]
             if not left:
                 return
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            psutil.wait_procs(left, timeout=5)
+            if time.monotonic() > until:
+                pids = ", ".join(str(process.pid) for process in left)
+                print(f"killed, but does not end (a driver may hold it): process {pids}", file=sys.stderr)
+                self._stuck.update(left)
+                return
+            psutil.wait_procs(left, timeout=1)
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The worker's result, or None and why it could not be read."""
+    """The worker's result, or None and why it cannot be used."""
     path = folder / RESULT
     try:
+        if path.stat().st_size > RESULT_LIMIT:
+            return None, f"{RESULT} has {path.stat().st_size} bytes, which is no result"
         result = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None, None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return None, f"{RESULT} cannot be read: {error}"
     if not isinstance(result, dict) or not ({"values", "error"} & set(result)):
         return None, f"{RESULT} holds neither values nor an error"
-    return result, None
+    problem = _misfit(result)
+    return (None, f"{RESULT}: {problem}") if problem else (result, None)
+
+
+def _misfit(result: Mapping[str, Any]) -> str | None:
+    """What of a result would not fit into a row, if anything."""
+    error = result.get("error")
+    if error is not None:
+        told = isinstance(error, dict) and all(isinstance(error.get(name), str) for name in ("type", "message"))
+        return None if told else "its error has no type and message"
+    values = result["values"]
+    if not isinstance(values, dict):
+        return "its values are no object"
+    for name, value in values.items():
+        if not _finite(value):
+            return f"column {name} holds a number that is not finite"
+    try:
+        row.complete({name: value for name, value in values.items() if name != "steps_s"})
+    except row.RowError as problem:
+        return str(problem)[:REASON_LENGTH]
+    return None
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(map(_finite, value.values()))
+    return not isinstance(value, list) or all(map(_finite, value))
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
@@ -275,9 +333,3 @@ def steps(folder: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError):
                 records.append(json.loads(line))
     return records
-
-
-def _readable(descriptor: int, seconds: float | None) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))

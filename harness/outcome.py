@@ -69,7 +69,8 @@ class Evidence:
 
     `exit_code` is negative for the signal that ended the worker and None if it is not known (its template died);
     `result` is the worker's result file, `result_error` why that could not be read; `host_oom_kills` counts what the
-    kernel's out-of-memory killer did on the host meanwhile; `foreign` lists other processes on the device beforehand.
+    kernel's out-of-memory killer did on the host meanwhile; `foreign` lists other processes on the device beforehand;
+    `start_error` is why no worker could be started.
     """
 
     exit_code: int | None = None
@@ -79,6 +80,7 @@ class Evidence:
     deadline_s: float | None = None
     host_oom_kills: int = 0
     foreign: tuple[int, ...] = ()
+    start_error: str | None = None
 
 
 # PyTorch's own, the runtime's, the driver API's (expandable segments), cuBLAS's, cuDNN's, and NCCL's (names the call)
@@ -108,6 +110,8 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
     if evidence.foreign:
         pids = ", ".join(map(str, evidence.foreign))
         return Outcome.CONTENDED, f"other processes use the device (pid {pids})"
+    if evidence.start_error:
+        return Outcome.CRASH, evidence.start_error
     error = (evidence.result or {}).get("error")
     if error is not None:
         return _from_error(error["type"], error["message"])

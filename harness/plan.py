@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vramsweep.harness import mistakes, outcome, upgrade
+from vramsweep.harness import mistakes, outcome, registry, upgrade
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
@@ -112,11 +112,34 @@ def order(expanded: Iterable[Iterable[Planned]]) -> list[Planned]:
     """Every distinct trial, coarse to fine, so that a sweep cut short has the whole curve.
 
     By repeat, then by how early a halving of the range of lengths comes to the trial's length; impossible ones first.
+    Among trials of one length those that share a template are together, and the templates come in turns forward and
+    backward: where there is not room for all of them, the next length begins with those that are still alive.
     """
     planned = list({p.trial_id: p for trials_of_one in expanded for p in trials_of_one}.values())
     lengths = sorted({p.trial.seq_len for p in planned if p.trial})
     turn = {lengths[position]: n for n, position in enumerate(halving(len(lengths)))}
-    return sorted(planned, key=lambda p: (p.trial.repeat, turn[p.trial.seq_len]) if p.trial else (-1, 0))
+    number: dict[tuple[Any, ...], int] = {}
+    for p in planned:
+        if p.trial:
+            number.setdefault(_template(p.trial), len(number))
+
+    def place(p: Planned) -> tuple[int, int, int]:
+        if p.trial is None:
+            return -1, 0, 0
+        repeat, at, template = p.trial.repeat, turn[p.trial.seq_len], number[_template(p.trial)]
+        return repeat, at, template if (repeat * len(lengths) + at) % 2 == 0 else -template
+
+    return sorted(planned, key=place)
+
+
+def worker_conf(trial: trials.Trial) -> str:
+    """PYTORCH_CUDA_ALLOC_CONF of a trial's worker. A simulated allocator is not torch's: "" whatever its settings."""
+    return "" if trial.device.name == "simulated" else trial.allocator.conf
+
+
+def _template(trial: trials.Trial) -> tuple[Any, ...]:
+    """What decides which template a trial's worker is forked from: runner, environment and visible GPUs."""
+    return registry.template(trial), trial.device.name, trial.world_size, worker_conf(trial)
 
 
 def halving(count: int) -> list[int]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import gpus, machine, outcome, plan
+from vramsweep.harness import gpus, machine, outcome, plan, registry
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import Launcher, environment
 from vramsweep.harness.errors import UserError
@@ -147,7 +147,7 @@ def predict(largest: Sequence[Planned], settings: Settings) -> list[Prediction]:
     deadline = time.monotonic() + PREDICTION_S
     with tempfile.TemporaryDirectory(prefix="vramsweep-plan-") as root:
         folder = Path(root)
-        with Launcher(settings.isolation, folder / "templates.log") as launcher:
+        with Launcher(settings.isolation, folder / "templates") as launcher:
             return [_predict(p, labels[p.trial_id], card, folder, launcher, deadline) for p in largest[:PREDICTIONS]]
 
 
@@ -169,7 +169,7 @@ def _predict(
     spec = {"trial": trial.model_dump(mode="json"), "trial_id": item.trial_id, "attempt": 1}
     place = folder / "attempts" / item.trial_id / "1"  # traces are kept two folders up, and shared
     try:
-        done = launcher.attempt(spec, place, environment("", "simulated", os.environ), trial.runner.name, left)
+        done = launcher.attempt(spec, place, environment("", "simulated", os.environ), registry.template(trial), left)
     except UserError as error:
         return unknown(str(error))
     kind, reason = outcome.classify(done.evidence)

@@ -20,12 +20,14 @@ Rule = Callable[["Trial"], str | None]
 class Sharding:
     """How ranks divide a model's weights, gradients and optimizer state.
 
-    `stage` is ZeRO's. `measurement` is raised when what is measured under it changes: old rows no longer count then.
+    `stage` is ZeRO's, `preload` what a template imports for it. `measurement` is raised when what is measured under it
+    changes: old rows no longer count then.
     """
 
     name: str
     meaning: str
     stage: int | None = None
+    preload: tuple[str, ...] = ()
     measurement: int = 1
 
 
@@ -33,7 +35,8 @@ class Sharding:
 SHARDINGS = (
     Sharding("none", "one rank that holds everything"),
     Sharding("ddp", "every rank holds everything; gradients are averaged in buckets (DistributedDataParallel)"),
-    Sharding("fsdp2", "every rank holds a part; blocks are gathered as needed (fully_shard)", measurement=2),
+    Sharding("fsdp2", "every rank holds a part; blocks are gathered as needed (fully_shard)",
+             preload=("vramsweep.runners.fsdp",), measurement=2),
     Sharding("zero0", "DeepSpeed without sharding: gradients are averaged", stage=0, measurement=2),
     Sharding("zero1", "optimizer state divided (ZeRO 1)", stage=1, measurement=2),
     Sharding("zero2", "and gradients (ZeRO 2)", stage=2, measurement=2),
@@ -248,9 +251,16 @@ def sharding(name: str) -> Sharding:
     return _SHARDINGS[name]
 
 
+def template(trial: Trial) -> str:
+    """Names the template that a trial's worker is forked from: the runner, "+" the sharding if that needs more."""
+    more = _SHARDINGS[trial.sharding].preload
+    return f"{trial.runner.name}+{trial.sharding}" if more else trial.runner.name
+
+
 def preload(name: str) -> tuple[str, ...]:
-    """The modules that a template for this runner imports."""
-    return _RUNNERS[name].preload
+    """The modules that the template of this name imports."""
+    runner_name, _, sharded = name.partition("+")
+    return _RUNNERS[runner_name].preload + (_SHARDINGS[sharded].preload if sharded else ())
 
 
 def rules(trial: Trial) -> Iterator[str | None]:

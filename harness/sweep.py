@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from vramsweep.harness import machine, outcome, plan
-from vramsweep.harness.attempt import RECORDING, Launcher, environment, steps
+from vramsweep.harness import machine, outcome, plan, registry, variables
+from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, environment, steps
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.flags import flags
 from vramsweep.harness.journal import Journal, finished, read
@@ -35,28 +35,17 @@ def run(
 
     `earlier` are the trials of the same command's batches before this one: they stay in the folder's plan.
     """
-    with Journal(folder) as journal:
-        if not journal.locked:
-            print(f"{folder}: this file system has no locks; run one sweep at a time in this folder", file=sys.stderr)
-        rows, unreadable = read(folder)
-        if unreadable:
-            print(f"{journal.path}: {unreadable} unreadable line(s) skipped", file=sys.stderr)
-        mine, others = known(rows, planned, settings.any_system)
-        todo = plan.pending(planned, mine, settings.retry_failed)
-        _write_plan(folder, [*earlier, *planned])
-        done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
-        print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
-        if others:
-            print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
-        with Launcher(settings.isolation, folder / "templates.log") as launcher:
-            try:
-                mine |= _run_all(todo, settings, folder, journal, launcher)
-            except OSError as error:
-                where = f"{folder}: {error.strerror}"
-                raise UserError(f"cannot write under {where}; finished rows are safe, mend it and rerun") from None
-            except KeyboardInterrupt:
-                print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
-                raise SystemExit(130) from None
+    try:
+        with Journal(folder) as journal:
+            mine = _resumed(planned, settings, folder, journal, earlier)
+    except OSError as error:
+        what = f"cannot write under {folder}: {error.strerror}"
+        if not about_writing(error):
+            what = f"the system refused something that the sweep needs: {error}"
+        raise UserError(f"{what}; finished rows are safe, mend it and rerun") from None
+    except KeyboardInterrupt:
+        print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
     mine = {p.trial_id: mine[p.trial_id] for p in planned if p.trial_id in mine}
     failed = sum(not outcome.is_answer(row["outcome"]) for row in mine.values())
     if failed:
@@ -66,6 +55,28 @@ def run(
     if settings.report:
         report(folder)
     return mine, 1 if failed or len(mine) < len(planned) else 0
+
+
+def _resumed(
+    planned: Sequence[Planned], settings: Settings, folder: Path, journal: Journal, earlier: Sequence[Planned]
+) -> dict[str, Row]:
+    """Run what the journal has no answer for; the row that counts for each trial, by id."""
+    if not journal.locked:
+        print(f"{folder}: this file system has no locks; run one sweep at a time in this folder", file=sys.stderr)
+    rows, unreadable = read(folder)
+    if unreadable:
+        print(f"{journal.path}: {unreadable} unreadable line(s) skipped", file=sys.stderr)
+    mine, others = known(rows, planned, settings.any_system)
+    todo = plan.pending(planned, mine, settings.retry_failed)
+    _write_plan(folder, [*earlier, *planned])
+    done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
+    print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
+    if others:
+        print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
+    for line in variables.dropped(os.environ):
+        print(line, file=sys.stderr)
+    with Launcher(settings.isolation, folder / "templates") as launcher:
+        return mine | _run_all(todo, settings, folder, journal, launcher)
 
 
 def known(rows: Sequence[Row], planned: Sequence[Planned], any_system: bool) -> tuple[dict[str, Row], dict[str, Row]]:
@@ -135,24 +146,25 @@ def run_trial(
     if trial is None or reason is not None:
         return journal.append(base | plan.invalid(item, reason) | {"started_at": _now(), "isolation": None})
     base |= _provenance(trial, cards)
-    # a simulated allocator is not torch's: one template serves every setting
-    conf = "" if trial.device.name == "simulated" else trial.allocator.conf
-    environ = environment(conf, trial.device.name, os.environ, machine.uuids(cards))
+    environ = environment(plan.worker_conf(trial), trial.device.name, os.environ, machine.uuids(cards))
     number = _attempts(folder / "attempts" / item.trial_id)
     for tries in range(settings.retries + 1):
         number += 1
         place = folder / "attempts" / item.trial_id / str(number)
         row: Row = base | {"attempt": number, "started_at": _now(), "host_load": machine.host_load(), "node_trials": []}
-        foreign = _foreign(cards, sleep)
+        foreign = _foreign(cards, launcher.own_pids, sleep)
         if foreign:
             evidence = outcome.Evidence(foreign=foreign)
         else:
             spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number}
-            done = launcher.attempt(spec, place, environ, trial.runner.name, settings.timeout_s)
+            done = launcher.attempt(spec, place, environ, registry.template(trial), settings.timeout_s)
             evidence = done.evidence
-            row |= measured(evidence) | {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
+            row |= {"environment": variables.recorded(environ)} | measured(evidence)
+            row |= {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
+            row |= {"isolation": done.isolation, "cold_reason": done.cold_reason}
             spent = row.pop("steps_s", None)
             row["overhead_s"] = None if spent is None else done.duration_s - spent
+            row["notes"] = [*(row.get("notes") or []), *done.notes] or None
         kind, reason = outcome.classify(evidence)
         final = tries == settings.retries or not outcome.transient(kind, evidence)
         after = row.get("foreign_processes")
@@ -225,11 +237,15 @@ def _phase(place: Path) -> str | None:
     return "step 0" if records[-1].get("event") == "train" else "load"
 
 
-def _foreign(cards: Sequence[machine.Gpu], sleep: Callable[[float], None]) -> tuple[int, ...]:
-    """Compute processes on the trial's GPUs; between attempts none is ours, but the last may take a moment to go."""
+def _foreign(
+    cards: Sequence[machine.Gpu], own: Callable[[], set[int]], sleep: Callable[[float], None]
+) -> tuple[int, ...]:
+    """Compute processes on the trial's GPUs that are not ours; those of the last attempt may take a moment to go."""
     found: tuple[int, ...] = ()
     for wait in (0.2, 0.5, 1.0, 0.0):
-        found = tuple(pid for card in machine.again(cards) for pid in card.processes or ()) if cards else ()
+        seen = [pid for card in machine.again(cards) for pid in card.processes or ()] if cards else []
+        ours = own() if seen else set()
+        found = tuple(pid for pid in seen if pid not in ours)
         if not found:
             return ()
         sleep(wait)

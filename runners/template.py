@@ -1,45 +1,59 @@
 """The warm way: a process that has imported everything, never touches the GPU, and forks a worker for each request.
 
-It reads the folder of an attempt from one pipe, answers with the worker's process id on another, waits for the worker
-and answers with its wait status. It runs no tensor operation: a process that has started OpenMP's threads cannot be
-forked safely, and one that has initialised CUDA cannot be forked at all.
+It reads requests from one pipe and answers on another (the messages: harness/warm.py). It runs no tensor operation: a
+process that has started OpenMP's threads cannot be forked safely, and one that has initialised CUDA cannot be forked at
+all, so before the first request it says whether its imports did (driver.py).
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 from pathlib import Path
 
-from vramsweep.runners import worker
+from vramsweep.harness.attempt import LOGS
+from vramsweep.runners import driver, worker
 
 
 def main(runner: str, requests: int, replies: int, parent: int) -> None:
     """Serve until the parent closes the request pipe or dies."""
     worker.die_with(parent)
+    for descriptor in (requests, replies):  # what the imports start must not hold them open
+        os.set_inheritable(descriptor, False)
     worker.preload(runner)
     gc.collect()
     gc.freeze()  # the imported objects are for ever: keep the collector from copying their pages in every worker
-    os.write(replies, b"ready\n")
+    _say(replies, None, "ready", unclean=driver.unclean())
     own = os.getpid()
     with os.fdopen(requests, "rb") as lines:
         for line in lines:
-            pid = os.fork()
+            attempt = json.loads(line)["attempt"]
+            try:
+                pid = os.fork()
+            except OSError as error:
+                _say(replies, attempt, "refused", why=str(error))
+                continue
             if pid == 0:
                 os.close(replies)
-                _become_worker(Path(os.fsdecode(line.rstrip(b"\n"))), own)
-            os.write(replies, f"{pid}\n".encode())
+                os.close(requests)
+                _become_worker(Path(attempt), own)
+            _say(replies, attempt, "forked", pid=pid)
             _, status = os.waitpid(pid, 0)
-            os.write(replies, f"{status}\n".encode())
+            _say(replies, attempt, "ended", status=status)
+
+
+def _say(replies: int, attempt: str | None, event: str, **more: object) -> None:
+    os.write(replies, json.dumps({"attempt": attempt, "event": event, **more}).encode() + b"\n")
 
 
 def _become_worker(folder: Path, parent: int) -> None:
     status = 1
     try:
         os.setsid()
-        for name, descriptor in (("stdout.log", 1), ("stderr.log", 2)):
-            log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for name, descriptor in zip(LOGS, (1, 2), strict=True):
+            log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(log, descriptor)
             os.close(log)
         status = worker.main(folder, parent)

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import registry
+from vramsweep.harness import registry, variables
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import RESULT, SPEC
 
@@ -108,7 +108,7 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
         _write(folder, {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}})
         return 1
     if values is not None:
-        _write(folder, {"values": values})
+        _write(folder, {"values": values | {"environment": variables.recorded(os.environ)}})
     return 0
 
 

@@ -102,7 +102,10 @@ class FakeLauncher:
         self.evidence = list(evidence)
 
     def attempt(self, spec: Any, folder: Path, environ: Any, runner: str, deadline_s: float) -> attempt.Attempted:
-        return attempt.Attempted(self.evidence.pop(0), 1.0)
+        return attempt.Attempted(self.evidence.pop(0), 1.0, "warm")
+
+    def own_pids(self) -> set[int]:
+        return {os.getpid()}
 
 
 def run_fake(folder: Path, evidence: list[Evidence], retries: int, **over: Any) -> tuple[Any, list[float], list[Any]]:
@@ -138,7 +141,7 @@ def test_what_would_only_happen_again_is_not_retried(tmp_path: Path, evidence: E
 
 
 def test_a_busy_gpu_is_contended_and_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = machine.Gpu(0, "NVIDIA H100", "GPU-1", "1", 80 << 30, 9 << 30, (4711,))
+    card = machine.Gpu(0, "NVIDIA H100", "GPU-1", "1", 80 << 30, 9 << 30, (4711, os.getpid()))
     monkeypatch.setattr(machine, "gpus", lambda: [card])
     row, slept, _ = run_fake(tmp_path, [], retries=1, device={"name": "cuda"})
     assert row["outcome"] == "contended"
@@ -187,10 +190,13 @@ class Scripted(attempt.Launcher):
     def __exit__(self, *error: Any) -> None:
         pass
 
+    def own_pids(self) -> set[int]:
+        return set()
+
     def attempt(self, spec: Any, folder: Path, environ: Any, runner: str, deadline_s: float) -> attempt.Attempted:
         folder.mkdir(parents=True)
         left = self.script[spec["trial"]["seed"]]
-        return attempt.Attempted(left.pop(0) if len(left) > 1 else left[0], 1.0)
+        return attempt.Attempted(left.pop(0) if len(left) > 1 else left[0], 1.0, "warm")
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, **by_seed: list[Evidence]) -> list[dict[str, Any]]:
@@ -314,34 +320,6 @@ def test_an_interrupted_sweep_ends_its_worker_and_says_how_to_go_on(
     assert "the same command goes on from here" in err
     assert "Traceback" not in err
     wait_for(lambda: gone(int(pidfile.read_text())))
-
-
-def test_the_worker_sees_the_allocator_setting_and_only_that_name() -> None:
-    base = {"PYTORCH_ALLOC_CONF": "old", "PYTORCH_CUDA_ALLOC_CONF": "older", "HOME": "/h"}
-    environ = attempt.environment("expandable_segments:True", "cuda", base)
-    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert "PYTORCH_ALLOC_CONF" not in environ
-    assert attempt.environment("", "cuda", base, ["GPU-a", "GPU-b"])["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
-    assert attempt.environment("", "cpu", base)["CUDA_VISIBLE_DEVICES"] == ""
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in attempt.environment("", "cuda", base)
-
-
-def test_a_template_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
-    with attempt.Launcher("warm", tmp_path / "log") as launcher, pytest.raises(UserError, match="log"):
-        launcher.attempt({}, tmp_path / "a", {"PATH": "", "PYTHONHOME": "/nowhere"}, "torch", 1)
-
-
-def test_unreadable_results_are_bad_results(tmp_path: Path) -> None:
-    for text, problem in (("{", "cannot be read"), ("[]", "holds neither"), ('{"x": 1}', "holds neither")):
-        (tmp_path / attempt.RESULT).write_text(text)
-        result, found = attempt.read_result(tmp_path)
-        assert result is None
-        assert problem in str(found)
-
-
-def test_steps_of_a_killed_worker_are_read_up_to_the_torn_line(tmp_path: Path) -> None:
-    (tmp_path / attempt.STEPS).write_text('{"event": "load"}\n{"step": 0}\n{"st')
-    assert attempt.steps(tmp_path) == [{"event": "load"}, {"step": 0}]
 
 
 def test_status_of_a_finished_sweep(run_sweep: Run, tmp_path: Path) -> None:

@@ -1,0 +1,298 @@
+"""The warm way, our side: templates and what we say to each other.
+
+A template (runners/template.py) is a process that has imported everything for one runner and one environment, has never
+touched the GPU, and forks a worker on request. Messages are JSON objects, a line each, and carry the attempt's folder,
+which no other attempt has:
+
+    to the template   {"attempt": folder}
+    from it           {"attempt": null, "event": "ready", "unclean": null or why its workers could not use CUDA}
+                      {"attempt": folder, "event": "forked", "pid": process id}
+                      {"attempt": folder, "event": "refused", "why": text}      instead, if the system gives no process
+                      {"attempt": folder, "event": "ended", "status": wait status}
+
+Every wait for one has a bound. What is said about another attempt is passed over, a process id is believed only of a
+child of the template. A template that says anything else, or nothing in time, is lost: it is killed and the next
+attempt gets another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from vramsweep.harness.waiting import last_line, readable
+
+COMMAND = (sys.executable, "-m", "vramsweep.runners.template")
+LONGEST_MESSAGE = 64 << 10  # bytes without an end of line that are no message any more
+
+LEAST = 8  # templates that there is always room for
+SHARE = 8  # all of them may hold this part of the host's memory
+TEMPLATE_BYTES = 512 << 20  # what one holds, most of it shared with nobody
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long a template may take, in seconds: to import, to fork, to report the end of a worker that has ended."""
+
+    start_s: float = 300.0
+    fork_s: float = 30.0
+    reap_s: float = 10.0
+
+
+class Lost(Exception):
+    """No worker can be had from a template; the text says why."""
+
+
+class Replies:
+    """A template's messages, from the reading end of a pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._buffer = b""
+
+    def take(self) -> Message | None:
+        """The next message that has arrived as a whole. Raises Lost if it is none of ours."""
+        line, end, rest = self._buffer.partition(b"\n")
+        if not end:
+            if len(line) > LONGEST_MESSAGE:
+                raise Lost(f"wrote {len(line)} bytes that are no message")
+            return None
+        self._buffer = rest
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict) or not {"attempt", "event"} <= set(message):
+            raise Lost(f"wrote {line[:80]!r}, which is no message")
+        return message
+
+    def fill(self) -> None:
+        """Read what there is; call it when there is something. Raises Lost at the pipe's end."""
+        data = os.read(self.descriptor, 4096)
+        if not data:
+            raise Lost("ended")
+        self._buffer += data
+
+
+def number(message: Message, name: str) -> int:
+    """A field that holds a count or an id. Raises Lost if it does not."""
+    value = message.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise Lost(f"gave {value!r} as {name}")
+    return value
+
+
+class Template:
+    """A template process. `lost` says why it must not be used any more."""
+
+    def __init__(self, runner: str, environ: Mapping[str, str], log: Path, bounds: Bounds) -> None:
+        self.bounds, self._log = bounds, log
+        self.lost: str | None = None
+        log.unlink(missing_ok=True)  # one that was lost may still write into the last one
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as ours:
+            theirs, self._requests = os.pipe()
+            given.callback(os.close, theirs)
+            ours.callback(os.close, self._requests)
+            descriptor, answers = os.pipe()
+            given.callback(os.close, answers)
+            ours.callback(os.close, descriptor)
+            with log.open("ab") as err:
+                self._process = subprocess.Popen(
+                    [*COMMAND, runner, str(theirs), str(answers), str(os.getpid())],
+                    env=dict(environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=err,
+                    stderr=err,
+                    pass_fds=(theirs, answers),
+                    start_new_session=True,
+                )
+            self._end = os.pidfd_open(self._process.pid)
+            ours.callback(os.close, self._end)
+            os.set_blocking(self._requests, False)
+            self._open = ours.pop_all()
+        self._replies = Replies(descriptor)
+        self.pid = self._process.pid
+
+    def ready(self, look: Callable[[], None]) -> str | None:
+        """Wait for the imports; why its workers could not use CUDA, or None. Raises Lost with its log's last line."""
+        try:
+            message = self.expect(None, self.bounds.start_s, look=look)
+            if message is None:
+                raise Lost(f"was not ready within {self.bounds.start_s:g} s")
+            if message["event"] != "ready" or not isinstance(message.get("unclean"), str | None):
+                raise Lost(f"said {message} in place of being ready")
+        except Lost as lost:
+            self.close()
+            what = f"it {lost}"
+            if what == "it ended":
+                code = self._process.returncode or 0
+                what = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            said = last_line(self._log)
+            raise Lost(f"the template process did not start ({what})" + (f": {said}" if said else "")) from None
+        unclean: str | None = message["unclean"]
+        return unclean
+
+    def fork(self, folder: Path) -> WarmWorker:
+        """A worker for the attempt in `folder`. Raises Lost."""
+        attempt = str(folder)
+        try:
+            try:
+                os.write(self._requests, json.dumps({"attempt": attempt}).encode() + b"\n")
+            except (BrokenPipeError, BlockingIOError):
+                raise Lost("takes no requests") from None
+            message = self.expect(attempt, self.bounds.fork_s)
+            if message is None:
+                raise Lost(f"forked no worker within {self.bounds.fork_s:g} s")
+            if message["event"] != "refused":
+                if message["event"] != "forked":
+                    raise Lost(f"said {message['event']!r} in place of having forked")
+                pid = number(message, "pid")
+                return WarmWorker(self, attempt, pid, self._child(pid))
+        except Lost as lost:
+            self.lost = str(lost)
+            raise Lost(f"the template process {lost}") from None
+        raise Lost(f"the template could not fork: {message.get('why')}")  # now; it is as good as before
+
+    def _child(self, pid: int) -> int | None:
+        """A descriptor of our worker `pid`, None if it has been reaped already. Raises Lost if it is not ours."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        except OSError:  # 0 is no process
+            raise Lost(f"gave {pid} as its worker") from None
+        try:
+            if psutil.Process(pid).ppid() == self.pid:
+                return descriptor
+        except psutil.NoSuchProcess:
+            os.close(descriptor)
+            return None
+        os.close(descriptor)
+        raise Lost(f"gave process {pid} as its worker, which is not its child")
+
+    def expect(
+        self, attempt: str | None, seconds: float, until: int | None = None, look: Callable[[], None] | None = None
+    ) -> Message | None:
+        """The next message about `attempt`; None if there is none within `seconds`, or before `until` is readable.
+
+        Raises Lost when the template has ended or writes something else.
+        """
+        deadline = time.monotonic() + seconds
+        # its own end is watched too: others may hold the pipe open
+        watched = [self._replies.descriptor, self._end] + ([] if until is None else [until])
+        while True:
+            message = self._replies.take()
+            if message is not None:
+                if message["attempt"] == attempt:
+                    return message
+                continue
+            found = readable(watched, deadline - time.monotonic(), look)
+            if self._replies.descriptor in found:
+                self._replies.fill()
+            elif self._end in found:
+                raise Lost("ended")
+            else:
+                return None
+
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the template; a worker that it still has dies with it. What does not die in time is left behind."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self.bounds.reap_s)
+        self._open.close()
+
+
+def room(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many templates may be alive at once: by the memory of the machine, or of the least of our cgroups."""
+    limits = [psutil.virtual_memory().total]
+    for line in own.read_text().splitlines() if own.exists() else []:
+        controllers, path = line.split(":", 2)[1:]
+        if controllers not in ("", "memory"):
+            continue
+        top, name = (root, "memory.max") if controllers == "" else (root / "memory", "memory.limit_in_bytes")
+        place = top / path.lstrip("/")
+        for folder in (place, *place.parents):
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                limits.append(int((folder / name).read_text()))
+            if folder == top:
+                break
+    return max(LEAST, min(limits) // SHARE // TEMPLATE_BYTES)
+
+
+class WarmWorker:
+    """A worker forked from a template, which is its parent and tells us how it ended.
+
+    `descriptor` is the worker's (a pidfd); None if it was gone before we looked.
+    """
+
+    def __init__(self, template: Template, attempt: str, pid: int, descriptor: int | None) -> None:
+        self._template, self._attempt, self._pid, self._descriptor = template, attempt, pid, descriptor
+
+    def wait(self, seconds: float, look: Callable[[], None] | None = None) -> tuple[bool, int | None]:
+        """Whether it ended within `seconds`, and its exit code (negative: the signal; None: not known)."""
+        template = self._template
+        bound = template.bounds.reap_s
+        try:
+            message = None if self._over() else template.expect(self._attempt, seconds, self._descriptor, look)
+            if message is None:
+                if not self._over():
+                    return False, None
+                message = template.expect(self._attempt, bound)
+            if message is None:
+                raise Lost(f"did not report the end of its worker within {bound:g} s")
+            if message["event"] != "ended":
+                raise Lost(f"said {message['event']!r} in place of how its worker ended")
+            try:
+                return True, os.waitstatus_to_exitcode(number(message, "status"))
+            except ValueError:
+                raise Lost(f"gave {message['status']} as a wait status") from None
+        except Lost as lost:
+            over = self._over()
+            template.lost = str(lost)
+            template.close()
+            return True, self._adopted() if over else None
+
+    def kill(self) -> None:
+        """Kill it and its process group, where it leads one."""
+        if self._descriptor is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def give_up(self) -> None:
+        """It does not end though killed: so its template must not be used any more."""
+        self._template.lost = f"cannot end its worker {self._pid}"
+
+    def close(self) -> None:
+        """Forget it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _over(self) -> bool:
+        return self._descriptor is None or bool(readable([self._descriptor], 0))
+
+    def _adopted(self) -> int | None:
+        """The exit code of a worker that ended before its template, and is our child now (PR_SET_CHILD_SUBREAPER)."""
+        with contextlib.suppress(ChildProcessError):
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            return os.waitstatus_to_exitcode(status) if pid else None
+        return None

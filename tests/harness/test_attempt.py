@@ -1,0 +1,516 @@
+"""One attempt: templates that misbehave, a worker's environment, results and logs that are not what they should be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from conftest import ROOT, TARGETS, Run, custom, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vramsweep.harness import attempt, machine, plan, sweep, variables, waiting, warm
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.outcome import classify, transient
+from vramsweep.runners import driver
+
+
+class Fakes:
+    """Attempts with fake templates; `starts` counts these."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str, bounds: warm.Bounds) -> None:
+        monkeypatch.setattr(warm, "COMMAND", (sys.executable, str(TARGETS / "fake_template.py"), mode))
+        self.folder, self.number = folder, 0
+        self.environ = {"STARTS": str(folder / "starts"), "PATH": os.environ["PATH"]}
+        self.launcher = attempt.Launcher("warm", folder / "templates", bounds)
+
+    def attempt(self, deadline_s: float = 20, runner: str = "torch", **environ: str) -> attempt.Attempted:
+        self.number += 1
+        place = self.folder / str(self.number)
+        return self.launcher.attempt({}, place, self.environ | environ, runner, deadline_s)
+
+    def starts(self) -> int:
+        return len((self.folder / "starts").read_text().splitlines())
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[Fakes] = []
+
+    def make(mode: str, start_s: float = 20, short_s: float = 0.5) -> Fakes:
+        made.append(Fakes(tmp_path, monkeypatch, mode, warm.Bounds(start_s, short_s, short_s)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.launcher.__exit__(None, None, None)
+
+
+MISBEHAVIOURS = [
+    ("good", "ok", "", 1),
+    ("stopped_at_start", "crash", "was not ready within", 2),
+    ("stopped_at_fork", "crash", "forked no worker within", 2),
+    ("stopped_at_reap", "ok", "", 2),  # the worker's result and status are whole
+    ("garbage_at_start", "crash", "no message", 2),
+    ("garbage_at_fork", "crash", "no message", 2),
+    ("garbage_at_end", "ok", "", 2),
+    ("odd_status", "ok", "", 2),
+    ("endless", "crash", "bytes that are no message", 2),
+    ("dies_at_start", "crash", "ImportError: libcudart.so.12: no such file", 2),
+    ("killed_at_start", "crash", "killed by SIGKILL", 2),
+    ("of_another", "crash", "forked no worker within", 2),
+    ("refuses", "crash", "Resource temporarily unavailable", 1),
+    ("stale", "ok", "", 1),
+    ("pid 0", "crash", "as its worker", 2),
+    ("pid 1", "crash", "not its child", 2),
+    ("pid -7", "crash", "gave -7 as pid", 2),
+    ("pid true", "crash", "gave True as pid", 2),
+    ('pid "9"', "crash", "gave '9' as pid", 2),
+]
+
+
+@pytest.mark.parametrize(("mode", "outcome", "reason", "starts"), MISBEHAVIOURS)
+def test_a_template_that_misbehaves_costs_one_attempt_at_most(
+    fakes: Any, mode: str, outcome: str, reason: str, starts: int
+) -> None:
+    made = fakes(mode, start_s=1 if mode == "stopped_at_start" else 20)
+    began = time.monotonic()
+    found = [made.attempt().evidence for _ in range(3)]
+    assert time.monotonic() - began < 15
+    kind, why = classify(found[0])
+    assert (kind, reason in (why or "")) == (outcome, True), why
+    assert transient(kind, found[0]) is (kind == "crash")
+    assert [classify(evidence)[0] for evidence in found[1:]] == ["ok", "ok"]
+    assert [evidence.exit_code for evidence in found[1:]] == [0, 0]
+    assert made.starts() == starts
+    assert not [p for p in psutil.Process().children(recursive=True) if p.pid not in _kept(made)]
+
+
+def _kept(made: Fakes) -> set[int]:
+    return {p.pid for p in made.launcher._kept} | {t.pid for t in made.launcher._templates.values()}
+
+
+def test_a_process_that_is_not_the_templates_child_is_left_alone(fakes: Any) -> None:
+    made = fakes("pid victim")
+    victim = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    made.launcher._kept.add(psutil.Process(victim.pid))
+    try:
+        evidence = made.attempt(VICTIM=str(victim.pid)).evidence
+        assert classify(evidence)[0] == "crash"
+        assert "not its child" in str(evidence.start_error)
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_a_worker_that_outlives_being_killed_does_not_hold_up_the_trials_after_it(
+    fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = fakes("survives")
+    survivor = tmp_path / "survivor"
+    kill = psutil.Process.kill
+
+    def spare(process: psutil.Process) -> None:
+        if str(process.pid) != survivor.read_text():
+            kill(process)
+
+    with monkeypatch.context() as patch:  # as a process is that waits for a driver
+        patch.setattr(attempt, "END_S", 0.1)
+        patch.setattr(warm.os, "killpg", lambda *_: None)
+        patch.setattr(warm.signal, "pidfd_send_signal", lambda *_: None)
+        patch.setattr(psutil.Process, "kill", spare)
+        first = made.attempt(deadline_s=1.5)
+        pid = int(survivor.read_text())
+        assert classify(first.evidence)[0] == "timeout"
+        assert pid not in made.launcher.own_pids()  # it may well hold memory of the device
+        assert str(pid) in capsys.readouterr().err
+        began = time.monotonic()
+        assert [classify(made.attempt().evidence)[0] for _ in range(3)] == ["ok"] * 3
+        assert time.monotonic() - began < 5
+    assert made.starts() == 2
+    kill(psutil.Process(pid))
+    os.waitpid(pid, 0)
+
+
+def test_a_broken_template_is_one_crash_for_each_trial_with_the_end_of_its_own_log(fakes: Any, tmp_path: Path) -> None:
+    made = fakes("dies_always")
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "torch-1.log").write_text("of an earlier run\n")
+    reasons = [made.attempt().evidence.start_error for _ in range(3)]
+    assert (
+        reasons
+        == [
+            "no worker could be started: the template process did not start (exit status 1): "
+            "ImportError: libcudart.so.12: no such file"
+        ]
+        * 3
+    )
+    assert "earlier" not in (tmp_path / "templates" / "torch-1.log").read_text()
+
+
+@pytest.mark.parametrize("isolation", ["cold", "warm"])
+def test_a_broken_import_is_rows_and_not_the_end_of_the_sweep(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
+) -> None:
+    broken = tmp_path / "broken" / "torch"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", f"{broken.parent}{os.pathsep}{ROOT}")
+    rows = run_sweep(custom("good", seed=1), custom("good", seed=2), isolation=isolation)
+    assert [row["outcome"] for row in rows] == ["crash", "crash"]
+    assert all("libcudart.so.12: cannot open shared object file" in row["reason"] for row in rows)
+    assert [row["isolation"] for row in rows] == [isolation] * 2
+
+
+DRIVER = """
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = ACTIVE; return CODE; }
+"""
+IMPORTED = """
+import ctypes, sys
+if "vramsweep.runners.template" in sys.orig_argv:
+    ctypes.CDLL({path!r})
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize(
+    ("code", "active", "reason"),
+    [(3, 0, None), (0, 1, "makes a CUDA context"), (0, 0, "initialises CUDA"), (4, 0, "calls error 4")],
+)
+def test_a_runner_whose_imports_start_cuda_goes_cold(
+    run_sweep: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    code: int,
+    active: int,
+    reason: str | None,
+) -> None:
+    (tmp_path / "driver.c").write_text(DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    flags = ["-shared", "-fPIC", f"-DCODE={code}", f"-DACTIVE={active}"]
+    subprocess.run(["gcc", *flags, str(tmp_path / "driver.c"), "-o", str(library)], check=True)
+    (tmp_path / "sitecustomize.py").write_text(IMPORTED.format(path=str(library)))
+    (tmp_path / "torch").mkdir()  # without torch a template starts at once, and its workers fail
+    (tmp_path / "torch" / "__init__.py").write_text("raise ModuleNotFoundError('no torch')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    rows = run_sweep(custom("good", seed=1), custom("good", seed=2), isolation="warm")
+    said = capfd.readouterr().err.count("goes cold")
+    assert all("no torch" in row["reason"] for row in rows)
+    if reason is None:
+        assert [(row["isolation"], row["cold_reason"]) for row in rows] == [("warm", None)] * 2
+        assert said == 0
+    else:
+        assert [row["isolation"] for row in rows] == ["cold"] * 2
+        assert all(reason in row["cold_reason"] for row in rows)
+        assert said == 1
+
+
+def test_only_the_runner_that_starts_cuda_goes_cold(fakes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    made = fakes("unclean")
+    assert [made.attempt(runner=name).isolation for name in ("torch", "trainer", "torch")] == ["cold", "warm", "cold"]
+    assert made.attempt(runner="trainer").cold_reason is None
+    assert made.starts() == 2
+    assert capsys.readouterr().err.count("runner=torch goes cold") == 1
+
+
+def test_only_a_loaded_driver_library_is_asked(tmp_path: Path) -> None:
+    maps = "7f00-7f01 r-xp 0000 08:01 12      /usr/lib/x86_64-linux-gnu/libc.so.6\n"
+    assert driver.loaded(maps) is None
+    for name in ("libcuda.so", "libcuda.so.1", "libcuda.so.550.54.15"):
+        assert driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/{name}\n") == f"/usr/lib/{name}"
+    assert driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcudart.so.12\n") is None
+    assert driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcuda.so.1 (deleted)\n")
+    mine = tmp_path / "maps"
+    mine.write_text("7f02-7f03 r-xp 0000 08:01 13    /nowhere/libcuda.so.1\n")
+    assert "cannot be asked" in str(driver.unclean(mine))  # and is not loaded for the question
+    assert driver.unclean() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "active", "reason"),
+    [
+        (3, False, None),
+        (3, True, None),
+        (0, False, "initialises CUDA"),
+        (0, True, "context"),
+        (100, False, "error 100"),
+    ],
+)
+def test_anything_but_not_initialised_is_not_clean(code: int, active: bool, reason: str | None) -> None:
+    found = driver.verdict(code, active)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_our_own_processes_are_never_foreign(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = subprocess.Popen(["sleep", "100"])  # a server that the user has started from here is not ours
+    try:
+        made = fakes("good")
+        made.attempt()
+        (template,) = made.launcher._templates.values()
+        pids = (os.getpid(), template.pid, before.pid, 1 << 22)  # the last: of the host, where this is a container
+        card = machine.Gpu(0, "NVIDIA H100", "GPU-1", "1", 80 << 30, 1 << 30, pids)
+        monkeypatch.setattr(machine, "gpus", lambda: [card])
+        assert sweep._foreign([card], made.launcher.own_pids, lambda _: None) == (before.pid, 1 << 22)
+    finally:
+        before.kill()
+        before.wait()
+
+
+def test_the_worker_sees_the_allocator_setting_and_only_that_name() -> None:
+    base = {"PYTORCH_ALLOC_CONF": "old", "PYTORCH_CUDA_ALLOC_CONF": "older", "HOME": "/h"}
+    environ = attempt.environment("expandable_segments:True", "cuda", base)
+    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in environ
+    assert attempt.environment("", "cuda", base, ["GPU-a", "GPU-b"])["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert attempt.environment("", "cpu", base)["CUDA_VISIBLE_DEVICES"] == ""
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in attempt.environment("", "cuda", base)
+
+
+def test_unreadable_results_are_bad_results(tmp_path: Path) -> None:
+    for text, problem in (("{", "cannot be read"), ("[]", "holds neither"), ('{"x": 1}', "holds neither")):
+        (tmp_path / attempt.RESULT).write_text(text)
+        result, found = attempt.read_result(tmp_path)
+        assert result is None
+        assert problem in str(found)
+
+
+def test_steps_of_a_killed_worker_are_read_up_to_the_torn_line(tmp_path: Path) -> None:
+    (tmp_path / attempt.STEPS).write_text('{"event": "load"}\n{"step": 0}\n{"st')
+    assert attempt.steps(tmp_path) == [{"event": "load"}, {"step": 0}]
+
+
+FALSIFYING = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",
+    "ACCELERATE_USE_CPU": "true",
+    "TRITON_INTERPRET": "1",
+}
+OUTER = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "3",
+    "LOCAL_WORLD_SIZE": "8",
+    "NODE_RANK": "0",
+    "GROUP_RANK": "0",
+    "ROLE_RANK": "3",
+    "ROLE_WORLD_SIZE": "8",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "PMI_SIZE": "8",
+    "MPI_LOCALNRANKS": "8",
+    "MV2_COMM_WORLD_SIZE": "8",
+}
+
+
+@pytest.mark.parametrize("name", [*FALSIFYING, *OUTER])
+def test_what_confuses_or_falsifies_is_not_passed_on_and_that_is_said(name: str) -> None:
+    base = FALSIFYING | OUTER | {"HOME": "/h", "NCCL_DEBUG": "INFO"}
+    environ = attempt.environment("", "cuda", base)
+    assert name not in environ
+    assert environ["HOME"] == "/h"
+    assert environ["NCCL_DEBUG"] == "INFO"
+    assert sum(name in line.partition(":")[0].replace(",", " ").split() for line in variables.dropped(base)) == 1
+    assert variables.dropped({"HOME": "/h", "NCCL_DEBUG": "INFO"}) == []
+
+
+@given(
+    st.sampled_from(["TORCH_", "NCCL_", "HF_", "CUDA_", "PYTORCH_", "DS_", ""]),
+    st.sampled_from(["TOKEN", "API_KEY", "SECRET", "PASSWORD", "AUTH", "CREDENTIALS"]),
+    st.sampled_from(["", "_2", "S", "_FILE"]),
+)
+def test_a_secret_is_passed_on_and_never_recorded(before: str, word: str, after: str) -> None:
+    environ = {f"{before}{word}{after}": "hunter2", "NCCL_DEBUG": "INFO"}
+    assert attempt.environment("", "cuda", environ).items() >= environ.items()
+    assert variables.recorded(environ) == {"NCCL_DEBUG": "INFO"}
+
+
+def test_a_row_records_what_its_worker_had_and_no_secret(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    planted = {
+        "HF_TOKEN": "hf_plantedsecret",
+        "WANDB_API_KEY": "plantedsecret",
+        "NCCL_SECRET_KEY": "plantedsecret",
+        "TORCHINDUCTOR_REDIS": "redis://me:plantedsecret@host",
+        "NCCL_DEBUG": "WARN",
+        "OMP_NUM_THREADS": "1",
+        "EDITOR": "vi",
+    }
+    for name, text in (OUTER | FALSIFYING | planted).items():
+        monkeypatch.setenv(name, text)
+    rows = run_sweep(custom("good"), custom("killed"), isolation="warm")
+    assert [row["outcome"] for row in rows] == ["ok", "crash"]
+    for row in rows:  # a killed worker tells nothing, so then it is what it was given
+        assert row["environment"]["NCCL_DEBUG"] == "WARN"
+        assert row["environment"]["OMP_NUM_THREADS"] == "1"
+        assert row["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+        assert not set(row["environment"]) & {*FALSIFYING, *OUTER, "EDITOR", "HF_TOKEN", "HOME"}
+    said = capfd.readouterr().err
+    assert said.count("CUDA_LAUNCH_BLOCKING") == 1
+    held = [path for path in tmp_path.rglob("*") if path.is_file() and b"plantedsecret" in path.read_bytes()]
+    assert held == []
+
+
+@pytest.mark.parametrize(
+    ("values", "column"),
+    [
+        ('{"loss_last": NaN}', "loss_last"),
+        ('{"step_times_s": [1.0, Infinity]}', "step_times_s"),
+        ('{"mfu": 1e999}', "mfu"),
+        ('{"runner_config": {"a": [{"b": -Infinity}]}}', "runner_config"),
+        ('{"peak_reserved_bytes": 1.5}', "peak_reserved_bytes"),
+        ('{"made_up": 1}', "made_up"),
+    ],
+)
+def test_a_result_that_fits_no_row_names_its_column(tmp_path: Path, values: str, column: str) -> None:
+    (tmp_path / attempt.RESULT).write_text(f'{{"values": {values}}}')
+    result, problem = attempt.read_result(tmp_path)
+    assert result is None
+    assert column in str(problem)
+
+
+def test_nan_from_a_worker_is_a_bad_result(fakes: Any) -> None:
+    kind, reason = classify(fakes("nan").attempt().evidence)
+    assert kind == "bad_result"
+    assert "loss_last" in str(reason)
+
+
+def test_a_result_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / attempt.RESULT).open("wb") as file:
+        file.truncate(1 << 40)
+    assert "no result" in str(attempt.read_result(tmp_path)[1])
+
+
+def test_a_flood_of_output_is_cut_and_the_row_says_so(
+    fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "LOG_LIMIT", 400_000)
+    monkeypatch.setattr(waiting, "LOG_KEPT", 50_000)
+    monkeypatch.setattr(waiting, "LOOK_S", 0.02)
+    done = fakes("floods").attempt()
+    log = tmp_path / "1" / "stdout.log"
+    assert classify(done.evidence)[0] == "ok"
+    assert log.stat().st_size < 2_000_000  # of 8 million
+    assert b"of this log were dropped]\n" in log.read_bytes()
+    assert str(waiting.last_line(log)).startswith("line 399")
+    assert "bytes of its logs were dropped" in done.notes[0]
+
+
+def test_the_last_line_of_a_huge_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert waiting.last_line(log) is None
+    log.write_text("one\n\n  two \n \n")
+    assert waiting.last_line(log) == "two"
+    with log.open("r+b") as file:
+        file.truncate(1 << 40)  # sparse: reading it whole would never end
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nlast " + b"x" * 10_000 + b"\n")
+    assert str(waiting.last_line(log)).startswith("last xxx")
+    assert len(str(waiting.last_line(log))) == waiting.REASON_LENGTH
+
+
+@pytest.mark.parametrize("isolation", ["cold", "warm"])
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EMFILE, errno.ENOMEM])
+def test_a_process_that_the_system_refuses_is_a_crash_and_not_an_unwritable_folder(
+    run_sweep: Run, monkeypatch: pytest.MonkeyPatch, isolation: str, code: int
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    rows = run_sweep(tiny(seed=1), tiny(seed=2), isolation=isolation)
+    assert [row["outcome"] for row in rows] == ["crash", "crash"]
+    assert all(os.strerror(code) in row["reason"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(errno.ENOSPC, "cannot write under"), (errno.EMFILE, "the system refused something")]
+)
+def test_errors_about_writing_are_told_from_others(
+    run_sweep: Run, monkeypatch: pytest.MonkeyPatch, code: int, said: str
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(machine, "facts", fail)
+    with pytest.raises(UserError, match=said):
+        run_sweep(tiny())
+
+
+@pytest.mark.parametrize(
+    ("version", "limits", "room"),
+    [
+        (2, {"": "max", "job": f"{128 << 30}", "job/step": "max"}, 32),
+        (1, {"job": f"{64 << 30}", "job/step": "9223372036854771712"}, 16),
+        (2, {"job/step": f"{4 << 30}"}, 8),
+        (2, {}, 256),
+    ],
+)
+def test_room_for_templates_is_what_the_cgroups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, limits: dict[str, str], room: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 40))
+    (tmp_path / "own").write_text("3:memory:/job/step\n2:cpu:/\n0::/\n" if version == 1 else "0::/job/step\n")
+    for place, text in limits.items():
+        folder = tmp_path / ("memory" if version == 1 else "") / place
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(text)
+    assert warm.room(tmp_path / "own", tmp_path) == room
+
+
+@pytest.mark.parametrize(("room", "starts"), [(8, 9 + 3), (9, 9)])  # without room one more for each further length
+def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, starts: int) -> None:
+    started: list[int] = []
+
+    class Counted:
+        """A template that forks nothing."""
+
+        lost = None
+
+        def __init__(self, *_: Any) -> None:
+            started.append(1)
+            self.pid = os.getpid()
+
+        def ready(self, look: Any) -> None:
+            return None
+
+        def alive(self) -> bool:
+            return True
+
+        def close(self) -> None:
+            pass
+
+        def fork(self, folder: Path) -> None:
+            raise warm.Lost("of no matter here")
+
+    monkeypatch.setattr(attempt, "Template", Counted)
+    monkeypatch.setattr(attempt, "room", lambda: room)
+    settings = [{"name": f"s{n}", "conf": f"max_split_size_mb:{n + 21}"} for n in range(9)]
+    values = [tiny(seq_len=n, allocator=a, device={"name": "cuda"}) for a in settings for n in (32, 64, 96, 128)]
+    planned = plan.order(plan.expand(values, 1))
+    with attempt.Launcher("warm", tmp_path / "templates") as launcher:
+        for number, item in enumerate(planned):
+            assert item.trial is not None
+            environ = attempt.environment(plan.worker_conf(item.trial), "cuda", {})
+            launcher.attempt({}, tmp_path / str(number), environ, "torch", 1)
+    assert len(planned) == 36
+    assert len(started) == starts
+    lengths = [item.trial.seq_len for item in planned if item.trial]
+    assert lengths == [128] * 9 + [32] * 9 + [64] * 9 + [96] * 9  # still coarse to fine

@@ -1,0 +1,96 @@
+"""A template that speaks the protocol (harness/warm.py); `mode` is how the first one started misbehaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RESULT: dict[str, Any] = {"values": {"loss_last": 1.0}}
+
+
+def say(attempt: str | None, event: str, **more: object) -> None:
+    os.write(replies, json.dumps({"attempt": attempt, "event": event, **more}).encode() + b"\n")
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def child(folder: Path) -> None:
+    os.setsid()
+    os.close(replies)
+    text = json.dumps(RESULT)
+    if mode == "nan":
+        text = text.replace("1.0", "NaN")
+    if mode == "floods":
+        log = os.open(folder / "stdout.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for number in range(400):
+            os.write(log, (f"line {number} " + "x" * 20_000 + "\n").encode())
+            time.sleep(0.002)
+    if mode == "survives":
+        (folder.parent / "survivor").write_text(str(os.getpid()))
+        time.sleep(3600)
+    (folder / "result.json").write_text(text)
+    os._exit(0)
+
+
+mode, runner = sys.argv[1:3]
+requests, replies, parent = map(int, sys.argv[3:6])
+starts = Path(os.environ["STARTS"])
+with starts.open("a") as file:
+    file.write(f"{os.getpid()}\n")
+if len(starts.read_text().splitlines()) > 1 and mode != "dies_always":
+    mode = "good"
+
+if mode == "stopped_at_start":
+    stop()
+elif mode == "garbage_at_start":
+    os.write(replies, b"Loading\xff extension ...\n")
+elif mode == "endless":
+    while True:
+        os.write(replies, b"x" * 4096)
+elif mode.startswith("dies"):
+    sys.exit("Traceback ...\nImportError: libcudart.so.12: no such file\n")
+elif mode == "killed_at_start":
+    os.kill(os.getpid(), signal.SIGKILL)
+say(None, "ready", unclean="importing it makes a CUDA context" if mode == "unclean" else None)
+first = None
+for line in os.fdopen(requests):
+    attempt = json.loads(line)["attempt"]
+    if mode == "stopped_at_fork":
+        stop()
+    elif mode == "garbage_at_fork":
+        os.write(replies, b"[1, 2]\n")
+    elif mode == "refuses":
+        say(attempt, "refused", why="Resource temporarily unavailable")
+        mode = "good"
+        continue
+    elif mode == "of_another":
+        say("another", "forked", pid=os.getpid())
+        continue
+    elif mode == "stale" and first:  # what was said too late about the attempt before
+        say(first, "ended", status=9)
+        say(first, "forked", pid=1)
+    elif mode.startswith("pid "):
+        say(attempt, "forked", pid=json.loads(os.environ.get("VICTIM", "null") if mode == "pid victim" else mode[4:]))
+        continue
+    first = attempt
+    pid = os.fork()
+    if pid == 0:
+        child(Path(attempt))
+    say(attempt, "forked", pid=pid)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    if mode == "stopped_at_reap":
+        stop()
+    elif mode == "garbage_at_end":
+        os.write(replies, b"oops\n")
+        stop()
+    elif mode == "odd_status":
+        say(attempt, "ended", status="fine")
+        stop()
+    say(attempt, "ended", status=os.waitpid(pid, 0)[1])
