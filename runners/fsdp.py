@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, ranks
-from vramsweep.runners.measure import Meter
+from vramsweep.runners.measure import StepMeter
 
 
-def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
-    """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built."""
+def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Train `trial.steps()` optimizer steps under `meter`."""
     mesh = ranks.mesh(trial, device)
     with weightless():  # no rank ever holds the whole model
         net = build.model(trial, device)
@@ -36,7 +36,14 @@ def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[
     materialize(net, device)
     optimizer = build.optimizer(trial, net.parameters())
     data = build.data(trial)
-    meter.built()
+    meter.built(
+        lambda: {
+            **build.describe(net, optimizer),
+            "padding_fraction": data.padding_fraction,
+            "runner_config": {"units": len(blocks(net)) + 1, "mp_policy": str(policy), **trial.runner.options},
+        },
+        lambda: 0,  # there is no scaler
+    )
     micro = 0
     for _ in range(trial.steps()):
         meter.step_begin()
@@ -49,10 +56,6 @@ def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         meter.step_end(loss)
-    return build.describe(net, optimizer) | {
-        "padding_fraction": data.padding_fraction,
-        "runner_config": {"units": len(blocks(net)) + 1, "mp_policy": str(policy), **trial.runner.options},
-    }
 
 
 def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import build
-from vramsweep.runners.measure import Meter
+from vramsweep.runners.instruments import scaler_skips
+from vramsweep.runners.measure import StepMeter
 
 
-def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
-    """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built."""
+def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Train `trial.steps()` optimizer steps under `meter`."""
     net = build.model(trial, device)
     optimizer = build.optimizer(trial, net.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=trial.precision == "fp16")
     data = build.data(trial)
-    meter.built()
+    meter.built(
+        lambda: build.describe(net, optimizer) | {"padding_fraction": data.padding_fraction},
+        scaler_skips(scaler, trial.steps()),
+    )
     micro = 0
     for _ in range(trial.steps()):
         meter.step_begin()
@@ -32,4 +35,3 @@ def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         meter.step_end(loss)
-    return build.describe(net, optimizer) | {"padding_fraction": data.padding_fraction}

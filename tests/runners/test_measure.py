@@ -12,7 +12,8 @@ from conftest import tiny
 from vramsweep.harness import trial as trials
 from vramsweep.runners import measure
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
-from vramsweep.runners.measure import CudaMemory, Meter, backward_boundaries, plateau
+from vramsweep.runners.instruments import CudaMemory, backward_boundaries
+from vramsweep.runners.measure import Meter, plateau
 
 
 def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:
@@ -117,7 +118,7 @@ def drive(folder: Path, **over: Any) -> dict[str, Any]:
     trial = trials.Trial.model_validate(tiny(**over))
     meter = Meter(trial, folder, torch.device("cpu"), 0)
     weight = torch.ones(1 << 18, requires_grad=True)
-    meter.built()
+    meter.built(dict)
     for _ in range(trial.steps()):
         meter.step_begin()
         for _ in range(trial.grad_accum):

@@ -125,7 +125,7 @@ def drive(card: Card, folder: Path, **over: Any) -> dict[str, Any]:
     meter = Meter(trial, folder, torch.device("cuda", 0), 0)
     weight = torch.ones(8, requires_grad=True)
     card.use(5 * MIB)
-    meter.built()
+    meter.built(dict)
     for _ in range(trial.steps()):
         meter.step_begin()
         card.use(10 * MIB)
