@@ -261,7 +261,7 @@ def scaler_skips(scaler: torch.amp.GradScaler, steps: int) -> Callable[[], int |
 
     def skipped() -> int | None:
         scale = float(scaler.state_dict()["scale"])
-        if steps >= begun["growth_interval"] or not 0 < scale <= begun["scale"]:
+        if steps >= begun["growth_interval"] or not 0 < scale <= begun["scale"] < math.inf:
             return None
         return round(math.log(scale / begun["scale"]) / math.log(begun["backoff_factor"]))
 
