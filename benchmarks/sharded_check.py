@@ -69,7 +69,7 @@ def make(runner: str, stage: int | None, precision: str, world: int, device: dic
 
 
 class Rests:
-    """Takes a runner's calls, as measure.StepMeter, and notes what is alive at rest and the peaks of the third step's phases, in bytes."""
+    """A measure.StepMeter that notes what is alive at rest and the peaks of the third step's phases, in bytes."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.index = rank, 0

@@ -20,8 +20,8 @@ import torch
 from conftest import tiny
 
 from vramsweep.harness import trial as trials
-from vramsweep.harness.row import complete
 from vramsweep.harness.attempt import read_result
+from vramsweep.harness.row import complete
 from vramsweep.runners import run, torch_loop, worker
 from vramsweep.runners.measure import Meter, StepMeter
 

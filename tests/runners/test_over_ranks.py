@@ -11,7 +11,8 @@ from vramsweep.runners.over_ranks import over_ranks
 def rank(**over: Any) -> dict[str, Any]:
     return {
         "peak_reserved_bytes": 100, "peak_allocated_bytes": 90, "step_peak_reserved_bytes": [100, 100],
-        "alloc_retries": 0, "inactive_split_peak_bytes": 5, "device_total_bytes": 1000, "forward_peak_reserved_bytes": 70,
+        "alloc_retries": 0, "inactive_split_peak_bytes": 5, "device_total_bytes": 1000,
+        "forward_peak_reserved_bytes": 70,
         "device_used_bytes": 300, "device_baseline_bytes": 10, "gpu_uuid": "a", "gpu_name": "card",
         "elapsed_s": 2.0, "step_times_s": [1.0, 1.0], "tokens_per_s": 500.0, "loss_last": 3.0,
         "gpu_temperature_c": 50, "gpu_sm_clock_mhz": 1900, "throttle_reasons": [], "foreign_processes": None,
@@ -25,8 +26,9 @@ ROWS = [
          inactive_split_peak_bytes=9, forward_peak_reserved_bytes=60, gpu_uuid="b", gpu_temperature_c=70, loss_last=9.0,
          throttle_reasons=["sw_power_cap"], notes=["one"], device_total_bytes=999),
     rank(peak_allocated_bytes=95, elapsed_s=4.0, step_times_s=[2.0, 2.0], tokens_per_s=250.0, gpu_sm_clock_mhz=1500,
-         device_used_bytes=400, device_baseline_bytes=50, gpu_uuid="c", throttle_reasons=["hw_slowdown", "sw_power_cap"],
-         foreign_processes=[7], skipped_steps=1, notes=["one", "two"]),
+         device_used_bytes=400, device_baseline_bytes=50, gpu_uuid="c",
+         throttle_reasons=["hw_slowdown", "sw_power_cap"], foreign_processes=[7], skipped_steps=1,
+         notes=["one", "two"]),
 ]  # fmt: skip
 
 
@@ -35,8 +37,8 @@ def test_memory_is_of_one_rank_the_worst() -> None:
     assert row["worst_rank"] == 1
     of_memory = {
         "peak_reserved_bytes": 120, "peak_allocated_bytes": 80, "step_peak_reserved_bytes": [110, 120],
-        "alloc_retries": 3, "inactive_split_peak_bytes": 9, "device_total_bytes": 999, "forward_peak_reserved_bytes": 60,
-        "gpu_uuid": "b",
+        "alloc_retries": 3, "inactive_split_peak_bytes": 9, "device_total_bytes": 999,
+        "forward_peak_reserved_bytes": 60, "gpu_uuid": "b",
     }  # fmt: skip
     assert {name: row[name] for name in of_memory} == of_memory
     assert row["rank_peak_reserved_bytes"] == [100, 120, 100]

@@ -17,10 +17,16 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return 2 * (a @ b)
 
 
-product.register_autograd(
-    lambda context, gradient: (2 * gradient @ context.b.T, 2 * context.a.T @ gradient),
-    setup_context=lambda ctx, inputs, output: (setattr(ctx, "a", inputs[0]), setattr(ctx, "b", inputs[1])) and None,
-)
+def _keep(context: Any, inputs: Any, output: Any) -> None:
+    context.save_for_backward(*inputs)
+
+
+def _gradients(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = context.saved_tensors
+    return 2 * gradient @ b.T, 2 * a.T @ gradient
+
+
+product.register_autograd(_gradients, setup_context=_keep)
 
 
 def _made(step: Callable[[list[torch.nn.Parameter], torch.Tensor], torch.Tensor]) -> Any:
