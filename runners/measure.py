@@ -47,6 +47,7 @@ from vramsweep.runners.over_ranks import Columns, over_ranks
 
 RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
 NO_BACKWARD = "no backward pass of torch.autograd was seen"
+PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 
 
 class StepMeter(Protocol):
@@ -178,7 +179,7 @@ class Probe:
             f"{phase}_peak_{c}_bytes": phases.get(phase, {}).get(c)
             for phase in ("forward", "backward", "optimizer")
             for c in ("allocated", "reserved")
-        } | {"notes": [] if known else [f"the peaks of the phases are not known: {NO_BACKWARD}"]}
+        } | {"notes": [] if known else [PHASES_UNKNOWN]}
 
 
 class Measured:

@@ -32,7 +32,7 @@ from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
-from vramsweep.runners.measure import plateau
+from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.trace import Mark, Trace, Tracer
@@ -170,6 +170,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
     """The row's memory columns; the phases are those of the last traced step."""
     steady = [(mark, peaks) for mark, peaks in predicted.phases if mark.step]
     last = max((mark.step or 0 for mark, _ in steady), default=0)
+    told_apart = any(mark.phase == "backward" for mark, _ in steady)
 
     def most(phase: str, counter: str, step: int | None) -> int | None:
         found = [p[counter] for mark, p in predicted.phases if mark.phase == phase and mark.step == step]
@@ -185,7 +186,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
         **{f"peak_{name}_bytes": size for name, size in predicted.breakdown.items()},
         **{f"load_peak_{c}_bytes": most("load", c, None) for c in ("allocated", "reserved")},
         **{
-            f"{phase}_peak_{c}_bytes": most(phase, c, last)
+            f"{phase}_peak_{c}_bytes": most(phase, c, last) if told_apart else None
             for phase in ("forward", "backward", "optimizer")
             for c in ("allocated", "reserved")
         },
@@ -195,6 +196,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
         "plateau": plateau(list(by_step["reserved"])),
         "alloc_retries": predicted.final.num_alloc_retries,
         "alloc_ooms": predicted.final.num_ooms,
+        "notes": None if told_apart else [PHASES_UNKNOWN],
     }
 
 
