@@ -17,12 +17,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return 2 * (a @ b)
 
 
-def _keep(context: Any, inputs: Any, output: Any) -> None:
-    context.save_for_backward(*inputs)
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
 
 
-def _gradients(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    a, b = context.saved_tensors
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = ctx.saved_tensors
     return 2 * gradient @ b.T, 2 * a.T @ gradient
 
 
