@@ -34,13 +34,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 
 from vramsweep.harness import gpus, trial, upgrade  # noqa: E402
-from vramsweep.runners import build, deepspeed_zero, fsdp, simulated, worker  # noqa: E402
+from vramsweep.runners import build, deepspeed_zero, simulated, torch_loop, worker  # noqa: E402
 from vramsweep.runners.dispatch import LiveBytes  # noqa: E402
-from vramsweep.runners.measure import backward_boundaries  # noqa: E402
+from vramsweep.runners.instruments import backward_boundaries  # noqa: E402
 from vramsweep.runners.trace import Trace  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
-RUNNERS = {"deepspeed": deepspeed_zero, "fsdp": fsdp}
+RUNNERS = {"deepspeed": deepspeed_zero, "fsdp": torch_loop}
 COLUMNS = ("built", "rest", "forward", "backward", "optimizer")
 MODEL = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
@@ -68,15 +68,15 @@ def make(runner: str, stage: int | None, precision: str, world: int, device: dic
     return trial.parse(upgrade.layout(values))
 
 
-class Rests(simulated.TraceMeter):
-    """Takes a runner's calls and notes what is alive at rest and the peaks of the third step's phases, in bytes."""
+class Rests:
+    """A measure.StepMeter that notes what is alive at rest and the peaks of the third step's phases, in bytes."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.index = rank, 0
         self.found: dict[str, int] = {}
         self.live = LiveBytes()
 
-    def built(self) -> None:
+    def built(self, describe: Any, skipped: Any = None) -> None:
         self.found["built"] = resting()
 
     def step_begin(self) -> None:

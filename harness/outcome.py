@@ -90,6 +90,7 @@ _OOM = re.compile(
     r"Cuda failure( 2)? '?out of memory"
 )
 _HOST_OOM = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc")
+_HINTS = {Outcome.TIMEOUT: "; raise timeout_s if that is too short"}
 _BUSY = re.compile(r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use")
 _CUDA = re.compile(r"CUDA error|CUDA driver error|CUBLAS_STATUS|CUDNN_STATUS|NCCL|AcceleratorError|device-side assert")
 
@@ -115,8 +116,31 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
     error = (evidence.result or {}).get("error")
     if error is not None:
         return _from_error(error["type"], error["message"])
+    if published(evidence):
+        return Outcome.OK, None
+    ended = _ended(evidence)
+    if ended is not None:
+        return ended[0], f"{ended[1]}{_HINTS.get(ended[0], '')}"
+    if evidence.result is None:
+        return Outcome.BAD_RESULT, evidence.result_error or "exit status 0 without a result"
+    return Outcome.OK, None
+
+
+def published(evidence: Evidence) -> bool:
+    """Whether the worker had measured and said so; what became of it afterwards changes nothing in that."""
+    return "values" in (evidence.result or {}) and "complete" in (evidence.result or {})
+
+
+def remark(evidence: Evidence) -> str | None:
+    """What a reader of a published result should know of how its worker ended; None where it ended well."""
+    ended = _ended(evidence) if published(evidence) else None
+    return None if ended is None else f"ended after the measured steps: {ended[1]}"
+
+
+def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
+    """How a worker ended that did not end well."""
     if evidence.expired:
-        return Outcome.TIMEOUT, f"no result within {evidence.deadline_s:g} s; raise timeout_s if that is too short"
+        return Outcome.TIMEOUT, f"no end within {evidence.deadline_s:g} s"
     if evidence.exit_code == -signal.SIGKILL and evidence.host_oom_kills > 0:
         return Outcome.HOST_OOM, "killed by the kernel for want of host memory"
     if evidence.exit_code is None:
@@ -124,10 +148,8 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
     if evidence.exit_code < 0:
         return Outcome.CRASH, f"killed by {signal.Signals(-evidence.exit_code).name}"
     if evidence.exit_code > 0:
-        return Outcome.CRASH, f"exit status {evidence.exit_code} without a result"
-    if evidence.result is None:
-        return Outcome.BAD_RESULT, evidence.result_error or "exit status 0 without a result"
-    return Outcome.OK, None
+        return Outcome.CRASH, f"exit status {evidence.exit_code}"
+    return None
 
 
 def _from_error(kind: str, message: str) -> tuple[Outcome, str]:

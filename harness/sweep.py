@@ -164,10 +164,11 @@ def run_trial(
             row |= {"isolation": done.isolation, "cold_reason": done.cold_reason}
             spent = row.pop("steps_s", None)
             row["overhead_s"] = None if spent is None else done.duration_s - spent
-            row["notes"] = [*(row.get("notes") or []), *done.notes] or None
+            notes = [*(row.get("notes") or []), *done.notes, outcome.remark(evidence)]
+            row["notes"] = [note for note in notes if note] or None
         kind, reason = outcome.classify(evidence)
         final = tries == settings.retries or not outcome.transient(kind, evidence)
-        after = row.get("foreign_processes")
+        after = row.get("foreign_processes")  # what the worker saw; None where the driver did not tell
         row |= {
             "outcome": kind,
             "reason": reason,

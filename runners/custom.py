@@ -22,11 +22,11 @@ import torch
 
 from vramsweep.harness.trial import DeviceAxis, InvalidTrial, Trial
 from vramsweep.runners import build
-from vramsweep.runners.measure import Meter
+from vramsweep.runners.measure import StepMeter
 
 
-def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
-    """Train `trial.steps()` steps of the target under `meter`; returns columns about what was built."""
+def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Train `trial.steps()` steps of the target under `meter`."""
     asked = trial
     if trial.device.name == "simulated":  # the target is to do what it does on a GPU
         asked = trial.model_copy(update={"device": DeviceAxis(name="cuda")})
@@ -36,12 +36,11 @@ def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[
         raise InvalidTrial(f"{trial.runner.target} must return (model, optimizer, step) or those and batches")
     net, optimizer, step = made[:3]
     batches = made[3] if len(made) == 4 else _token_batches(trial, device)
-    meter.built()
+    meter.built(lambda: build.describe(net, optimizer) | {"padding_fraction": None})
     for index in range(trial.steps()):
         meter.step_begin()
         loss = step(batches(index))
         meter.step_end(loss if isinstance(loss, torch.Tensor) else None)
-    return build.describe(net, optimizer) | {"padding_fraction": None}
 
 
 def load(target: str) -> Callable[[Trial], Any]:

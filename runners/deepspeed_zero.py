@@ -18,16 +18,16 @@ import torch
 from vramsweep.harness import registry
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import build, ranks, trace, zero_traced
-from vramsweep.runners.measure import Meter
+from vramsweep.runners.measure import StepMeter
 
 
-def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
-    """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built and the ds config."""
+def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Train `trial.steps()` optimizer steps under `meter`."""
     with zero_traced.behave() if trial.device.name == "simulated" else contextlib.nullcontext():
-        return _run(trial, device, meter)
+        _run(trial, device, meter)
 
 
-def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
+def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     if trial.device.name != "cuda":
         # The shared-memory communication kernel would be compiled on first use, for 20 s; gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -45,7 +45,15 @@ def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
     tracer = trace.active()
     if tracer is not None:
         tracer.held = functools.partial(zero_traced.held, optimizer)
-    meter.built()
+    meter.built(
+        lambda: {
+            **build.describe(net, optimizer),
+            "optimizer": f"{type(optimizer).__name__}({type(getattr(optimizer, 'optimizer', optimizer)).__name__})",
+            "padding_fraction": data.padding_fraction,
+            "runner_config": config,
+        },
+        lambda: int(engine.skipped_steps),
+    )
     micro = 0
     for _ in range(trial.steps()):
         meter.step_begin()
@@ -57,12 +65,6 @@ def _run(trial: Trial, device: torch.device, meter: Meter) -> dict[str, Any]:
             engine.step()
             micro += 1
         meter.step_end(loss)
-    return {
-        **build.describe(net, optimizer),
-        "optimizer": f"{type(optimizer).__name__}({type(getattr(optimizer, 'optimizer', optimizer)).__name__})",
-        "padding_fraction": data.padding_fraction,
-        "runner_config": config,
-    }
 
 
 def ds_config(trial: Trial) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -120,25 +121,66 @@ def _every_head(query: Any, key: Any, value: Any) -> tuple[torch.Size, torch.Siz
     return keys, values
 
 
+def _product(a: Any, b: Any) -> int:
+    """2 per element of `a` and column of `b`; stacks of matrices, as in a batched or a grouped product, included."""
+    if a.dim() == 3 and b.dim() == 2:  # a grouped product whose groups divide the columns of `b`
+        return int(2 * a.shape[-2] * b.numel())
+    return int(2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1))
+
+
+def _of_two(a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _product(a, b)
+
+
+def _of_two_added(bias: Any, a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _product(a, b)
+
+
 _aten = torch.ops.aten
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-# torch's registry of FLOP formulas; attention by ours, for shared heads and the CPU's fused kernel, which it lacks
-FORMULAS: dict[Any, Any] = dict(flop_registry)
-for _kernel in _KERNELS:
-    FORMULAS[getattr(_aten, f"_scaled_dot_product_{_kernel}")] = _attention
-    FORMULAS[getattr(_aten, f"_scaled_dot_product_{_kernel}_backward")] = _attention_backward
+_OURS: dict[Any, Any] = {}
+for _kernel in _KERNELS:  # for shared heads, and the CPU's fused kernel, which torch's registry lacks
+    _OURS[getattr(_aten, f"_scaled_dot_product_{_kernel}")] = _attention
+    _OURS[getattr(_aten, f"_scaled_dot_product_{_kernel}_backward")] = _attention_backward
+for _names, _formula in (
+    (("mv", "dot", "vdot", "_grouped_mm"), _of_two),
+    (("addmv", "addmv_", "addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"), _of_two_added),
+):
+    _OURS |= {getattr(_aten, _name): _formula for _name in _names if hasattr(_aten, _name)}
+# By operator; what a user registers with torch.utils.flop_counter.register_flop_formula counts too.
+FORMULAS: ChainMap[Any, Any] = ChainMap(_OURS, flop_registry)
+
+# Namespaces whose operators multiply no matrices: torch's own, collectives, bookkeeping. aten's that do are below.
+PRODUCTLESS = frozenset(("aten", "prim", "prims", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "_dtensor",
+                         "_c10d_functional_autograd", "rngprims", "profiler", "inductor", "streams"))  # fmt: skip
+# Operators of aten that multiply matrices in a way for which nobody has a formula.
+FORMULALESS = frozenset((
+    "_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "miopen_rnn",
+    "miopen_rnn_backward", "quantized_lstm", "quantized_gru", "_trilinear", "_foreach_mm", "_int_mm", "_scaled_mm_v2",
+    "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_weight_int4pack_mm", "_weight_int8pack_mm", "_mixed_dtypes_linear",
+    "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros", "_dyn_quant_matmul_4bit",
+    "_sparse_addmm", "_sparse_mm_reduce_impl", "_sparse_semi_structured_mm", "_sparse_semi_structured_addmm",
+    "_sparse_semi_structured_linear", "_sparse_sparse_matmul", "_cslt_sparse_mm", "sparse_sampled_addmm", "sspaddmm",
+    "hspmm", "mkldnn_linear", "mkldnn_linear_backward", "mkldnn_convolution", "cudnn_convolution_relu",
+    "cudnn_convolution_add_relu", "cudnn_convolution_transpose", "_native_multi_head_attention",
+    "_cudnn_attention_forward", "_cudnn_attention_backward", "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_fused_attention_overrideable_backward", "_triton_multi_head_attention",
+    "_triton_scaled_dot_attention",
+))  # fmt: skip
 
 
 class FlopCount(TorchDispatchMode):
     """Floating-point operations of matrix products, convolutions and attention (2 per multiply-add).
 
-    Source of the formulas: torch.utils.flop_counter. An operator without one is decomposed if it can be and counts
-    nothing otherwise; attention is counted in full, causal or not.
+    Source of the formulas: torch.utils.flop_counter. An operator without one is decomposed if it can be; if not, it
+    counts nothing, and if it may multiply matrices its name is in `uncounted`. Attention is counted in full, causal or
+    not. A kernel that is launched past torch's operators (an extension called from an autograd.Function) is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.uncounted: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
@@ -153,4 +195,6 @@ class FlopCount(TorchDispatchMode):
         out = func(*args, **kwargs)
         if formula is not None:
             self.total += int(formula(*args, **kwargs, out_val=out))
+        elif func.namespace not in PRODUCTLESS or func._opname in FORMULALESS:
+            self.uncounted.add(f"{func.namespace}::{func._opname}")
         return out

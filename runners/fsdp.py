@@ -1,4 +1,4 @@
-"""FSDP2 (`torch.distributed.fsdp.fully_shard`): the plain loop over a model whose blocks are sharded over the ranks.
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): a model whose blocks are sharded over the ranks, for the plain loop.
 
 Each transformer block is a unit of its own and the rest of the model another. Precision is FSDP's own, without
 autocast: bf16 keeps weights, gradients and optimizer state in fp32, gathers and computes in bf16 and reduces gradients
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,39 +19,21 @@ from torch.distributed.tensor import DTensor
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, ranks
-from vramsweep.runners.measure import Meter
 
 
-def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
-    """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built."""
+def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    """The model with this rank's shards on the device, and what `fully_shard` was told."""
     mesh = ranks.mesh(trial, device)
     with weightless():  # no rank ever holds the whole model
         net = build.model(trial, device)
     half = trial.precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     shared = {"mesh": mesh, "mp_policy": policy, **trial.runner.options}
-    for unit in (*blocks(net), net):
+    units = (*blocks(net), net)
+    for unit in units:
         fully_shard(unit, **shared)
     materialize(net, device)
-    optimizer = build.optimizer(trial, net.parameters())
-    data = build.data(trial)
-    meter.built()
-    micro = 0
-    for _ in range(trial.steps()):
-        meter.step_begin()
-        for _ in range(trial.grad_accum):
-            index = micro * trial.world_size + meter.rank
-            batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
-            loss = net(**batch).loss / trial.grad_accum
-            loss.backward()
-            micro += 1
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        meter.step_end(loss)
-    return build.describe(net, optimizer) | {
-        "padding_fraction": data.padding_fraction,
-        "runner_config": {"units": len(blocks(net)) + 1, "mp_policy": str(policy), **trial.runner.options},
-    }
+    return net, {"units": len(units), "mp_policy": str(policy), **trial.runner.options}
 
 
 def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
@@ -62,7 +43,7 @@ def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
     """
     lists = [list(m) for m in net.modules() if isinstance(m, torch.nn.ModuleList)]
     if not lists:
-        raise InvalidTrial("runner=fsdp: the model has no list of blocks (torch.nn.ModuleList) to shard one by one")
+        raise InvalidTrial("sharding=fsdp2: the model has no list of blocks (torch.nn.ModuleList) to shard one by one")
     return max(lists, key=lambda found: sum(map(build.parameters, found)))
 
 

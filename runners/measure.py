@@ -1,320 +1,229 @@
-"""What is read while a trial trains: memory per phase and step, the step clock, FLOPs, the device's health.
+"""What is read while a trial trains, step by step: memory per phase and step, the step clock, FLOPs.
 
-A runner calls `Meter.built` once model and optimizer exist, then `step_begin` and `step_end` around each optimizer
-step; the meter counts the steps and knows what each is for:
+A runner calls `built` once model and optimizer exist, then `step_begin` and `step_end` around each optimizer step. The
+meter's plan says what each step is for, one object a step:
 
-    warm-up ... | probe | measured ...                  | count              | record, if asked for
-    timed on    | phase | only a mark at each boundary, | FLOPs, after every | every event of the
-    the host    | peaks | one synchronise at the end    | peak has been read | CUDA allocator
+    Warmup ... | Probe | Measured ...                  | Count              | Recorded, if asked for
+    timed on   | phase | only a mark at each boundary, | FLOPs, after every | every event of the
+    the host   | peaks | one synchronise at the end    | peak has been read | CUDA allocator
 
-Not covered: how training is driven (torch_loop, trainer, deepspeed_zero, custom), what columns mean (harness/row.py).
+When the last measured step is over the row's columns are published. What follows is extra: where it fails the row lacks
+what it would have told, and has a note that says so.
+
+Not covered: how training is driven (torch_loop, trainer, deepspeed_zero, custom), what it is read with
+(instruments.py), what columns mean (harness/row.py), which rank's they are (over_ranks.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from vramsweep.harness import machine
 from vramsweep.harness.attempt import RECORDING, STEPS
 from vramsweep.harness.gpus import peak_flops
 from vramsweep.harness.trial import Trial
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
+from vramsweep.runners.instruments import (
+    COUNTERS,
+    Clock,
+    CudaMemory,
+    HostMemory,
+    Memory,
+    Nvml,
+    Peaks,
+    backward_boundaries,
+    foreign,
+    ours,
+)
+from vramsweep.runners.over_ranks import Columns, over_ranks
 
-Peaks = dict[str, int | None]
 RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
-COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
+NO_BACKWARD = "no backward pass of torch.autograd was seen"
+PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 
 
-class Memory(Protocol):
-    """A source of memory counters, in bytes."""
+class StepMeter(Protocol):
+    """What a runner tells of its progress, and to whom."""
 
-    name: str
+    rank: int
 
-    def take(self) -> Peaks:
-        """The peaks since the last call; a counter that this source does not fill is None."""
+    def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
+        """Model, optimizer and data exist; the next step is the first.
+
+        `describe` gives the columns about what was built, once the measured steps are over. `skipped` gives the number
+        of optimizer steps so far whose update was skipped for an overflow; without it that is unknown. It is asked
+        outside the measured steps only.
+        """
         ...
 
-    def summary(self) -> dict[str, Any]:
-        """Columns that are read once, at the end of the last measured step."""
+    def step_begin(self) -> None:
+        """The next optimizer step begins."""
+        ...
+
+    def step_end(self, loss: torch.Tensor | None = None) -> None:
+        """The optimizer step has been issued."""
         ...
 
 
-class CudaMemory:
-    """PyTorch's allocator counters. The driver's allocator (cudaMallocAsync) fills three of them, and no others."""
+class Step(Protocol):
+    """What a step is for."""
 
-    name = "cuda_allocator"
+    def enter(self) -> None:
+        """The step begins."""
+        ...
 
-    def __init__(self) -> None:
-        native = torch.cuda.get_allocator_backend() == "native"
-        self.counters = COUNTERS if native else ("allocated", "active", "reserved")
-        self.native = native
-
-    def take(self) -> Peaks:
-        stats = torch.cuda.memory_stats_as_nested_dict()
-        torch.cuda.reset_peak_memory_stats()
-        return {c: stats[f"{c}_bytes"]["all"]["peak"] if c in self.counters else None for c in COUNTERS}
-
-    def summary(self) -> dict[str, Any]:
-        stats = torch.cuda.memory_stats_as_nested_dict()
-        reserved, allocated = (stats[f"{c}_bytes"]["all"]["current"] for c in ("reserved", "allocated"))
-        return {
-            "reserved_unallocated_bytes": reserved - allocated,
-            "alloc_retries": stats["num_alloc_retries"] if self.native else None,
-            "alloc_ooms": stats["num_ooms"] if self.native else None,
-        }
+    def leave(self, loss: torch.Tensor | None) -> None:
+        """The step has been issued."""
+        ...
 
 
-class HostMemory:
-    """On CPU: reserved is the process's peak resident set; allocated is known only while a LiveBytes mode counts it."""
+class Gauges:
+    """The instruments of one rank, and the largest of all peaks that were taken with them.
 
-    name = "cpu_tensors_and_rss"
-
-    def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: it would remember the parent's peak
-        self.live: LiveBytes | None = None
-        self._status = Path("/proc/self/status").open("rb")  # noqa: SIM115 - read at every step, for the process's life
-
-    def resident_peak(self) -> int:
-        """VmHWM in bytes."""
-        self._status.seek(0)
-        text = self._status.read()
-        start = text.index(b"VmHWM:") + 6
-        return int(text[start : text.index(b"kB", start)]) * 1024
-
-    def take(self) -> Peaks:
-        peaks: Peaks = dict.fromkeys(COUNTERS)
-        peaks["reserved"] = self.resident_peak()
-        if self.live is not None:
-            peaks["allocated"] = self.live.take()
-        return peaks
-
-    def summary(self) -> dict[str, Any]:
-        return {}
-
-
-class Nvml:
-    """The device's own view, through NVML; every value is None without a GPU or where the device does not give it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._handle: Any = None
-        if device.type != "cuda":
-            return
-        cards = machine.visible_gpus(os.environ)
-        index = device.index or 0
-        if index < len(cards) and cards[index].uuid is not None:
-            machine.ask("nvmlInit")
-            self._handle, _ = machine.ask("nvmlDeviceGetHandleByUUID", cards[index].uuid)
-
-    def read(self, query: str, *arguments: Any) -> Any:
-        """One NVML query about the device, by its name."""
-        return None if self._handle is None else machine.ask(query, self._handle, *arguments)[0]
-
-    def used(self) -> int | None:
-        """Bytes in use on the device, by anyone."""
-        info = self.read("nvmlDeviceGetMemoryInfo")
-        return None if info is None else int(info.used)
-
-    def energy_j(self) -> float | None:
-        """Energy since the driver loaded, in joules."""
-        millijoules = self.read("nvmlDeviceGetTotalEnergyConsumption")
-        return None if millijoules is None else millijoules / 1000
-
-    def throttle_reasons(self) -> set[str] | None:
-        """Names of the clock event reasons in force, being idle left out."""
-        bits = self.read("nvmlDeviceGetCurrentClocksEventReasons")
-        if bits is None:
-            return None
-        return {name for bit, name in _REASONS.items() if bits & bit}
-
-    def facts(self) -> dict[str, Any]:
-        """Columns about the device."""
-        info = self.read("nvmlDeviceGetMemoryInfo")
-        return {
-            "gpu_name": self.read("nvmlDeviceGetName"),
-            "gpu_uuid": self.read("nvmlDeviceGetUUID"),
-            "driver_version": None if self._handle is None else machine.ask("nvmlSystemGetDriverVersion")[0],
-            "device_total_bytes": None if info is None else int(info.total),
-            "gpu_temperature_c": self.read("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
-            "gpu_sm_clock_mhz": self.read("nvmlDeviceGetClockInfo", _CLOCK_SM),
-        }
-
-
-# Numbers of nvml.h, which do not change; an outdated module that shadows NVIDIA's lacks some of their names.
-_TEMPERATURE_GPU, _CLOCK_SM = 0, 1
-_REASONS = {
-    0x002: "applications_clocks_setting",
-    0x004: "sw_power_cap",
-    0x008: "hw_slowdown",
-    0x010: "sync_boost",
-    0x020: "sw_thermal_slowdown",
-    0x040: "hw_thermal_slowdown",
-    0x080: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
-
-
-class Clock:
-    """Marks at step boundaries: CUDA events, which cost the device no wait, or the host's clock on CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """A boundary is here."""
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def times(self) -> list[float]:
-        """Seconds between consecutive marks; waits for the last one."""
-        if self._cuda and self._marks:
-            self._marks[-1].synchronize()
-            return [a.elapsed_time(b) / 1000 for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
-
-
-@contextlib.contextmanager
-def backward_boundaries(entered: Callable[[], None], left: Callable[[], None]) -> Iterator[None]:
-    """Call `entered` and `left` around each outermost backward pass, whoever starts it.
-
-    `Tensor.backward` and every framework end in `torch.autograd.backward`; reentrant checkpointing calls it again from
-    within, which is no boundary.
+    The device's memory and processes are read before torch touches the device, which makes a context there.
     """
-    original = torch.autograd.backward
-    depth = 0
 
-    def backward(*args: Any, **kwargs: Any) -> None:
-        nonlocal depth
-        if depth == 0:
-            entered()
-        depth += 1
-        try:
-            original(*args, **kwargs)
-        finally:
-            depth -= 1
-        if depth == 0:
-            left()
-
-    torch.autograd.backward = backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = original
-
-
-class Meter:
-    """Counts and measures the steps of one trial on one rank, and turns what it saw into columns."""
-
-    def __init__(self, trial: Trial, folder: Path, device: torch.device, rank: int) -> None:
-        self.trial, self.device, self.rank = trial, device, rank
-        protocol = trial.protocol
-        self.probe = protocol.warmup_steps
-        self.last_measured = self.probe + protocol.measured_steps
-        self.count = self.last_measured + 1
-        self.record = self.count + 1 if trial.record else None
-        self.recording = folder / RECORDING
-        self.index = 0
+    def __init__(self, device: torch.device) -> None:
         self.nvml = Nvml(device)
         self.baseline = self.nvml.used()
-        self.records = (folder / STEPS).open("a", buffering=1) if rank == 0 else None
+        self.listed = self.nvml.processes()
         self.cuda = device.type == "cuda"
         if self.cuda:
+            torch.cuda.set_device(device)
             torch.cuda.init()
             torch.cuda.reset_peak_memory_stats()
         self.memory: Memory = CudaMemory() if self.cuda else HostMemory()
         self.rss_baseline = self.memory.resident_peak() if isinstance(self.memory, HostMemory) else None
         self.clock = Clock(device)
-        self.warmup_times: list[float] = []
-        self.load: Peaks = {}
         self.peaks: Peaks = dict.fromkeys(COUNTERS)
+
+    def take(self) -> Peaks:
+        """The peaks since the last call."""
+        peaks = self.memory.take()
+        self.peaks = _larger(self.peaks, peaks)
+        return peaks
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+class Warmup:
+    """Timed on the host, each step to its end on the device."""
+
+    def __init__(self, gauges: Gauges) -> None:
+        self.gauges = gauges
+        self.times: list[float] = []
+        self.loss_first: float | None = None
+
+    def enter(self) -> None:
+        self._began = time.perf_counter()
+
+    def leave(self, loss: torch.Tensor | None) -> None:
+        self.gauges.synchronize()
+        self.times.append(time.perf_counter() - self._began)
+        self.gauges.take()
+        if len(self.times) == 1:
+            self.loss_first = _finite(loss)
+
+    def columns(self) -> Columns:
+        return {
+            "warmup_steps": len(self.times),
+            "warmup_step_times_s": self.times,
+            "loss_first": self.loss_first,
+        }
+
+
+class Probe:
+    """Untimed: the peaks of each phase, told apart by watching the autograd engine. `then` is called at its end."""
+
+    def __init__(self, gauges: Gauges, then: Callable[[], None]) -> None:
+        self.gauges, self.then = gauges, then
         self.phases: dict[str, Peaks] = {}
-        self.step_peaks: list[Peaks] = []
-        self.flops: dict[str, int] | None = None
-        self.values: dict[str, Any] = {}
-        self.losses: dict[str, float | None] = {}
-        self._began = 0.0
-        self._spent = 0.0
+        self.spent = 0.0
         self._context = contextlib.ExitStack()
-        self._record({"event": "load"})
 
-    def built(self) -> None:
-        """Model, optimizer and data exist; the next step is the first."""
-        self.load = self._take()
-        self._record({"event": "train"})
+    def enter(self) -> None:
+        self._began = time.perf_counter()
+        memory = self.gauges.memory
+        if isinstance(memory, HostMemory):
+            memory.live = self._context.enter_context(LiveBytes())
+        self._context.enter_context(backward_boundaries(lambda: self._end("forward"), lambda: self._end("backward")))
+        self.gauges.take()
 
-    def step_begin(self) -> None:
-        """The next optimizer step begins."""
-        if self.index <= self.probe or self.index == self.count:
-            self._began = time.perf_counter()
-        if self.index == self.probe:
-            self._enter_probe()
-        elif self.index == self.count:
-            self._enter_count()
-        elif self.index == self.record and self.rank == 0:
-            torch.cuda.memory._record_memory_history(context=None, max_entries=RECORDED_EVENTS)
+    def leave(self, loss: torch.Tensor | None) -> None:
+        self._end("optimizer")
+        self._context.close()
+        if isinstance(self.gauges.memory, HostMemory):
+            self.gauges.memory.live = None
+        self.spent = time.perf_counter() - self._began
+        self.then()
 
-    def step_end(self, loss: torch.Tensor | None = None) -> None:
-        """The optimizer step has been issued."""
-        if self.index == self.probe:
-            self._phase("optimizer")
-            self._leave()
-        elif self.index < self.probe:
-            self._synchronize()
-            self.warmup_times.append(time.perf_counter() - self._began)
-            self._take()
-            if self.index == 0:
-                self.losses["loss_first"] = _finite(loss)
-        elif self.index <= self.last_measured:
-            self.clock.mark()
-            self.step_peaks.append(self._take())
-        elif self.index == self.count:
-            self._leave()
-        elif self.index == self.record and self.rank == 0:
-            torch.cuda.memory._dump_snapshot(str(self.recording))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        if self.index <= self.probe or self.index == self.count:
-            self._spent += time.perf_counter() - self._began
-        self._record({"step": self.index, "at_s": time.perf_counter()})
-        if self.index == self.probe:
-            self._begin_measured()
-        elif self.index == self.last_measured:
-            self._end_measured(loss)
-        self.index += 1
+    def _end(self, phase: str) -> None:
+        peaks = self.gauges.take()
+        self.phases[phase] = _larger(self.phases.get(phase, peaks), peaks)
 
-    def _begin_measured(self) -> None:
-        self._synchronize()
-        self._energy = self.nvml.energy_j()
-        self._reasons = self.nvml.throttle_reasons()
-        self.clock.mark()
+    def columns(self) -> Columns:
+        known = "backward" in self.phases
+        phases = self.phases if known else {}
+        return {
+            f"{phase}_peak_{c}_bytes": phases.get(phase, {}).get(c)
+            for phase in ("forward", "backward", "optimizer")
+            for c in ("allocated", "reserved")
+        } | {"notes": [] if known else [PHASES_UNKNOWN]}
 
-    def _end_measured(self, loss: torch.Tensor | None) -> None:
-        times = self.clock.times()
-        elapsed = sum(times)
-        reasons = self.nvml.throttle_reasons()
-        energy = self.nvml.energy_j()
+
+class Measured:
+    """A mark of the clock and the peaks at each boundary. `then` is called when the last of the steps is over."""
+
+    def __init__(self, gauges: Gauges, trial: Trial, then: Callable[[], None]) -> None:
+        self.gauges, self.trial, self.then = gauges, trial, then
+        self.skipped: Callable[[], int | None] = lambda: None
+        self.peaks: list[Peaks] = []
+        self.elapsed = 0.0
+        self._columns: Columns = {}
+
+    def start(self) -> None:
+        """The next boundary is the first."""
+        self._skipped = self.skipped()
+        self.gauges.synchronize()
+        self._energy = self.gauges.nvml.energy_j()
+        self._reasons = self.gauges.nvml.throttle_reasons()
+        self.gauges.clock.mark()
+
+    def enter(self) -> None:
+        """Nothing: the boundary was the end of the step before."""
+
+    def leave(self, loss: torch.Tensor | None) -> None:
+        self.gauges.clock.mark()
+        self.peaks.append(self.gauges.take())
+        if len(self.peaks) == self.trial.protocol.measured_steps:
+            self._finish(loss)
+            self.then()
+
+    def _finish(self, loss: torch.Tensor | None) -> None:
+        nvml = self.gauges.nvml
+        times = self.gauges.clock.times()
+        self.elapsed = elapsed = sum(times)
+        reasons = nvml.throttle_reasons()
+        energy = nvml.energy_j()
         joules = None if energy is None or self._energy is None else energy - self._energy
-        self._spent += elapsed
-        self.losses["loss_last"] = _finite(loss)
-        self.values = {
-            **self.memory.summary(),
-            **self.nvml.facts(),
-            "device_used_bytes": self.nvml.used(),
-            "device_baseline_bytes": self.baseline,
-            "rss_baseline_bytes": self.rss_baseline,
+        listed = nvml.processes()
+        skipped = self.skipped()
+        self._columns = {
+            **self.gauges.memory.summary(),
+            **nvml.facts(),
+            "device_used_bytes": nvml.used(),
+            "foreign_processes": foreign(self.gauges.listed, listed, ours(listed or ())),
             "gpu_energy_j": joules,
             "gpu_power_w": None if joules is None else joules / elapsed,
             "throttle_reasons": None if reasons is None else sorted(reasons | (self._reasons or set())),
@@ -324,88 +233,207 @@ class Meter:
             "step_iqr_s": float(np.subtract(*np.percentile(times, [75, 25]))),
             "tokens_per_s": self.trial.tokens_per_step() * len(times) / elapsed,
             "samples_per_s": self.trial.samples_per_step() * len(times) / elapsed,
+            "skipped_steps": None if skipped is None or self._skipped is None else skipped - self._skipped,
+            "loss_last": _finite(loss),
         }
 
-    def _enter_probe(self) -> None:
-        if isinstance(self.memory, HostMemory):
-            self.memory.live = self._context.enter_context(LiveBytes())
-        self._context.enter_context(
-            backward_boundaries(lambda: self._phase("forward"), lambda: self._phase("backward"))
-        )
-        self._take()
-
-    def _enter_count(self) -> None:
-        count = self._context.enter_context(FlopCount())
-        seen = {"backward": 0}
-        at: list[int] = []
-
-        def left() -> None:
-            seen["backward"] += count.total - at.pop()
-
-        self._context.enter_context(backward_boundaries(lambda: at.append(count.total), left))
-
-        def total() -> None:
-            self.flops = {"forward": count.total - seen["backward"], "total": count.total}
-
-        self._context.callback(total)
-
-    def _leave(self) -> None:
-        self._context.close()
-        if isinstance(self.memory, HostMemory):
-            self.memory.live = None
-
-    def _phase(self, name: str) -> None:
-        peaks = self._take()
-        held = self.phases.setdefault(name, peaks)
-        self.phases[name] = _larger(held, peaks)
-
-    def _take(self) -> Peaks:
-        peaks = self.memory.take()
-        self.peaks = _larger(self.peaks, peaks)
-        return peaks
-
-    def _synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def _record(self, record: dict[str, Any]) -> None:
-        if self.records is not None:
-            self.records.write(json.dumps(record) + "\n")
-
-    def columns(self) -> dict[str, Any]:
-        """Every column that the meter knows, for this rank."""
-        trial = self.trial
-        tokens = trial.micro_batch * trial.grad_accum * trial.seq_len  # of this rank, whose FLOPs were counted
-        speed = self.values["tokens_per_s"]
-        model = None if self.flops is None else 3 * self.flops["forward"] / tokens
-        hardware = None if self.flops is None else self.flops["total"] / tokens
-        peak = peak_flops(self.values["gpu_name"], trial.precision) if self.values["gpu_name"] else None
-        reserved = [p["reserved"] for p in self.step_peaks]
+    def columns(self) -> Columns:
+        reserved = [peaks["reserved"] for peaks in self.peaks]
         return {
-            **self.values,
-            **self.losses,
-            **{f"peak_{c}_bytes": self.peaks[c] for c in COUNTERS if c != "inactive_split"},
-            "inactive_split_peak_bytes": self.peaks["inactive_split"],
-            **{f"load_peak_{c}_bytes": self.load.get(c) for c in ("allocated", "reserved")},
-            **{
-                f"{phase}_peak_{c}_bytes": self.phases.get(phase, {}).get(c)
-                for phase in ("forward", "backward", "optimizer")
-                for c in ("allocated", "reserved")
-            },
-            "step_peak_allocated_bytes": _known([p["allocated"] for p in self.step_peaks]),
+            **self._columns,
+            "measured_steps": len(self.peaks),
+            "step_peak_allocated_bytes": _known([peaks["allocated"] for peaks in self.peaks]),
             "step_peak_reserved_bytes": _known(reserved),
             "plateau": plateau(reserved),
-            "memory_source": self.memory.name,
-            "warmup_steps": trial.protocol.warmup_steps,
-            "measured_steps": len(self.step_peaks),
-            "warmup_step_times_s": self.warmup_times,
-            "model_flops_per_token": model,
-            "hardware_flops_per_token": hardware,
-            "peak_flops": peak,
-            "mfu": None if model is None or peak is None else speed * model / (peak * trial.world_size),
-            "hfu": None if hardware is None or peak is None else speed * hardware / (peak * trial.world_size),
-            "steps_s": self._spent,
         }
+
+
+class Count:
+    """Untimed: FLOPs, those of the forward passes apart from the rest."""
+
+    purpose = "counts FLOPs"
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.spent = 0.0
+        self.forward: int | None = None  # up to the start of each backward pass
+        self.total: int | None = None
+        self.uncounted: set[str] = set()  # operators
+        self._uncounted_by_backward: set[str] = set()
+        self._context = contextlib.ExitStack()
+
+    def enter(self) -> None:
+        self._began = time.perf_counter()
+        self._count = count = self._context.enter_context(FlopCount())
+        self._forward: list[int] = []
+        self._since = 0
+
+        def entered() -> None:
+            self._forward.append(count.total - self._since)
+
+        def left() -> None:
+            self._since = count.total
+            self._uncounted_by_backward = set(count.uncounted)
+
+        self._context.enter_context(backward_boundaries(entered, left))
+
+    def leave(self, loss: torch.Tensor | None) -> None:
+        self.close()
+        self.total, self.uncounted = self._count.total, self._count.uncounted
+        self.forward = sum(self._forward) if self._forward else None
+        self.spent = time.perf_counter() - self._began
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._context.close()
+
+    def columns(self, row: Columns) -> Columns:
+        """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
+        trial = self.trial
+        model, hardware, found = self._trusted(row.get("attention_effective"))
+        notes = [*(row.get("notes") or ()), *found]
+        tokens = trial.micro_batch * trial.grad_accum * trial.seq_len  # of this rank, whose FLOPs were counted
+        of_model = None if model is None else 3 * model / tokens
+        of_hardware = None if hardware is None else hardware / tokens
+        peak = peak_flops(row["gpu_name"], trial.precision) if row["gpu_name"] else None
+        used = None if peak is None else row["tokens_per_s"] / (peak * trial.world_size)
+        return {
+            "model_flops_per_token": of_model,
+            "hardware_flops_per_token": of_hardware,
+            "peak_flops": peak,
+            "mfu": None if of_model is None or used is None else used * of_model,
+            "hfu": None if of_hardware is None or used is None else used * of_hardware,
+            "notes": notes or None,
+        }
+
+    def _trusted(self, attention: str | None) -> tuple[int | None, int | None, list[str]]:
+        """FLOPs of the forward passes and of all, None where they cannot be trusted, and notes that say why."""
+        if self.total is None:
+            return None, None, []
+        if attention is not None and "flash" in attention:
+            return None, None, [f"FLOPs are not known: the kernels of {attention} are not seen by torch's operators"]
+        model, hardware = self.forward, None if self.uncounted else self.total
+        notes = [f"model FLOPs are not known: {NO_BACKWARD}"] if model is None else []
+        if self._uncounted_by_backward:
+            model = None
+        if self.uncounted:
+            names = ", ".join(sorted(self.uncounted))
+            which = "FLOPs" if model is None else "hardware FLOPs"
+            formula = "torch.utils.flop_counter.register_flop_formula adds one"
+            notes.append(f"{which} are not known: no formula for {names} ({formula})")
+        return model, hardware, notes
+
+
+class Recorded:
+    """Untimed: every event of the CUDA allocator, in the file `path`; the ranks without one only take part."""
+
+    purpose = "records the allocator's events"
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def enter(self) -> None:
+        if self.path:
+            torch.cuda.memory._record_memory_history(context=None, max_entries=RECORDED_EVENTS)
+
+    def leave(self, loss: torch.Tensor | None) -> None:
+        if self.path:
+            torch.cuda.memory._dump_snapshot(str(self.path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def alone(own: Columns) -> Columns:
+    """The row's columns where there is but one rank."""
+    return over_ranks([own])
+
+
+class Meter:
+    """Measures the steps of one trial on one rank, as StepMeter.
+
+    `publish` is called when the last measured step is over: it takes this rank's columns and returns the row's.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        folder: Path,
+        device: torch.device,
+        rank: int,
+        publish: Callable[[Columns], Columns] = alone,
+    ) -> None:
+        self.rank = rank
+        self.gauges = Gauges(device)
+        self.warmup = Warmup(self.gauges)
+        self.measured = Measured(self.gauges, trial, self._publish)
+        self.probe = Probe(self.gauges, self.measured.start)
+        self.count = Count(trial)
+        recorded = Recorded(folder / RECORDING if rank == 0 else None)
+        self.plan: tuple[Step, ...] = (
+            *[self.warmup] * trial.protocol.warmup_steps,
+            self.probe,
+            *[self.measured] * trial.protocol.measured_steps,
+            self.count,
+            *[recorded] * trial.record,
+        )
+        self.index = 0
+        self.row: Columns | None = None  # once it is published
+        self._to_publish = publish
+        self._load: Peaks = {}
+        self._describe: Callable[[], Columns] = dict
+        self._records = (folder / STEPS).open("a", buffering=1) if rank == 0 else None
+        self._record({"event": "load"})
+
+    def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
+        self._load = self.gauges.take()
+        self._describe = describe
+        if skipped is not None:
+            self.measured.skipped = skipped
+        self._record({"event": "train"})
+
+    def step_begin(self) -> None:
+        self.plan[self.index].enter()
+
+    def step_end(self, loss: torch.Tensor | None = None) -> None:
+        self._record({"step": self.index, "at_s": time.perf_counter()})
+        self.plan[self.index].leave(loss)
+        self.index += 1
+
+    def columns(self) -> Columns:
+        """The row's columns as far as they are known. Raises RuntimeError if the measured steps are not over."""
+        if self.row is None:
+            raise RuntimeError(f"training ended after {self.index} of {len(self.plan)} steps, before all were measured")
+        spent = sum(self.warmup.times) + self.probe.spent + self.measured.elapsed + self.count.spent
+        return self.row | self.count.columns(self.row) | {"steps_s": spent}
+
+    def failed(self, error: BaseException) -> str:
+        """A note on what ended training after the measured steps; nothing is watched any longer."""
+        self.count.close()
+        what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        if self.index == len(self.plan):
+            return f"failed after the last step: {what}"
+        purpose = getattr(self.plan[self.index], "purpose", "was measured last")
+        return f"the step that {purpose} failed, after the measured ones: {what}"
+
+    def _publish(self) -> None:
+        gauges = self.gauges
+        own = {
+            **self.warmup.columns(),
+            **self.probe.columns(),
+            **self.measured.columns(),
+            **{f"peak_{c}_bytes": gauges.peaks[c] for c in COUNTERS if c != "inactive_split"},
+            "inactive_split_peak_bytes": gauges.peaks["inactive_split"],
+            **{f"load_peak_{c}_bytes": self._load.get(c) for c in ("allocated", "reserved")},
+            "device_baseline_bytes": gauges.baseline,
+            "rss_baseline_bytes": gauges.rss_baseline,
+            "memory_source": gauges.memory.name,
+            "steps_s": sum(self.warmup.times) + self.probe.spent + self.measured.elapsed,
+            **self._describe(),
+        }
+        self.row = self._to_publish(own)
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if self._records is not None:
+            self._records.write(json.dumps(record) + "\n")
 
 
 def plateau(reserved: list[int | None]) -> bool | None:

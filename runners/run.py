@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness import machine, registry
+from vramsweep.harness import machine, registry, variables
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import build, simulated
+from vramsweep.runners import build, result, simulated
 from vramsweep.runners.measure import Meter
+from vramsweep.runners.over_ranks import Columns, over_ranks
 
 
 class AllocatorMismatch(RuntimeError):
@@ -23,37 +24,59 @@ class AllocatorMismatch(RuntimeError):
 
 
 def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
-    """Train and measure, or predict; the columns on rank 0, None on the others. Raises what training raises."""
+    """Train and measure, or predict; the columns on rank 0, None on the others.
+
+    Raises what training raises until the measured steps are over, and result.EndedEarly from then on.
+    """
     runner = importlib.import_module(registry.runner(trial.runner.name).module)
     if trial.device.name == "simulated":
         return simulated.run(trial, folder, runner)
     rank = int(os.environ.get("RANK", "0"))
     device = _device(trial)
     build.prepare(trial)
-    meter = Meter(trial, folder, device, rank)
+
+    def publish(own: Columns) -> Columns:
+        row = over_ranks(_gathered(trial, own))
+        if unreported:
+            row["notes"] = [*(row.get("notes") or ()), unreported]
+        if rank == 0:
+            result.values(folder, row | about, complete=False)
+        if trial.world_size > 1:
+            torch.distributed.barrier()  # no rank goes on, and perhaps fails, before the result is there
+        return row
+
+    meter = Meter(trial, folder, device, rank, publish)
     effective, unreported = effective_allocator(trial) if device.type == "cuda" else (None, None)
-    details: dict[str, Any] = runner.run(trial, device, meter, folder)
-    columns = meter.columns() | details
-    columns |= {
+    about = {
+        "environment": variables.recorded(os.environ),
         "allocator_conf_effective": effective,
-        "notes": [*(columns.get("notes") or []), *([unreported] if unreported else [])] or None,
         "cuda_version": torch.version.cuda,
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
         "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
-        **_over_ranks(trial, columns),
     }
-    return columns if rank == 0 else None
+    try:
+        runner.run(trial, device, meter, folder)
+    except Exception as error:
+        if meter.row is None:
+            raise
+        text = meter.failed(error)
+        if trial.world_size > 1:
+            text = f"rank {rank}: {text}"
+        if rank == 0:
+            result.values(folder, meter.columns() | about, complete=False)
+        raise result.EndedEarly(text) from error
+    columns = meter.columns()
+    return columns | about if rank == 0 else None
 
 
 def _device(trial: Trial) -> torch.device:
+    """The rank's device, not touched yet: the meter first reads what is in use there."""
     if trial.device.name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise EnvironmentFault("torch sees no CUDA device; `make doctor` tells more, or use device=cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def effective_allocator(trial: Trial) -> tuple[str, str | None]:
@@ -75,12 +98,10 @@ def effective_allocator(trial: Trial) -> tuple[str, str | None]:
     return effective.render(known), note if silent else None
 
 
-def _over_ranks(trial: Trial, columns: dict[str, Any]) -> dict[str, Any]:
-    names = ("peak_allocated_bytes", "peak_reserved_bytes")
-    own = [columns[name] for name in names]
-    every = [own]
-    if trial.world_size > 1:
-        gathered: list[Any] = [None] * trial.world_size
-        torch.distributed.all_gather_object(gathered, own)
-        every = gathered
-    return {f"rank_{name}": [values[i] for values in every] for i, name in enumerate(names)}
+def _gathered(trial: Trial, own: Columns) -> list[Columns]:
+    """The columns of every rank."""
+    if trial.world_size == 1:
+        return [own]
+    every: list[Any] = [None] * trial.world_size
+    torch.distributed.all_gather_object(every, own)
+    return every

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -30,11 +31,13 @@ from vramsweep.harness.roofline import Work, estimate
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build
 from vramsweep.runners.cuda_like import behave
-from vramsweep.runners.measure import Meter, backward_boundaries, plateau
+from vramsweep.runners.instruments import backward_boundaries
+from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
+from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.trace import Mark, Trace, Tracer
 
-FORMAT = 3  # of a kept trace; raise it when traces change
+FORMAT = 4  # of a kept trace; raise it when traces change
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -43,14 +46,16 @@ class SimulatedOutOfMemoryError(RuntimeError):
     """The step does not fit into the named card's memory."""
 
 
-class TraceMeter(Meter):
-    """Takes a runner's calls as Meter does, and marks phases in the trace instead of measuring."""
+class TraceMeter:
+    """Takes a runner's calls, as measure.StepMeter, and marks phases in the trace instead of measuring."""
 
     def __init__(self, trial: Trial, tracer: Tracer) -> None:
-        # deliberately nothing of Meter's: no device, no clock, no counters
         self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
+        self.details: Columns = {}
+        self._describe: Callable[[], Columns] = dict
 
-    def built(self) -> None:
+    def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
+        self._describe = describe
         self.tracer.built()
 
     def step_begin(self) -> None:
@@ -59,6 +64,9 @@ class TraceMeter(Meter):
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         self.mark("optimizer")
+        if self.tracer.in_last_step:
+            self.details = self._describe()
+            self._describe = dict  # or it would keep the model alive
         self.tracer.in_step = self.tracer.in_last_step = False
         self.index += 1
 
@@ -114,7 +122,7 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
             tracer.record(),
         ):
-            details: dict[str, Any] = runner.run(trial, torch.device("cpu"), meter, folder)
+            runner.run(trial, torch.device("cpu"), meter, folder)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InvalidTrial(
             f"cannot be simulated: the step asks for a tensor's value ({error.func}), which exists only on a GPU; take "
@@ -129,7 +137,7 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
             "torch.library.register_fake, or measure on device=cuda"
         ) from error
-    return tracer.trace, details
+    return tracer.trace, meter.details
 
 
 def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
@@ -163,6 +171,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
     """The row's memory columns; the phases are those of the last traced step."""
     steady = [(mark, peaks) for mark, peaks in predicted.phases if mark.step]
     last = max((mark.step or 0 for mark, _ in steady), default=0)
+    told_apart = any(mark.phase == "backward" for mark, _ in steady)
 
     def most(phase: str, counter: str, step: int | None) -> int | None:
         found = [p[counter] for mark, p in predicted.phases if mark.phase == phase and mark.step == step]
@@ -178,7 +187,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
         **{f"peak_{name}_bytes": size for name, size in predicted.breakdown.items()},
         **{f"load_peak_{c}_bytes": most("load", c, None) for c in ("allocated", "reserved")},
         **{
-            f"{phase}_peak_{c}_bytes": most(phase, c, last)
+            f"{phase}_peak_{c}_bytes": most(phase, c, last) if told_apart else None
             for phase in ("forward", "backward", "optimizer")
             for c in ("allocated", "reserved")
         },
@@ -188,6 +197,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
         "plateau": plateau(list(by_step["reserved"])),
         "alloc_retries": predicted.final.num_alloc_retries,
         "alloc_ooms": predicted.final.num_ooms,
+        "notes": None if told_apart else [PHASES_UNKNOWN],
     }
 
 

@@ -1,39 +1,64 @@
-"""The plain training loop: forward, backward, optimizer step; autocast and GradScaler as the precision asks."""
+"""The plain training loop: forward, backward, optimizer step; autocast and GradScaler as the precision asks.
+
+How ranks divide the work is put around the model before: DistributedDataParallel (which sends gradients with the last
+of the accumulated passes only), or FSDP2 (fsdp.py), whose precision is its own, without autocast.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import build
-from vramsweep.runners.measure import Meter
+from vramsweep.runners import build, ranks
+from vramsweep.runners.instruments import scaler_skips
+from vramsweep.runners.measure import StepMeter
 
 
-def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
-    """Train `trial.steps()` optimizer steps under `meter`; returns columns about what was built."""
-    if trial.sharding == "fsdp2":
-        from vramsweep.runners import fsdp
-
-        return fsdp.run(trial, device, meter, folder)
-    net = build.model(trial, device)
+def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Train `trial.steps()` optimizer steps under `meter`."""
+    net, config = _sharded(trial, device)
     optimizer = build.optimizer(trial, net.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=trial.precision == "fp16")
     data = build.data(trial)
-    meter.built()
+    meter.built(
+        lambda: {
+            **build.describe(getattr(net, "module", net), optimizer),
+            "padding_fraction": data.padding_fraction,
+            "runner_config": config,
+        },
+        scaler_skips(scaler, trial.steps()),
+    )
     micro = 0
     for _ in range(trial.steps()):
         meter.step_begin()
-        for _ in range(trial.grad_accum):
-            batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(micro, trial.micro_batch).items()}
-            with build.autocast(trial, device):
-                loss = net(**batch).loss / trial.grad_accum
-            scaler.scale(loss).backward()
+        for left in reversed(range(trial.grad_accum)):
+            index = micro * trial.world_size + meter.rank
+            batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
+            with net.no_sync() if trial.sharding == "ddp" and left else contextlib.nullcontext():
+                with contextlib.nullcontext() if trial.sharding == "fsdp2" else build.autocast(trial, device):
+                    loss = net(**batch).loss / trial.grad_accum
+                scaler.scale(loss).backward()
             micro += 1
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         meter.step_end(loss)
-    return build.describe(net, optimizer) | {"padding_fraction": data.padding_fraction}
+
+
+def _sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any] | None]:
+    """The model as the ranks share it, and what the sharding was told."""
+    if trial.sharding == "fsdp2":
+        from vramsweep.runners import fsdp  # what plain trials do without
+
+        return fsdp.sharded(trial, device)
+    net = build.model(trial, device)
+    if trial.sharding == "none":
+        return net, None
+    dist.init_process_group(ranks.backend(trial, device))
+    wrapped = torch.nn.parallel.DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
+    return wrapped, {"bucket_cap_mb": wrapped.bucket_bytes_cap / (1 << 20)}

@@ -6,6 +6,7 @@ own 8), max_steps, precision, no checkpoints, no reporting, no progress bar. `ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from vramsweep.harness.registry import TRAINER_OPTIMIZERS
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build
-from vramsweep.runners.measure import Meter
+from vramsweep.runners.instruments import scaler_skips
+from vramsweep.runners.measure import StepMeter
 
 
 class _Samples(Dataset[dict[str, torch.Tensor]]):
@@ -35,12 +37,13 @@ class _Samples(Dataset[dict[str, torch.Tensor]]):
 class _Boundaries(TrainerCallback):
     """Tells the meter where steps begin and end."""
 
-    def __init__(self, meter: Meter) -> None:
-        self.meter = meter
+    def __init__(self, meter: StepMeter, describe: Callable[[], dict[str, Any]]) -> None:
+        self.meter, self.describe = meter, describe
+        self.skipped: Callable[[], int | None] = lambda: 0  # without a scaler
         self.loss: torch.Tensor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.meter.built()
+        self.meter.built(self.describe, self.skipped)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.meter.step_begin()
@@ -60,22 +63,27 @@ class _Trainer(Trainer):
         return loss
 
 
-def run(trial: Trial, device: torch.device, meter: Meter, folder: Path) -> dict[str, Any]:
-    """Train `trial.steps()` steps under `meter`; returns columns about what was built and the Trainer's arguments."""
+def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Train `trial.steps()` steps under `meter`."""
     net = build.model(trial, device)
     data = build.data(trial)
     arguments = training_arguments(trial, folder)
-    boundaries = _Boundaries(meter)
+
+    def describe() -> dict[str, Any]:
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        config = {k: v for k, v in arguments.to_sanitized_dict().items() if k not in ("output_dir", "logging_dir")}
+        return build.describe(net, optimizer) | {"padding_fraction": data.padding_fraction, "runner_config": config}
+
+    boundaries = _Boundaries(meter, describe)
     samples = _Samples(data, trial.steps() * trial.samples_per_step())
     trainer = _Trainer(model=net, args=arguments, train_dataset=samples, callbacks=[boundaries])
     trainer.boundaries = boundaries
     if trial.device.name == "simulated" and trial.precision == "fp16":
         # Accelerate leaves fp16 off on a CPU, where the fake tensors are
         trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler()
+    if trainer.accelerator.scaler is not None:
+        boundaries.skipped = scaler_skips(trainer.accelerator.scaler, trial.steps())
     trainer.train()
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    config = {k: v for k, v in arguments.to_sanitized_dict().items() if k not in ("output_dir", "logging_dir")}
-    return build.describe(net, optimizer) | {"padding_fraction": data.padding_fraction, "runner_config": config}
 
 
 def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:

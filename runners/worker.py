@@ -1,6 +1,6 @@
 """One attempt's worker, from spec to result: the same code whether it was started cold or forked warm.
 
-Read `spec.json`, run the trial, write `result.json` aside and rename it. With several ranks the worker forks them, each
+Read `spec.json`, run the trial, write `result.json` (result.py). With several ranks the worker forks them, each
 its own process, and waits; rank 0 writes the result. Nothing is imported here that a template must not have touched.
 """
 
@@ -15,11 +15,11 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
-from vramsweep.harness import registry, variables
+from vramsweep.harness import registry
 from vramsweep.harness import trial as trials
-from vramsweep.harness.attempt import RESULT, SPEC
+from vramsweep.harness.attempt import SPEC
+from vramsweep.runners import result
 
 PR_SET_PDEATHSIG = 1
 
@@ -51,9 +51,9 @@ def main(folder: Path, parent: int) -> int:
     """Run the attempt in `folder`; returns the exit status."""
     die_with(parent)
     trial = trials.Trial.model_validate(json.loads((folder / SPEC).read_text())["trial"])
-    if trial.world_size == 1 or trial.device.name == "simulated":  # which predicts one rank of the many
-        return _rank(trial, folder)
-    return _ranks(trial, folder)
+    alone = trial.world_size == 1 or trial.device.name == "simulated"  # which predicts one rank of the many
+    status = _rank(trial, folder) if alone else _ranks(trial, folder)
+    return 0 if status == result.ENDED_EARLY else status
 
 
 def _ranks(trial: trials.Trial, folder: Path) -> int:
@@ -97,28 +97,24 @@ def _rendezvous(rank: int, world_size: int, port: int) -> None:
 
 
 def _rank(trial: trials.Trial, folder: Path) -> int:
-    """Run one rank. A failure becomes an error in the result, for the parent to classify, unless one is there."""
+    """Run one rank. A failure becomes an error in the result, for the parent to classify; after the measured steps it
+    becomes a note."""
     try:
         from vramsweep.runners import run
 
         values = run.run(trial, folder)
+    except result.EndedEarly as end:
+        traceback.print_exc()
+        result.note(folder, str(end))
+        return result.ENDED_EARLY
     except Exception as error:
         traceback.print_exc()
         kind = type(error)
-        _write(folder, {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}})
+        result.write(folder, {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}})
         return 1
     if values is not None:
-        _write(folder, {"values": values | {"environment": variables.recorded(os.environ)}})
+        result.values(folder, values, complete=True)
     return 0
-
-
-def _write(folder: Path, result: dict[str, Any]) -> None:
-    aside = folder / f"{RESULT}.{os.getpid()}"
-    with aside.open("w") as file:
-        json.dump(result, file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(folder / RESULT)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from vramsweep.harness.outcome import OUTCOMES, Evidence, alike, classify, is_answer, is_verdict, runs_again, transient
+from vramsweep.harness.outcome import (
+    OUTCOMES,
+    Evidence,
+    alike,
+    classify,
+    is_answer,
+    is_verdict,
+    remark,
+    runs_again,
+    transient,
+)
 from vramsweep.harness.row import Outcome
 
 
@@ -48,7 +60,7 @@ CASES = [
     ),
     (failed("vramsweep.harness.trial.InvalidTrial", "seq_len too long"), "invalid", False, "seq_len too long"),
     (failed("builtins.ValueError", "no\nsecond line"), "crash", False, "builtins.ValueError: no"),
-    (Evidence(expired=True, deadline_s=3), "timeout", False, "no result within 3 s"),
+    (Evidence(expired=True, deadline_s=3), "timeout", False, "no end within 3 s; raise timeout_s"),
     (Evidence(exit_code=-9), "crash", True, "SIGKILL"),
     (Evidence(exit_code=-9, host_oom_kills=1), "host_oom", False, "kernel"),
     (Evidence(exit_code=-11, host_oom_kills=1), "crash", True, "SIGSEGV"),
@@ -96,3 +108,26 @@ def test_failures_are_alike_whatever_numbers_they_name_and_an_answer_ends_the_ru
     assert len(alike(run, "crash", "ValueError: no")) == 1
     assert alike(run, "oom", "CUDA out of memory") == []
     assert len(alike(alike([], "crash", "at 0x7f01"), "crash", "at 0xbeef")) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "remarked"),
+    [
+        ({"exit_code": 0}, None),
+        ({"exit_code": -9}, "killed by SIGKILL"),
+        ({"exit_code": -9, "host_oom_kills": 1}, "host memory"),
+        ({"exit_code": None}, "template"),
+        ({"expired": True, "deadline_s": 60}, "no end within 60 s"),
+    ],
+)
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_published_measurement_stands_whatever_becomes_of_its_worker(
+    how: dict[str, Any], remarked: str | None, complete: bool
+) -> None:
+    evidence = Evidence(**how, result={"values": {"peak_allocated_bytes": 1}, "complete": complete})
+    assert classify(evidence) == ("ok", None)
+    said = remark(evidence)
+    if remarked is None:
+        assert said is None
+    else:
+        assert said and said.startswith("ended after the measured steps") and remarked in said

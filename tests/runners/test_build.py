@@ -75,7 +75,7 @@ def test_the_id_follows_the_files(folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a\n")
     one = hub(folder, data=str(text))
-    assert set(one.fingerprints) == {str(text), str(folder / "config.json")}
+    assert set(one.fingerprints) == {str(text), str(folder / "config.json"), str(folder / "tokenizer.json")}
     text.write_text("b\n")
     assert hub(folder, data=str(text)).fingerprints != one.fingerprints
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import TARGETS, tiny
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.flop_counter import flop_registry
 
 from vramsweep.harness import trial as trials
-from vramsweep.runners import measure
+from vramsweep.runners import custom, measure, torch_loop, trainer
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
-from vramsweep.runners.measure import CudaMemory, Meter, backward_boundaries, plateau
+from vramsweep.runners.instruments import CudaMemory, backward_boundaries, foreign, ours, scaler_skips
+from vramsweep.runners.measure import Meter, alone, plateau
 
 
 def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:
@@ -113,11 +121,11 @@ def test_the_driver_s_allocator_fills_three_counters_and_the_rest_is_unknown(mon
     assert memory.summary()["alloc_retries"] == 0
 
 
-def drive(folder: Path, **over: Any) -> dict[str, Any]:
+def drive(folder: Path, describe: Callable[[], dict[str, Any]] = dict, **over: Any) -> dict[str, Any]:
     trial = trials.Trial.model_validate(tiny(**over))
     meter = Meter(trial, folder, torch.device("cpu"), 0)
     weight = torch.ones(1 << 18, requires_grad=True)
-    meter.built()
+    meter.built(describe)
     for _ in range(trial.steps()):
         meter.step_begin()
         for _ in range(trial.grad_accum):
@@ -137,6 +145,237 @@ def test_phases_of_a_step_with_accumulation(tmp_path: Path) -> None:
     assert four["forward_peak_allocated_bytes"] - one["forward_peak_allocated_bytes"] == mib
     assert four["backward_peak_allocated_bytes"] - one["backward_peak_allocated_bytes"] == mib
     assert one["peak_allocated_bytes"] == one["backward_peak_allocated_bytes"]
+
+
+def of(function: str, folder: Path, **over: Any) -> dict[str, Any]:
+    """A row of one of the targets in tests/targets/backward.py."""
+    runner = {"name": "custom", "target": f"{TARGETS / 'backward.py'}:{function}"}
+    trial = trials.Trial.model_validate(tiny(runner=runner, **over))
+    meter = Meter(trial, folder, torch.device("cpu"), 0)
+    custom.run(trial, torch.device("cpu"), meter, folder)
+    return meter.columns()
+
+
+TOKENS = 2 * 32  # what the tiny trial counts a step
+FORWARD = 2 * 8 * (16 * 32 + 32 * 4)  # that MLP's two products
+BACKWARD = 2 * 8 * (16 * 32 + 2 * 32 * 4)  # two of the last one; nobody wants the inputs' gradient
+
+
+@pytest.mark.parametrize("function", ["backward", "by_grad"])
+def test_flops_and_phases_do_not_depend_on_who_starts_the_backward_pass(tmp_path: Path, function: str) -> None:
+    row = of(function, tmp_path)
+    assert row["model_flops_per_token"] == 3 * FORWARD / TOKENS
+    assert row["hardware_flops_per_token"] == (FORWARD + BACKWARD) / TOKENS
+    assert row["notes"] is None
+    known = [row[f"{phase}_peak_allocated_bytes"] for phase in ("forward", "backward", "optimizer")]
+    assert None not in known
+    assert max(known) == row["peak_allocated_bytes"]
+
+
+def test_gradients_by_hand_leave_model_flops_and_phases_unknown(tmp_path: Path) -> None:
+    row = of("by_hand", tmp_path)
+    assert row["model_flops_per_token"] is None
+    assert row["hardware_flops_per_token"] == (FORWARD + BACKWARD) / TOKENS
+    assert {
+        row[f"{p}_peak_{c}_bytes"] for p in ("forward", "backward", "optimizer") for c in ("allocated", "reserved")
+    } == {None}
+    assert row["peak_allocated_bytes"] is not None
+    assert len(row["notes"]) == 2 and all("no backward pass" in note for note in row["notes"])
+
+
+def test_an_operator_without_a_formula_leaves_flops_unknown_and_is_named(tmp_path: Path) -> None:
+    row = of("by_operator", tmp_path)
+    assert row["model_flops_per_token"] is row["hardware_flops_per_token"] is None
+    (note,) = row["notes"]
+    assert "vramsweep_tests::twice_product" in note and "register_flop_formula" in note
+
+
+def test_a_formula_that_the_user_registers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step, batches = custom.load(f"{TARGETS / 'backward.py'}:by_operator")(None)
+    packet = torch.ops.vramsweep_tests.twice_product
+    monkeypatch.setitem(flop_registry, packet, lambda a, b, *_, **__: 2 * a.shape[0] * a.shape[1] * b.shape[1])
+    with FlopCount() as count:
+        step(batches(0))
+    assert (count.total, count.uncounted) == (3 * FORWARD, set())  # its formula makes the inputs' gradient, too
+
+
+def test_products_of_the_optimizer_are_hardware_flops_only(tmp_path: Path) -> None:
+    row = of("multiplying_update", tmp_path)
+    update = 2 * 2 * (16 * 32 * 32 + 32 * 4 * 4)
+    assert row["model_flops_per_token"] == 3 * FORWARD / TOKENS
+    assert row["hardware_flops_per_token"] == (FORWARD + BACKWARD + update) / TOKENS
+    row = of("operator_in_the_update", tmp_path)
+    assert row["model_flops_per_token"] == 3 * FORWARD / TOKENS
+    assert row["hardware_flops_per_token"] is None
+    assert row["notes"][0].startswith("hardware FLOPs are not known: no formula for vramsweep_tests::twice_product")
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "kernels-community/flash-attn3"])
+def test_flash_attention_s_own_kernels_leave_flops_unknown(tmp_path: Path, attention: str) -> None:
+    row = drive(tmp_path, describe=lambda: {"attention_effective": attention})
+    assert row["model_flops_per_token"] is row["hardware_flops_per_token"] is None
+    assert attention in row["notes"][0]
+
+
+def test_flops_of_products_that_torch_s_registry_lacks() -> None:
+    matrix, vector, stack = torch.randn(6, 5), torch.randn(5), torch.randn(3, 6, 5)
+    cases = [
+        (lambda: matrix @ vector, 2 * 6 * 5),
+        (lambda: vector @ vector, 2 * 5),
+        (lambda: torch.addmv(torch.randn(6), matrix, vector), 2 * 6 * 5),
+        (lambda: torch.randn(6, 7).addmm_(matrix, torch.randn(5, 7)), 2 * 6 * 5 * 7),
+        (lambda: torch.addbmm(torch.randn(6, 7), stack, torch.randn(3, 5, 7)), 2 * 3 * 6 * 5 * 7),
+    ]
+    for compute, expected in cases:
+        with FlopCount() as count:
+            compute()
+        assert (count.total, count.uncounted) == (expected, set())
+
+
+def test_flops_of_a_mixture_of_experts_grouped_product() -> None:
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    tokens = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    experts = torch.randn(4, 16, 24, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([8, 8, 24, 32], dtype=torch.int32)
+    with FlopCount() as count:
+        out = torch.nn.functional.grouped_mm(tokens, experts, offs=ends)
+        assert count.total == 2 * 32 * 16 * 24  # each token goes through one expert
+        out.square().sum().backward()
+    assert (count.total, count.uncounted) == (3 * 2 * 32 * 16 * 24, set())
+
+
+def test_a_product_for_which_nobody_has_a_formula_is_named() -> None:
+    layer = torch.nn.LSTM(4, 4)
+    with FlopCount() as count:
+        layer(torch.randn(2, 1, 4))
+    assert count.uncounted or count.total >= 2 * 2 * 8 * 16  # of a CPU with a fused kernel, or step by step
+
+
+def test_the_plan_has_as_many_steps_as_the_trial() -> None:
+    for over in ({}, {"record": True}, {"protocol": {"name": "x", "warmup_steps": 3, "measured_steps": 5}}):
+        trial = trials.Trial.model_validate(tiny(**over))
+        assert len(Meter(trial, Path("/tmp"), torch.device("cpu"), 1).plan) == trial.steps()
+
+
+def test_the_result_is_published_when_the_last_measured_step_is_over(tmp_path: Path) -> None:
+    trial = trials.Trial.model_validate(tiny())
+    published: list[dict[str, Any]] = []
+
+    def publish(own: dict[str, Any]) -> dict[str, Any]:
+        published.append(own)
+        return alone(own)
+
+    meter = Meter(trial, tmp_path, torch.device("cpu"), 0, publish)
+    custom.run(
+        trial.model_copy(
+            update={"runner": trials.RunnerAxis(name="custom", target=f"{TARGETS / 'backward.py'}:backward")}
+        ),
+        torch.device("cpu"),
+        _Until(meter, trial.steps() - 1, lambda: published),
+        tmp_path,
+    )
+    assert len(published) == 1
+    assert published[0]["optimizer"] == "SGD" and published[0]["measured_steps"] == 2
+    complete = {k: v for k, v in meter.columns().items() if k in published[0] and k not in ("steps_s", "notes")}
+    assert complete == {k: v for k, v in published[0].items() if k in complete}
+
+
+class _Until:
+    """A StepMeter that wants something to be true when step number `step` begins, and passes everything on."""
+
+    def __init__(self, meter: Meter, step: int, wanted: Any) -> None:
+        self.meter, self.step, self.wanted, self.rank = meter, step, wanted, 0
+
+    def built(self, describe: Any, skipped: Any = None) -> None:
+        self.meter.built(describe, skipped)
+
+    def step_begin(self) -> None:
+        assert bool(self.wanted()) == (self.meter.index >= self.step)
+        self.meter.step_begin()
+
+    def step_end(self, loss: Any = None) -> None:
+        self.meter.step_end(loss)
+
+
+def test_training_that_ends_too_soon_says_so(tmp_path: Path) -> None:
+    trial = trials.Trial.model_validate(tiny())
+    meter = Meter(trial, tmp_path, torch.device("cpu"), 0)
+    meter.built(dict)
+    meter.step_begin()
+    meter.step_end()
+    with pytest.raises(RuntimeError, match="after 1 of 5 steps"):
+        meter.columns()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "own", "expected"),
+    [
+        (set(), {5}, {5}, []),
+        (set(), {5, 6, 9}, {5, 6}, [9]),  # a sibling rank's process on our card is ours
+        ({4}, {4, 5}, {5}, [4]),  # it was there, unseen by the parent
+        (set(), set(), set(), None),  # a container that lists nobody, not even us
+        (set(), {70001}, set(), []),  # host's numbers: the new one is ours
+        ({70001}, {70001, 70002}, set(), [70001]),
+        (set(), {70001, 70002}, set(), [70001, 70002]),  # one of the two is not
+        (None, None, set(), None),
+        (None, {70001}, set(), None),
+    ],
+)
+def test_foreign_processes(before: Any, after: Any, own: set[int], expected: list[int] | None) -> None:
+    assert foreign(before, after, own) == expected
+
+
+def test_ours_are_the_session_and_its_children() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        assert ours([os.getpid(), child.pid, 2, 1 << 30]) == {os.getpid(), child.pid}
+    finally:
+        child.communicate(b"\n")
+
+
+@pytest.mark.parametrize("start", [2.0**14, 2.0**26, 2.0**60])
+def test_updates_that_the_scaler_skips_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: float
+) -> None:
+    """Of the measured steps only, against what the optimizer itself was asked to do."""
+    trial = trials.Trial.model_validate(tiny(precision="fp16", protocol={"warmup_steps": 2, "measured_steps": 12}))
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=start))
+    meter = Meter(trial, tmp_path, torch.device("cpu"), 0)
+    updated: set[int] = set()
+    hook = register_optimizer_step_post_hook(lambda *_: updated.add(meter.index))
+    try:
+        torch_loop.run(trial, torch.device("cpu"), meter, tmp_path)
+    finally:
+        hook.remove()
+    skipped = set(range(3, 15)) - updated
+    assert meter.columns()["skipped_steps"] == len(skipped)
+    if start == 2.0**26:
+        assert 0 < len(skipped) < 12
+    else:
+        assert len(skipped) == (0 if start == 2.0**14 else 12)
+
+
+def test_the_trainer_s_scaler_is_asked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithScaler(trainer._Trainer):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)  # Accelerate leaves fp16 off on a CPU; the scaled loss overflows 11 times
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=0.9)
+            self.accelerator.native_amp, self.accelerator.scaler = True, scaler
+
+    monkeypatch.setattr(trainer, "_Trainer", WithScaler)
+    trial = trials.Trial.model_validate(tiny(runner={"name": "trainer"}))
+    meter = Meter(trial, tmp_path, torch.device("cpu"), 0)
+    trainer.run(trial, torch.device("cpu"), meter, tmp_path)
+    assert meter.columns()["skipped_steps"] == 2
+
+
+def test_a_scale_that_may_have_grown_does_not_tell_how_often_it_shrank() -> None:
+    scaler = torch.amp.GradScaler("cpu", growth_interval=10)
+    assert scaler_skips(scaler, 9)() == 0
+    assert scaler_skips(scaler, 10)() is None
+    assert scaler_skips(torch.amp.GradScaler("cpu", enabled=False), 10)() == 0
+    assert scaler_skips(torch.amp.GradScaler("cpu", init_scale=float("inf")), 9)() is None
 
 
 def test_a_recorded_step_comes_last_and_is_dumped_before_the_history_is_dropped(

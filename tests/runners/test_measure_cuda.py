@@ -6,6 +6,8 @@ functions by their names, which must exist). What a card answers is made up; wha
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import types
 from collections.abc import Iterator
@@ -18,10 +20,11 @@ import torch
 from conftest import tiny
 
 from vramsweep.harness import trial as trials
+from vramsweep.harness.attempt import read_result
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.row import complete
-from vramsweep.runners import run
-from vramsweep.runners.measure import Meter
+from vramsweep.runners import run, torch_loop, worker
+from vramsweep.runners.measure import Meter, StepMeter
 
 MIB = 1 << 20
 UUID = "GPU-stand-in"
@@ -33,6 +36,12 @@ class Card:
     def __init__(self) -> None:
         self.current, self.peak, self.marks, self.energy = 100 * MIB, 100 * MIB, 0, 5000
         self.calls: list[Any] = []
+        self.memory = types.SimpleNamespace(total=80 << 30, used=200 * MIB, free=79 << 30)  # NVML's, others' use
+        self.pids = [os.getpid()]
+
+    def touch(self) -> None:
+        """Whoever first does anything on a device makes a context there."""
+        self.memory.used = 700 * MIB
 
     def use(self, size: int) -> None:
         """Something is allocated and freed again."""
@@ -79,9 +88,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     """A card in place of torch.cuda's and NVML's."""
     card = Card()
     for name, stand_in in {
-        "init": lambda: None,
+        "init": lambda: card.touch(),
         "is_available": lambda: True,
-        "set_device": lambda device: card.calls.append(device),
+        "set_device": lambda device: card.touch(),
         "synchronize": lambda: card.calls.append("synchronize"),
         "get_allocator_backend": lambda: "native",
         "memory_stats_as_nested_dict": card.stats,
@@ -94,7 +103,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(
         torch._C, "_cuda_record_memory_history", lambda enabled, *_, **__: card.calls.append(enabled), raising=False
     )
-    memory = types.SimpleNamespace(total=80 << 30, used=700 * MIB, free=79 << 30)
 
     def energy(_: Any) -> int:
         card.energy += 1500
@@ -107,10 +115,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "nvmlDeviceGetCount": lambda: 1,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
-        "nvmlDeviceGetMemoryInfo": lambda _: memory,
+        "nvmlDeviceGetMemoryInfo": lambda _: types.SimpleNamespace(**vars(card.memory)),
         "nvmlDeviceGetName": lambda _: "NVIDIA H100 80GB HBM3",
         "nvmlDeviceGetUUID": lambda _: UUID,
-        "nvmlDeviceGetComputeRunningProcesses": lambda _: [],
+        "nvmlDeviceGetComputeRunningProcesses": lambda _: [types.SimpleNamespace(pid=pid) for pid in card.pids],
         "nvmlDeviceGetTotalEnergyConsumption": energy,
         "nvmlDeviceGetCurrentClocksEventReasons": lambda _: pynvml.nvmlClocksEventReasonSwPowerCap | 1,  # 1: idle
         "nvmlDeviceGetTemperature": lambda _, sensor: 51,
@@ -120,21 +128,28 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     return card
 
 
-def drive(card: Card, folder: Path, **over: Any) -> dict[str, Any]:
-    """The meter around steps that use 10 MiB forward, 30 backward, 20 in the optimizer."""
-    trial = trials.parse(tiny(device={"name": "cuda"}, **over))
-    meter = Meter(trial, folder, torch.device("cuda", 0), 0)
+def train(card: Card, trial: trials.Trial, meter: StepMeter, fails_at: int | None = None) -> None:
+    """Steps that use 10 MiB forward, 30 backward, 20 in the optimizer."""
     weight = torch.ones(8, requires_grad=True)
     card.use(5 * MIB)
-    meter.built()
-    for _ in range(trial.steps()):
+    meter.built(lambda: {"optimizer": "none"})
+    for index in range(trial.steps()):
         meter.step_begin()
         card.use(10 * MIB)
         loss = weight.square().sum()
+        if index == fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
         loss.register_hook(lambda _: card.use(30 * MIB))
         loss.backward()
         card.use(20 * MIB)
         meter.step_end(loss)
+
+
+def drive(card: Card, folder: Path, **over: Any) -> dict[str, Any]:
+    """The meter around those steps."""
+    trial = trials.parse(tiny(device={"name": "cuda"}, **over))
+    meter = Meter(trial, folder, torch.device("cuda", 0), 0)
+    train(card, trial, meter)
     return meter.columns()
 
 
@@ -153,7 +168,9 @@ def test_a_row_of_the_stand_in(card: Card, tmp_path: Path) -> None:
     assert row["gpu_power_w"] == pytest.approx(1.5 / 0.004)
     assert row["throttle_reasons"] == ["sw_power_cap"]
     assert row["alloc_retries"] == 2
-    assert row["device_used_bytes"] == row["device_baseline_bytes"] == 700 * MIB
+    assert row["device_used_bytes"] == 700 * MIB
+    assert row["device_baseline_bytes"] == 200 * MIB  # without the context that we made
+    assert row["foreign_processes"] == []
     assert row["gpu_uuid"] == UUID and row["driver_version"] == "999.1" and row["gpu_sm_clock_mhz"] == 1980
     assert row["peak_flops"] == 67e12
     assert row["mfu"] is not None and row["memory_source"] == "cuda_allocator"
@@ -173,25 +190,72 @@ def test_what_the_driver_does_not_give_is_unknown(card: Card, tmp_path: Path, mo
 
 def test_the_recorded_step_goes_through_torch_s_own_wrappers(card: Card, tmp_path: Path) -> None:
     drive(card, tmp_path, record=True)
-    assert [call for call in card.calls if call != "synchronize"] == ["all", "snapshot", None]
+    assert [call for call in card.calls if call in ("all", "snapshot", None)] == ["all", "snapshot", None]
     assert pickle.loads((tmp_path / "recording.pickle").read_bytes())["device_traces"] == [[]]
 
 
-def test_a_trial_on_the_stand_in_reads_its_settings_back(
+def test_an_old_pynvml_that_lacks_queries_leaves_their_columns_unknown(
     card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        run.importlib, "import_module", lambda name: types.SimpleNamespace(run=lambda *_: {"optimizer": name})
-    )
-    monkeypatch.setattr(run, "Meter", lambda *_: types.SimpleNamespace(columns=lambda: {
-        "peak_allocated_bytes": 1, "peak_reserved_bytes": 2}))  # fmt: skip
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda _: 0x20)
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption")
+    row = drive(card, tmp_path)
+    assert row["throttle_reasons"] == ["sw_thermal_slowdown"]
+    assert row["gpu_energy_j"] is None
+
+
+def test_whoever_came_during_the_measured_steps_is_foreign(card: Card, tmp_path: Path) -> None:
+    card.pids = [os.getpid(), 1]
+    assert drive(card, tmp_path)["foreign_processes"] == [1]
+
+
+@pytest.fixture
+def runner(card: Card, monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
+    """The steps above as those of the plain loop; the step named under "fails_at" runs out of memory."""
+    fails: dict[str, int | None] = {"fails_at": None}
+    monkeypatch.setattr(torch_loop, "run", lambda trial, device, meter, folder: train(card, trial, meter, **fails))
+    return fails
+
+
+def test_a_trial_on_the_stand_in_reads_its_settings_back(runner: dict[str, int | None], tmp_path: Path) -> None:
     columns = run.run(trials.parse(tiny(device={"name": "cuda"})), tmp_path)
     assert columns is not None
     assert columns["allocator_conf_effective"] == ""
-    assert columns["rank_peak_reserved_bytes"] == [2]
+    assert columns["rank_peak_reserved_bytes"] == [columns["peak_reserved_bytes"]]
+    assert columns["worst_rank"] == 0 and columns["optimizer"] == "none"
     asked = trials.parse(tiny(device={"name": "cuda"}, allocator={"name": "e", "conf": "expandable_segments:True"}))
     with pytest.raises(run.AllocatorMismatch, match="expandable_segments"):
         run.run(asked, tmp_path)
+
+
+@pytest.mark.parametrize(("fails_at", "told"), [(4, "counts FLOPs"), (5, "records the allocator's events")])
+def test_out_of_memory_after_the_measured_steps_is_a_note(
+    runner: dict[str, int | None], tmp_path: Path, fails_at: int, told: str
+) -> None:
+    trial = trials.parse(tiny(device={"name": "cuda"}, record=True))
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert worker._rank(trial, whole) == 0
+    runner["fails_at"] = fails_at
+    assert worker._rank(trial, tmp_path) == 80  # which worker.main makes 0
+    expected, result = (json.loads((folder / "result.json").read_text()) for folder in (whole, tmp_path))
+    assert result["complete"] is True and "error" not in result
+    row = result["values"]
+    (note,) = row["notes"]
+    assert told in note and "CUDA out of memory. Tried to allocate 2.00 GiB." in note and "more" not in note
+    for name in ("peak_reserved_bytes", "tokens_per_s", "optimizer", "measured_steps", "allocator_conf_effective"):
+        assert row[name] == expected["values"][name] is not None, name
+    flops = row.get("hardware_flops_per_token")
+    assert flops == (None if fails_at == 4 else expected["values"]["hardware_flops_per_token"])
+
+
+def test_out_of_memory_in_a_measured_step_is_the_outcome(runner: dict[str, int | None], tmp_path: Path) -> None:
+    runner["fails_at"] = 3
+    assert worker._rank(trials.parse(tiny(device={"name": "cuda"})), tmp_path) == 1
+    result, _ = read_result(tmp_path)
+    assert result is not None and "values" not in result
+    assert result["error"]["type"] == "torch.OutOfMemoryError"
 
 
 @pytest.mark.parametrize(

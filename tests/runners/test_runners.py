@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Run, custom, tiny
 
-from vramsweep.harness import journal
+from vramsweep.harness import attempt, journal
 from vramsweep.harness.row import Row
 
 
@@ -145,9 +145,12 @@ def test_deepspeed_stages_offload_and_two_ranks_real_and_predicted(run_sweep: Ru
         assert row["deepspeed_version"]
         assert row["parameters"] == 119360
         assert len(row["rank_peak_allocated_bytes"]) == row["world_size"]
+        assert row["peak_reserved_bytes"] == row["rank_peak_reserved_bytes"][row["worst_rank"]]
+        assert row["peak_reserved_bytes"] == max(row["rank_peak_reserved_bytes"])
+        assert row["skipped_steps"] == 0
     accumulated = rows[5]
     assert accumulated["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 32 * 2 / sum(accumulated["step_times_s"]))
-    assert accumulated["rank_peak_allocated_bytes"][0] == accumulated["peak_allocated_bytes"]
+    assert accumulated["rank_peak_allocated_bytes"][accumulated["worst_rank"]] == accumulated["peak_allocated_bytes"]
     assert "offload_optimizer" in rows[3]["runner_config"]["zero_optimization"]
 
 
@@ -156,6 +159,24 @@ def test_a_rank_that_fails_ends_the_trial_at_once(run_sweep: Run) -> None:
     (row,) = run_sweep(broken, isolation="warm", timeout_s=60)
     assert row["outcome"] == "crash"
     assert "no result within" not in row["reason"]
+
+
+def test_what_fails_after_the_measured_steps_leaves_the_measurement(run_sweep: Run, tmp_path: Path) -> None:
+    """An out of memory there would be a false frontier."""
+    whole, oom, killed = run_sweep(
+        custom("good"), custom("oom_afterwards"), custom("killed_afterwards"), isolation="warm"
+    )
+    assert whole["outcome"] == oom["outcome"] == "ok", (whole["reason"], oom["reason"])
+    assert whole["model_flops_per_token"] is not None and whole["notes"] is None
+    assert oom["model_flops_per_token"] is None
+    assert "the step that counts FLOPs failed" in oom["notes"][0] and "CUDA out of memory" in oom["notes"][0]
+    result, _ = attempt.read_result(tmp_path / "t" / "attempts" / killed["trial_id"] / "1")
+    assert result is not None and result["complete"] is False
+    for values in (whole, oom, result["values"]):
+        assert values["tokens_per_s"] > 0 and values["peak_reserved_bytes"] > 0
+        assert len(values["step_times_s"]) == values["measured_steps"] == 2
+        assert values["parameters"] == 72 and values["torch_version"]
+        assert values["loss_last"] == whole["loss_last"]
 
 
 def test_checkpointing_recomputes_and_precisions_run(run_sweep: Run) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +15,15 @@ import pytest
 import torch
 from conftest import Run, tiny
 
-from vramsweep.harness import gpus, trial, upgrade
+from vramsweep.harness import attempt, gpus, trial, upgrade
 from vramsweep.harness.allocator.config import AllocatorConfig
-from vramsweep.runners import fsdp, simulated
+from vramsweep.runners import simulated, torch_loop
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.predict import replay
 from vramsweep.runners.trace import Mark, Trace
 
 PARAMETERS = 119360
+SMALL = {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}  # by default 2 GB of zeros each
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
 WORKSPACES = 2 * 8_519_680  # forward's and backward's, on that card
 
@@ -43,7 +47,7 @@ def fsdp_trial(world: int, device: dict[str, str], **over: Any) -> dict[str, Any
 
 def traced(folder: Path, world: int, **over: Any) -> Trace:
     chosen = trial.parse(fsdp_trial(world, SIMULATED, **over))
-    return simulated.trace_trial(chosen, gpus.named("a100-80gb"), folder, fsdp)[0]
+    return simulated.trace_trial(chosen, gpus.named("a100-80gb"), folder, torch_loop)[0]
 
 
 @pytest.mark.parametrize(("world", "precision"), [(1, "fp32"), (8, "bf16")])
@@ -109,3 +113,44 @@ def test_live_bytes_see_a_storage_that_is_resized() -> None:
         assert before - live.live == 4000
         tensor.untyped_storage().resize_(8000)
         assert live.live - before == 4000
+
+
+def patched(folder: Path, trial: dict[str, Any], *what: str) -> dict[str, Any]:
+    """The complete values of a worker of patched_worker.py."""
+    (folder / "spec.json").write_text(json.dumps({"trial": trial}))
+    command = [sys.executable, str(Path(__file__).with_name("patched_worker.py")), str(folder), *what]
+    environ = attempt.environment("", "cpu", os.environ)
+    done = subprocess.run(command, env=environ, timeout=90, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((folder / "result.json").read_text())
+    assert result["complete"] is True
+    values: dict[str, Any] = result["values"]
+    return values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_row_is_of_the_worst_rank_and_outlives_one_that_fails_afterwards(tmp_path: Path, fails: bool) -> None:
+    row = patched(tmp_path, fsdp_trial(2, {"name": "cpu"}), "more", *(["fail"] if fails else []))
+    assert row["worst_rank"] == 1
+    for kind, slack in (("allocated", 1 << 20), ("reserved", 32 << 20)):  # the system's share of a resident set varies
+        peaks = row[f"rank_peak_{kind}_bytes"]
+        assert peaks[1] - peaks[0] == pytest.approx(64 << 20, abs=slack)
+        assert row[f"peak_{kind}_bytes"] == peaks[1]
+    assert row["tokens_per_s"] == pytest.approx(2 * 2 * 32 * 2 / row["elapsed_s"])
+    if fails:
+        (note,) = row["notes"]
+        assert note.startswith("rank 1: the step that counts FLOPs failed") and "CUDA out of memory" in note
+        assert row.get("model_flops_per_token") is None
+    else:
+        assert row["notes"] is None and row["model_flops_per_token"] == pytest.approx(761_856, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("power", "skipped"), [(40, 2), (8, 0)])
+def test_steps_that_deepspeed_skips_for_an_overflow_are_counted(tmp_path: Path, power: int, skipped: int) -> None:
+    options = {"fp16": {"enabled": True, "initial_scale_power": power}, "zero_optimization": SMALL}
+    runner = {"name": "deepspeed", "zero_stage": 2, "options": options}
+    row = patched(tmp_path, tiny(runner=runner, precision="fp16"), "fp16")
+    assert row["skipped_steps"] == skipped
+    assert row["measured_steps"] == 2

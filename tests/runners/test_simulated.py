@@ -79,6 +79,18 @@ def test_custom_targets_run_as_they_are_or_say_why_not(run_sweep: Run) -> None:
         assert row["peak_parameters_bytes"] == 4 * row["parameters"] == 4 * (64 * 256 * 2 + 256 + 64)
 
 
+@pytest.mark.parametrize(("function", "known"), [("by_grad", True), ("by_hand", False)])
+def test_phases_are_predicted_whoever_starts_the_backward_pass(tmp_path: Path, function: str, known: bool) -> None:
+    values = tiny(device=DEVICE, runner={"name": "custom", "target": f"{TARGETS / 'backward.py'}:{function}"})
+    trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, custom)
+    row = simulated.columns(predict.replay(trace, AllocatorConfig(), None))
+    phases = [row[f"{phase}_peak_allocated_bytes"] for phase in ("forward", "backward", "optimizer")]
+    if known:
+        assert max(phases) == row["peak_allocated_bytes"] and row["notes"] is None
+    else:
+        assert phases == [None] * 3 and "not known" in row["notes"][0]
+
+
 def test_gpt2_with_the_trainer_s_defaults_of_transformers_4(tmp_path: Path) -> None:
     """A user's measurement on torch 2.9.1, transformers 4.57.3, whose Trainer leaves the model's key/value cache on."""
     cached = {"use_cache": True} if "use_cache" in TrainingArguments.__dataclass_fields__ else {}  # not an option there

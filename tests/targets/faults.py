@@ -83,6 +83,24 @@ def oom(trial: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+def _at_the_step_after_the_measured(trial: Any, change: Any) -> Any:
+    after = trial.protocol.warmup_steps + 1 + trial.protocol.measured_steps
+    return _with_step(lambda i: change() if i == after else None)
+
+
+def oom_afterwards(trial: Any) -> Any:
+    """Out of memory in the step whose FLOPs are counted."""
+
+    def change() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    return _at_the_step_after_the_measured(trial, change)
+
+
+def killed_afterwards(trial: Any) -> Any:
+    return _at_the_step_after_the_measured(trial, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def exits(trial: Any) -> Any:
     os._exit(0)
 

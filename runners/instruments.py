@@ -1,0 +1,261 @@
+"""What a rank is read with: the allocator's counters, the device's own view, a clock of marks, the autograd engine.
+
+Not covered: which step is read how (measure.py), the operators of a step (dispatch.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+from unittest import mock
+
+import psutil
+import torch
+
+from vramsweep.harness import machine
+from vramsweep.runners.dispatch import LiveBytes
+
+Peaks = dict[str, int | None]
+COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
+
+
+class Memory(Protocol):
+    """A source of memory counters, in bytes."""
+
+    name: str
+
+    def take(self) -> Peaks:
+        """The peaks since the last call; a counter that this source does not fill is None."""
+        ...
+
+    def summary(self) -> dict[str, Any]:
+        """Columns that are read once, at the end of the last measured step."""
+        ...
+
+
+class CudaMemory:
+    """PyTorch's allocator counters. The driver's allocator (cudaMallocAsync) fills three of them, and no others."""
+
+    name = "cuda_allocator"
+
+    def __init__(self) -> None:
+        native = torch.cuda.get_allocator_backend() == "native"
+        self.counters = COUNTERS if native else ("allocated", "active", "reserved")
+        self.native = native
+
+    def take(self) -> Peaks:
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        torch.cuda.reset_peak_memory_stats()
+        return {c: stats[f"{c}_bytes"]["all"]["peak"] if c in self.counters else None for c in COUNTERS}
+
+    def summary(self) -> dict[str, Any]:
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        reserved, allocated = (stats[f"{c}_bytes"]["all"]["current"] for c in ("reserved", "allocated"))
+        return {
+            "reserved_unallocated_bytes": reserved - allocated,
+            "alloc_retries": stats["num_alloc_retries"] if self.native else None,
+            "alloc_ooms": stats["num_ooms"] if self.native else None,
+        }
+
+
+class HostMemory:
+    """On CPU: reserved is the process's peak resident set; allocated is known only while a LiveBytes mode counts it."""
+
+    name = "cpu_tensors_and_rss"
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: it would remember the parent's peak
+        self.live: LiveBytes | None = None
+        self._status = Path("/proc/self/status").open("rb")  # noqa: SIM115 - read at every step, for the process's life
+
+    def resident_peak(self) -> int:
+        """VmHWM in bytes."""
+        self._status.seek(0)
+        text = self._status.read()
+        start = text.index(b"VmHWM:") + 6
+        return int(text[start : text.index(b"kB", start)]) * 1024
+
+    def take(self) -> Peaks:
+        peaks: Peaks = dict.fromkeys(COUNTERS)
+        peaks["reserved"] = self.resident_peak()
+        if self.live is not None:
+            peaks["allocated"] = self.live.take()
+        return peaks
+
+    def summary(self) -> dict[str, Any]:
+        return {}
+
+
+class Nvml:
+    """The device's own view, through NVML; every value is None without a GPU or where the device does not give it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle: Any = None
+        if device.type != "cuda":
+            return
+        cards = machine.visible_gpus(os.environ)
+        index = device.index or 0
+        if index < len(cards) and cards[index].uuid is not None:
+            machine.ask("nvmlInit")
+            self._handle, _ = machine.ask("nvmlDeviceGetHandleByUUID", cards[index].uuid)
+
+    def read(self, query: str, *arguments: Any) -> Any:
+        """One of NVML's queries about the device, by its name: an old pynvml lacks some."""
+        return None if self._handle is None else machine.ask(query, self._handle, *arguments)[0]
+
+    def used(self) -> int | None:
+        """Bytes in use on the device, by anyone."""
+        info = self.read("nvmlDeviceGetMemoryInfo")
+        return None if info is None else int(info.used)
+
+    def energy_j(self) -> float | None:
+        """Energy since the driver loaded, in joules."""
+        millijoules = self.read("nvmlDeviceGetTotalEnergyConsumption")
+        return None if millijoules is None else millijoules / 1000
+
+    def throttle_reasons(self) -> set[str] | None:
+        """Names of the clock event reasons in force, being idle left out."""
+        bits = self.read("nvmlDeviceGetCurrentClocksEventReasons")
+        if bits is None:  # its name before driver 535
+            bits = self.read("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return None if bits is None else {name for bit, name in _REASONS.items() if bits & bit}
+
+    def processes(self) -> frozenset[int] | None:
+        """Ids of the compute processes on the device."""
+        listed = self.read("nvmlDeviceGetComputeRunningProcesses")
+        return None if listed is None else frozenset(process.pid for process in listed)
+
+    def facts(self) -> dict[str, Any]:
+        """Columns about the device."""
+        info = self.read("nvmlDeviceGetMemoryInfo")
+        return {
+            "gpu_name": self.read("nvmlDeviceGetName"),
+            "gpu_uuid": self.read("nvmlDeviceGetUUID"),
+            "driver_version": None if self._handle is None else machine.ask("nvmlSystemGetDriverVersion")[0],
+            "device_total_bytes": None if info is None else int(info.total),
+            "gpu_temperature_c": self.read("nvmlDeviceGetTemperature", 0),  # NVML_TEMPERATURE_GPU
+            "gpu_sm_clock_mhz": self.read("nvmlDeviceGetClockInfo", 1),  # NVML_CLOCK_SM
+        }
+
+
+# nvmlClocksEventReason* in nvml.h
+_REASONS = {
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+
+
+def ours(pids: Iterable[int]) -> set[int]:
+    """Those of the processes that belong to this attempt: to the worker's session, or started by its leader."""
+    leader = os.getsid(0)
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended, or the number is not of this container
+            if os.getsid(pid) == leader or leader in {parent.pid for parent in psutil.Process(pid).parents()}:
+                found.add(pid)
+    return found
+
+
+def foreign(before: Collection[int] | None, after: Collection[int] | None, own: Collection[int]) -> list[int] | None:
+    """Compute processes on the device that are not ours, from what NVML lists before we touched it and at work.
+
+    A container hides our own number, and often the whole list: that tells nothing. A list without us in other numbers
+    has one new entry that is ours; those that were there before are not, and of several new ones none can be told
+    apart, so all are given.
+    """
+    if after is None:
+        return None
+    if set(own) & set(after):
+        return sorted(set(after) - set(own))
+    if not after or before is None:
+        return None
+    new = set(after) - set(before)
+    return sorted(set(after) & set(before) | (new if len(new) > 1 else set()))
+
+
+class Clock:
+    """Marks at step boundaries: CUDA events, which cost the device no wait, or the host's clock on CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """A boundary is here."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def times(self) -> list[float]:
+        """Seconds between consecutive marks; waits for the last one."""
+        if self._cuda and self._marks:
+            self._marks[-1].synchronize()
+            return [a.elapsed_time(b) / 1000 for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+
+# All ends in the last one, also for those who imported the first two by name; these make the loss's gradient before.
+_BACKWARD = ((torch.autograd, "backward"), (torch.autograd, "grad"), (torch.autograd, "_engine_run_backward"))
+
+
+@contextlib.contextmanager
+def backward_boundaries(entered: Callable[[], None], left: Callable[[], None]) -> Iterator[None]:
+    """Call `entered` and `left` around each outermost backward pass, whoever starts it.
+
+    A pass within a pass, as reentrant checkpointing starts it, is no boundary.
+    """
+    depth = 0
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if depth == 0:
+                entered()
+            depth += 1
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                depth -= 1
+            if depth == 0:
+                left()
+            return result
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for module, name in _BACKWARD:
+            stack.enter_context(mock.patch.object(module, name, watched(getattr(module, name))))
+        yield
+
+
+def scaler_skips(scaler: torch.amp.GradScaler, steps: int) -> Callable[[], int | None]:
+    """How many updates `scaler` has skipped since now; of `steps` that are to come. Waits for the device when called.
+
+    Each skip multiplies the scale by the backoff factor. None where it may have grown meanwhile, after that many
+    updates in a row, or where it says nothing any more.
+    """
+    begun = scaler.state_dict()
+    if not begun:  # it is not enabled
+        return lambda: 0
+
+    def skipped() -> int | None:
+        scale = float(scaler.state_dict()["scale"])
+        if steps >= begun["growth_interval"] or not 0 < scale <= begun["scale"] < math.inf:
+            return None
+        return round(math.log(scale / begun["scale"]) / math.log(begun["backoff_factor"]))
+
+    return skipped

@@ -1,0 +1,73 @@
+"""One row of several ranks: which rank each column is of.
+
+Memory is the worst rank's, whose peak reserved is largest: all of it, so that a row's numbers belong together. Speed is
+the slowest rank's. What tells of the devices' health is the worst of all ranks. Everything else is rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vramsweep.harness.row import COLUMNS
+
+Columns = dict[str, Any]
+GROUPS = {column.name: column.group for column in COLUMNS}
+
+
+def _every(lists: Sequence[list[Any]]) -> list[Any]:
+    return sorted({value for values in lists for value in values})
+
+
+def _in_turn(lists: Sequence[list[str]]) -> list[str]:
+    return list(dict.fromkeys(text for texts in lists for text in texts))
+
+
+# From the values that are known of all ranks.
+COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "device_used_bytes": max,
+    "device_baseline_bytes": max,
+    "gpu_temperature_c": max,
+    "gpu_power_w": max,
+    "gpu_energy_j": max,
+    "gpu_sm_clock_mhz": min,
+    "throttle_reasons": _every,
+    "foreign_processes": _every,
+    "skipped_steps": max,
+    "steps_s": max,
+    "notes": _in_turn,
+}
+OF_WORST = ("gpu_name", "gpu_uuid")
+OF_FIRST = ("loss_first", "loss_last")  # each rank has a loss of its own data
+
+
+def worst_rank(ranks: Sequence[Columns]) -> int | None:
+    """The rank with the largest peak reserved; where that is not known of all, allocated; None where neither is."""
+    for name in ("peak_reserved_bytes", "peak_allocated_bytes"):
+        peaks = [columns.get(name) for columns in ranks]
+        known = [peak for peak in peaks if peak is not None]
+        if len(known) == len(peaks):
+            return peaks.index(max(known))
+    return None
+
+
+def over_ranks(ranks: Sequence[Columns]) -> Columns:
+    """The row's columns, from those of each rank in order."""
+    worst = worst_rank(ranks)
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].get("elapsed_s") or 0.0)
+    sources = {"memory": worst or 0, "speed": slowest}
+    row: Columns = {}
+    for name in ranks[0]:
+        source = sources.get(GROUPS.get(name, ""), 0)
+        if name in OF_WORST:
+            source = worst or 0
+        elif name in OF_FIRST:
+            source = 0
+        row[name] = ranks[source].get(name)
+        if name in COMBINED:
+            known = [columns[name] for columns in ranks if columns.get(name) is not None]
+            row[name] = COMBINED[name](known) if known else None
+    return row | {
+        "worst_rank": worst,
+        **{f"rank_{name}": [c.get(name) for c in ranks] for name in ("peak_allocated_bytes", "peak_reserved_bytes")},
+    }

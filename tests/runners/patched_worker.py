@@ -1,0 +1,44 @@
+"""A worker as a program of its own, with something made different: `python patched_worker.py FOLDER [WHAT ...]`.
+
+more: rank 1 holds 64 MiB more than rank 0. fail: it runs out of memory in the step whose FLOPs are counted, where
+rank 0 would wait for it for ever. fp16: DeepSpeed takes any CPU for one with half precision. A test cannot fork ranks
+itself: its process has run tensor operations.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vramsweep.runners import build, measure, worker
+
+HELD: list[torch.Tensor] = []
+
+
+def data(trial: Any, original: Any = build.data) -> Any:
+    if os.environ["RANK"] == "1":
+        HELD.append(torch.ones(64 << 20, dtype=torch.uint8))
+    return original(trial)
+
+
+def enter(count: measure.Count, original: Any = measure.Count.enter) -> None:
+    if os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    original(count)
+
+
+if __name__ == "__main__":
+    folder, *what = sys.argv[1:]
+    if "more" in what:
+        build.data = data
+    if "fail" in what:
+        measure.Count.enter = enter  # type: ignore[method-assign]
+    if "fp16" in what:
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        CPU_Accelerator.is_fp16_supported = lambda self: True
+    worker.leave(worker.main(Path(folder), os.getppid()))
