@@ -303,8 +303,9 @@ def _misfit(result: Mapping[str, Any]) -> str | None:
     error = result.get("error")
     if error is not None:
         told = isinstance(error, dict) and all(isinstance(error.get(name), str) for name in ("type", "message"))
-        return None if told else "its error has no type and message"
-    values = result["values"]
+        if not told:
+            return "its error has no type and message"
+    values = result.get("values", {})
     if not isinstance(values, dict):
         return "its values are no object"
     for name, value in values.items():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import tempfile
 import time
@@ -29,7 +28,6 @@ PREDICTIONS = 8  # configurations whose largest trial is predicted, the largest 
 PREDICTION_S = 180.0  # for all of them together; a trace takes 1 to 30 s
 CARD = "h100-80gb"  # the card to predict for where the machine has none, as device=simulated does
 GIB = 1 << 30
-_UNLIMITED = re.compile(r"without a limit the run would reserve ([\d,.]+) GiB")  # runners/simulated.py says so
 
 
 @dataclass(frozen=True)
@@ -174,14 +172,13 @@ def _predict(
         return unknown(str(error))
     kind, reason = outcome.classify(done.evidence)
     limit = gpus.memory_limit(card)
+    values = (done.evidence.result or {}).get("values", {})
     if kind is Outcome.OOM:
-        told = _UNLIMITED.search(reason or "")
-        needed = round(float(told[1].replace(",", "")) * GIB) if told else None
+        needed = values.get("unlimited_peak_reserved_bytes")
         return Prediction(item.trial_id, label, card.name, needed, limit, False, reason)
     if kind is not Outcome.OK:
         slow = kind is Outcome.TIMEOUT
         return unknown(f"{PREDICTION_S:g} s were not enough for all" if slow else f"{kind}: {reason}")
-    values = (done.evidence.result or {}).get("values", {})
     return Prediction(item.trial_id, label, card.name, values["peak_reserved_bytes"], limit, True)
 
 

@@ -136,6 +136,7 @@ COLUMNS: tuple[Column, ...] = (
         ("device_baseline_bytes", int, "B", "what NVML saw in use before the worker touched the device; of several ranks the most of any device"),
         ("device_total_bytes", int, "B", "memory of the device"),
         ("memory_limit_bytes", int, "B", "simulated: what the allocator may reserve on that card, its memory less the CUDA context"),
+        ("unlimited_peak_reserved_bytes", int, "B", "simulated, where memory ran out: what the run would have reserved without a limit"),
         ("rss_baseline_bytes", int, "B", "the process's resident set after the imports, before the model is built"),
         ("rank_peak_allocated_bytes", list, "B", "peak allocated of each rank; simulated: of rank 0, which holds the largest shards"),
         ("worst_rank", int, "", "the rank that every memory column is of: the one with the largest peak reserved (without it, allocated)"),

@@ -43,7 +43,11 @@ MIB = 1 << 20
 
 
 class SimulatedOutOfMemoryError(RuntimeError):
-    """The step does not fit into the named card's memory."""
+    """The step does not fit into the named card's memory; `columns` are what the row can say all the same."""
+
+    def __init__(self, text: str, columns: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.columns = columns
 
 
 class TraceMeter:
@@ -86,9 +90,7 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     limit = memory_limit(card)
     predicted = replay(trace, config, limit)
     _record(folder, predicted)
-    if predicted.failed is not None:
-        raise SimulatedOutOfMemoryError(_refused(predicted, card, replay(trace, config, None)))
-    return columns(predicted) | speed(trial, trace, card) | details | {
+    about = {
         "prediction_basis": basis(trial),
         "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
         "gpu_name": card.name,
@@ -97,7 +99,12 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
         "allocator_conf_effective": config.render(),
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
-    }  # fmt: skip
+    }
+    if predicted.failed is not None:
+        whole = replay(trace, config, None)
+        peak = {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
+        raise SimulatedOutOfMemoryError(_refused(predicted, card, whole), about | peak)
+    return columns(predicted) | speed(trial, trace, card) | details | about
 
 
 def basis(trial: Trial) -> str:

@@ -110,7 +110,9 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
     except Exception as error:
         traceback.print_exc()
         kind = type(error)
-        result.write(folder, {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}})
+        told = {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}}
+        known = getattr(error, "columns", None)  # of a prediction that does not fit
+        result.write(folder, told | ({"values": known} if isinstance(known, dict) else {}))
         return 1
     if values is not None:
         result.values(folder, values, complete=True)

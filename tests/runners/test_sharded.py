@@ -154,3 +154,22 @@ def test_steps_that_deepspeed_skips_for_an_overflow_are_counted(tmp_path: Path, 
     row = patched(tmp_path, tiny(runner=runner, precision="fp16"), "fp16")
     assert row["skipped_steps"] == skipped
     assert row["measured_steps"] == 2
+
+
+def test_ddp_holds_everything_and_a_copy_of_the_gradients_in_buckets(run_sweep: Run) -> None:
+    """Two real ranks: the buckets are as large as the gradients (torch/nn/parallel/distributed.py)."""
+    alone, two, accumulated = run_sweep(
+        tiny(),
+        tiny(sharding="ddp", world_size=2),
+        tiny(sharding="ddp", world_size=2, grad_accum=2, precision="bf16"),
+        isolation="warm",
+    )
+    assert [row["outcome"] for row in (alone, two, accumulated)] == ["ok"] * 3, (two["reason"], accumulated["reason"])
+    assert two["parameters"] == alone["parameters"] == PARAMETERS
+    assert two["model_flops_per_token"] == alone["model_flops_per_token"]
+    more = two["optimizer_peak_allocated_bytes"] - alone["optimizer_peak_allocated_bytes"]
+    assert more == pytest.approx(4 * PARAMETERS, rel=0.05)
+    assert len(two["rank_peak_allocated_bytes"]) == 2
+    assert two["runner_config"]["bucket_cap_mb"] == 25
+    elapsed = sum(accumulated["step_times_s"])
+    assert accumulated["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 32 * 2 / elapsed)
