@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from vramsweep.harness import machine
+from vramsweep.harness import machine, variables
 from vramsweep.harness.machine import GIB, Gpu
 
 
@@ -31,12 +31,6 @@ class Check:
 
 # Oldest driver branch for each CUDA major version ("Minor Version Compatibility", CUDA Compatibility, NVIDIA).
 DRIVERS = {11: 450, 12: 525, 13: 580}
-FALSIFYING = {
-    "CUDA_LAUNCH_BLOCKING": "makes every kernel wait for the one before, so speed is not that of training",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "switches off the caching allocator, so its counters mean nothing",
-    "NVIDIA_TF32_OVERRIDE": "overrides the precision that a trial asks for",
-}
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check]:
@@ -58,7 +52,7 @@ def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check
         with machine.nvml():
             driver_cuda, _ = machine.ask("nvmlSystemGetCudaDriverVersion_v2")
         checks += compatible(cards[0].driver, driver_cuda, machine.torch_version(), machine.torch_cuda(), cards)
-    checks += _environment(environ)
+    checks += [Check("environment", "note", line) for line in variables.dropped(environ)]
     checks.append(_disk(results))
     checks += _host()
     return checks
@@ -161,22 +155,6 @@ def _numbers(text: str) -> tuple[int, ...]:
     """The first two numbers of a version, 0 where there is none."""
     found = [int(n) for n in re.findall(r"\d+", text.split("+")[0])]
     return tuple([*found, 0, 0][:2])
-
-
-def _environment(environ: Mapping[str, str]) -> list[Check]:
-    """Variables that would falsify what is measured, or that an outer launcher left."""
-    checks = [
-        Check("environment", "problem", f"{name}={environ[name]} {why}: unset it")
-        for name, why in FALSIFYING.items()
-        if name in environ and not (name == "CUDA_LAUNCH_BLOCKING" and environ[name] in ("", "0"))
-    ]
-    ranks = [name for name in RANK_VARIABLES if name in environ]
-    if ranks:
-        said = (
-            f"{', '.join(ranks)} set by an outer launcher; workers start their own ranks: run the sweep outside of it"
-        )
-        checks.append(Check("environment", "note", said))
-    return checks
 
 
 def _disk(results: Path) -> Check:

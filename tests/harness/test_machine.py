@@ -253,17 +253,13 @@ def test_doctor_survives_what_a_machine_does_not_give(monkeypatch: pytest.Monkey
     assert levels(doctor.doctor(tmp_path, {}), "disk")[0][0] == "problem"
 
 
-def test_doctor_names_variables_that_falsify(tmp_path: Path) -> None:
-    clean = doctor.doctor(tmp_path, {"CUDA_LAUNCH_BLOCKING": "0", "PATH": "/bin"})
-    assert levels(clean, "environment") == []
-    environ = {
-        "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "0", "NVIDIA_TF32_OVERRIDE": "0",
-        "RANK": "0", "WORLD_SIZE": "1",
-    }  # fmt: skip
+def test_doctor_names_the_variables_that_no_worker_gets(tmp_path: Path) -> None:
+    assert levels(doctor.doctor(tmp_path, {"PATH": "/bin"}), "environment") == []
+    environ = {"CUDA_LAUNCH_BLOCKING": "1", "RANK": "0", "WORLD_SIZE": "1"}
     found = levels(doctor.doctor(tmp_path, environ), "environment")
-    assert [level for level, _ in found] == ["problem", "problem", "problem", "note"]
-    assert [text.split("=")[0] for _, text in found[:3]] == list(doctor.FALSIFYING)
-    assert found[3][1].startswith("RANK, WORLD_SIZE")
+    assert [level for level, _ in found] == ["note", "note"]
+    assert any("CUDA_LAUNCH_BLOCKING" in text for _, text in found)
+    assert any("RANK, WORLD_SIZE" in text for _, text in found)
 
 
 def test_doctor_says_what_a_machine_without_a_gpu_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
