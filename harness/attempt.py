@@ -159,6 +159,10 @@ class Launcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the templates."""
         for template in self._templates.values():
             template.close()
         self._templates.clear()

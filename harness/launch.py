@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from vramsweep.harness import machine, mistakes, plan, preview, sweep, upgrade
+from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.plan import Planned, Settings
@@ -48,6 +49,7 @@ class Session:
     """What the batches of one command share; Hydra's main returns nothing, so what came of them is left here.
 
     `folder` is the first batch's: all are one sweep. `detected` is the device that `auto` stood for, if it was asked.
+    `launcher` outlives a batch, as its templates are what takes time to start.
     """
 
     folder: Path | None = None
@@ -55,6 +57,7 @@ class Session:
     planned: dict[str, Planned] = field(default_factory=dict)
     status: int = 0
     detected: str | None = None
+    launcher: Launcher | None = None
 
 
 _session = Session()
@@ -92,6 +95,9 @@ def main(argv: Sequence[str], action: str = "run") -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    finally:
+        if _session.launcher is not None:
+            _session.launcher.close()
     return _finish(_session)
 
 
@@ -115,7 +121,7 @@ def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float
     session = _session
     settings = session.settings = plan.settings(resolved)
     expanded = plan.expand(resolved, settings.repeats)
-    planned = plan.order(expanded)
+    planned = sweep.placed(plan.order(expanded))
     earlier = list(session.planned.values())
     session.planned |= {p.trial_id: p for p in planned}
     session.folder = session.folder or Path(settings.results) / (settings.name or _name(planned))
@@ -129,7 +135,9 @@ def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float
     else:
         signal.signal(signal.SIGTERM, _interrupt)
         once = dataclasses.replace(settings, report=False)
-        finished, status = sweep.run(planned, once, session.folder, earlier)
+        if session.launcher is None:
+            session.launcher = Launcher(settings.isolation, session.folder / "templates")
+        finished, status = sweep.run(planned, once, session.folder, earlier, session.launcher)
         session.status = max(session.status, status)
     return [_answer([finished.get(p.trial_id) for p in of_one], settings.objective) for of_one in expanded]
 

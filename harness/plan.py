@@ -198,9 +198,9 @@ def _fits(name: str, value: Any) -> bool:
     return value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool)))
 
 
-def invalid(planned: Planned, reason: str | None) -> Row:
+def invalid(planned: Planned) -> Row:
     """The row of a trial that cannot run: no process was started for it."""
-    return axes(planned) | {"attempt": 0, "terminal": True, "outcome": Outcome.INVALID, "reason": reason}
+    return axes(planned) | {"attempt": 0, "terminal": True, "outcome": Outcome.INVALID, "reason": planned.reason}
 
 
 def estimate_s(todo: Sequence[Planned], finished: Iterable[Row], flops: float | None) -> tuple[float | None, str]:

@@ -5,6 +5,7 @@ The parent is the only writer of the journal. Not covered: the command line (lau
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,15 +31,22 @@ MIB = 1 << 20
 
 
 def run(
-    planned: Sequence[Planned], settings: Settings, folder: Path, earlier: Sequence[Planned] = ()
+    planned: Sequence[Planned],
+    settings: Settings,
+    folder: Path,
+    earlier: Sequence[Planned] = (),
+    launcher: Launcher | None = None,
 ) -> tuple[dict[str, Row], int]:
     """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status.
 
-    `earlier` are the trials of the same command's batches before this one: they stay in the folder's plan.
+    `earlier` are the trials of the same command's batches before this one: they stay in the folder's plan. `launcher`
+    is theirs too, with its templates; without one it is made, and ended, here.
     """
     try:
-        with Journal(folder) as journal:
-            mine = _resumed(planned, settings, folder, journal, earlier)
+        with Journal(folder) as journal, contextlib.ExitStack() as stack:
+            if launcher is None:
+                launcher = stack.enter_context(Launcher(settings.isolation, folder / "templates"))
+            mine = _resumed(planned, settings, folder, journal, earlier, launcher)
     except OSError as error:
         what = f"cannot write under {folder}: {error.strerror}"
         if not about_writing(error):
@@ -58,7 +67,12 @@ def run(
 
 
 def _resumed(
-    planned: Sequence[Planned], settings: Settings, folder: Path, journal: Journal, earlier: Sequence[Planned]
+    planned: Sequence[Planned],
+    settings: Settings,
+    folder: Path,
+    journal: Journal,
+    earlier: Sequence[Planned],
+    launcher: Launcher,
 ) -> dict[str, Row]:
     """Run what the journal has no answer for; the row that counts for each trial, by id."""
     if not journal.locked:
@@ -75,8 +89,22 @@ def _resumed(
         print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
     for line in variables.dropped(os.environ):
         print(line, file=sys.stderr)
-    with Launcher(settings.isolation, folder / "templates") as launcher:
-        return mine | _run_all(todo, settings, folder, journal, launcher)
+    return mine | _run_all(todo, settings, folder, journal, launcher)
+
+
+def placed(planned: Sequence[Planned]) -> list[Planned]:
+    """The same trials; those with more ranks than there are GPUs to see cannot run here, and say so."""
+
+    def checked(item: Planned, visible: int) -> Planned:
+        reason = machine.too_many_ranks(visible, item.trial.world_size) if item.trial and _on_cuda(item) else None
+        return replace(item, trial=None, reason=reason) if reason else item
+
+    visible = len(machine.visible_gpus(os.environ)) if any(map(_on_cuda, planned)) else 0
+    return [checked(item, visible) for item in planned]
+
+
+def _on_cuda(item: Planned) -> bool:
+    return item.trial is not None and item.trial.device.name == "cuda"
 
 
 def known(rows: Sequence[Row], planned: Sequence[Planned], any_system: bool) -> tuple[dict[str, Row], dict[str, Row]]:
@@ -142,9 +170,8 @@ def run_trial(
     base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts() | plan.axes(item)
     trial = item.trial
     cards = _cards(trial) if trial else []
-    reason = item.reason if trial is None else machine.too_many_ranks(len(cards), trial.world_size)
-    if trial is None or reason is not None:
-        return journal.append(base | plan.invalid(item, reason) | {"started_at": _now(), "isolation": None})
+    if trial is None:
+        return journal.append(base | plan.invalid(item) | {"started_at": _now(), "isolation": None})
     base |= _provenance(trial, cards)
     environ = environment(plan.worker_conf(trial), trial.device.name, os.environ, machine.uuids(cards))
     number = _attempts(folder / "attempts" / item.trial_id)

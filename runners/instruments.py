@@ -157,12 +157,13 @@ _REASONS = {
 
 
 def ours(pids: Iterable[int]) -> set[int]:
-    """Those of the processes that belong to this attempt: to the worker's session, or started by its leader."""
-    leader = os.getsid(0)
+    """Those of the processes that belong to this attempt: to the worker's session, or started by one of it."""
+    session = os.getsid(0)
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError, psutil.Error):  # it has ended, or the number is not of this container
-            if os.getsid(pid) == leader or leader in {parent.pid for parent in psutil.Process(pid).parents()}:
+            family = (pid, *(parent.pid for parent in psutil.Process(pid).parents()))
+            if any(os.getsid(one) == session for one in family):
                 found.add(pid)
     return found
 

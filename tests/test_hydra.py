@@ -21,6 +21,7 @@ from hydra.core.plugins import Plugins
 
 from vramsweep import __main__ as front_door
 from vramsweep.harness import gpus, journal, launch, machine, plan, preview, status
+from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.row import COLUMNS
 
 # A stand-in for Optuna's sweeper (hydra-optuna-sweeper 1.3.0 with optuna 5.0.0): batches of its own choosing, the value
@@ -224,12 +225,22 @@ def test_the_report_is_written_once_after_the_last_batch(
 ) -> None:
     written: list[Path] = []
     monkeypatch.setattr(launch.sweep, "report", written.append)
+    made: list[Launcher] = []
+
+    class Counted(Launcher):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(launch, "Launcher", Counted)
     batches = [[["seq_len=5000"]], [["seq_len=16", "protocol=brief"]]]
     ended, told = sweeper(batches, "report=true", "objective=peak_allocated_bytes")
     assert (ended, told[0]) == (0, None)
     (row,) = [row for row in journal.read(tmp_path / "out" / "tiny-torch-cpu")[0] if row["outcome"] == "ok"]
     assert told[1] == row["peak_allocated_bytes"] > 0
     assert [str(folder) for folder in written] == ["out/tiny-torch-cpu"]
+    assert len(made) == 1  # its templates serve every batch
+    assert not made[0]._templates  # and are ended with the command
 
 
 def test_when_no_trial_of_any_batch_can_run(sweeper: Any, capsys: pytest.CaptureFixture[str]) -> None:

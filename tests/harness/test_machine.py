@@ -127,17 +127,16 @@ def test_a_mig_slice_is_a_device_with_its_own_name_and_memory(
 
 
 @pytest.mark.parametrize("name", [MIG, OLD_MIG])
-def test_a_mig_slice_that_may_not_be_asked_is_still_a_cuda_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_mig_slice_that_may_not_be_asked_is_still_a_cuda_device(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     Driver(monkeypatch, [in_mig_mode(UUID=name, handle=pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION))])
     (seen,) = machine.visible_gpus({"CUDA_VISIBLE_DEVICES": name})
     assert (seen.uuid, seen.name, seen.memory_total, seen.processes) == (name, None, None, None)
     assert seen.problem is not None and "Insufficient Permissions" in seen.problem
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
     monkeypatch.setattr(machine, "torch_cuda", lambda: "12.8")
-    assert launch.choose_device([]) == ["device=cuda"]
-    assert capsys.readouterr().err == ""
+    launch.detect.cache_clear()
+    assert launch.detect() == "cuda"
+    launch.detect.cache_clear()
 
 
 def test_without_a_driver_nothing_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_pending() -> None:
 @pytest.mark.parametrize("bad", [{"seq_len": 0}, {"seq_len": "x"}, {"model": {"name": 3}}, {"runner": {"name": "no"}}])
 def test_the_row_of_an_impossible_trial_fits_the_schema(bad: dict[str, Any]) -> None:
     (planned,) = plan.order(plan.expand([tiny(**bad)], 1))
-    row = complete(plan.invalid(planned, planned.reason))
+    row = complete(plan.invalid(planned))
     assert row["outcome"] == "invalid"
     assert row["reason"]
     assert row["terminal"] is True

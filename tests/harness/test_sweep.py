@@ -21,6 +21,7 @@ from vramsweep.harness import attempt, journal, machine, plan, status, sweep
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal
 from vramsweep.harness.outcome import Evidence
+from vramsweep.harness.row import complete
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -156,13 +157,24 @@ NO_DEVICE = Evidence(exit_code=1, result={"error": {"type": "x.EnvironmentFault"
 FINE = Evidence(exit_code=0, result={"values": {"device_baseline_bytes": 9 << 30, "foreign_processes": [12]}})
 
 
-def test_more_ranks_than_cards_is_invalid_and_nothing_is_started(
+def test_more_ranks_than_cards_cannot_run_and_run_again_where_there_are_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100])
-    row, slept, _ = run_fake(tmp_path, [], 1, device={"name": "cuda"}, sharding="fsdp2", world_size=2)
-    assert (row["outcome"], row["attempt"], slept) == ("invalid", 0, [])
-    assert "world_size=2 needs 2 GPUs and 1 is visible" in row["reason"]
+    cuda: dict[str, Any] = {"device": {"name": "cuda"}, "sharding": "fsdp2"}
+    values = [tiny(**cuda, world_size=n) for n in (1, 2)] + [tiny(sharding="fsdp2", world_size=2)]
+
+    def planned(cards: int) -> list[plan.Planned]:
+        monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100] * cards)
+        return sweep.placed(plan.order(plan.expand(values, 1)))
+
+    by_id = {p.trial_id: p for p in planned(1)}
+    (refused,) = [p for p in by_id.values() if p.trial is None]
+    assert refused.reason and refused.reason.startswith("world_size=2 needs 2 GPUs and 1 is visible")
+    assert refused.resolved["device"]["name"] == "cuda"
+    row = complete(plan.invalid(refused))
+    assert all(p.trial for p in planned(2))
+    assert refused.trial_id in {p.trial_id for p in plan.pending(planned(2), {refused.trial_id: row}, False)}
+    assert all(p.trial for p in planned(0))  # without any card that is the machine's fault, and the worker says so
 
 
 def test_a_row_says_on_which_card_it_ran_out_of_memory_and_what_speaks_against_it(

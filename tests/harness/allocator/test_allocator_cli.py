@@ -56,7 +56,7 @@ def test_the_figure_is_drawn_by_another_process(tmp_path, capsys):
         ([str(SMALL), "--speed"], "unrecognized arguments: --speed (try --help)"),
         (
             [str(SMALL), "--figure", "/nonexistent-folder/x.html"],
-            "the figure could not be drawn: analysis: cannot write",
+            "the figure could not be drawn: vramsweep: cannot write",
         ),
         ([], "the following arguments are required: file (try --help)"),
     ],
