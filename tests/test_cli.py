@@ -228,6 +228,7 @@ def test_one_sweep_from_command_to_report(tmp_path: Path) -> None:
     assert not list(ROOT.glob("multirun*"))
 
 
+@pytest.mark.slow
 def test_a_failed_trial_gives_exit_status_1(tmp_path: Path) -> None:
     target = ROOT / "tests" / "targets" / "faults.py"
     words = ["model=tiny", "device=cpu", "runner=custom", f"runner.target={target}:raises", "report=false"]

@@ -39,6 +39,7 @@ def as_measured(row: Row, **over: Any) -> Row:
                   "gpu_name": "NVIDIA H100 80GB HBM3", "memory_source": "cuda_allocator"} | over  # fmt: skip
 
 
+@pytest.mark.slow
 def test_fabricated_cuda_rows_are_compared_with_the_predictions_of_their_trials(run_sweep: Run, tmp_path: Path) -> None:
     simulated = {"device": {"name": "simulated", "gpu": "h100-80gb"}}
     driver = tiny(**simulated, allocator={"name": "cuda_malloc_async", "conf": "backend:cudaMallocAsync"})

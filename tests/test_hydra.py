@@ -220,6 +220,7 @@ def test_a_sweeper_that_optimises_is_told_a_number_or_a_failure(
     assert len(journal.read(folder)[0]) == len(rows)
 
 
+@pytest.mark.slow
 def test_the_report_is_written_once_after_the_last_batch(
     sweeper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

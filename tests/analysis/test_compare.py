@@ -69,6 +69,7 @@ def test_single_runs_give_no_verdict_on_speed_for_a_pair_and_say_why() -> None:
     assert "run-to-run spread is unknown" in found.pairs[0].speed.reason
 
 
+@pytest.mark.slow
 def test_identical_distributions_seldom_get_a_verdict() -> None:
     """A run-to-run spread of 2 %, no true difference: FASTER or SLOWER at most 5 times in 100."""
     wrong_pairs = pairs = wrong = 0

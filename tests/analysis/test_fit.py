@@ -71,6 +71,7 @@ def test_the_choice_recovers_the_true_kind(kind: str) -> None:
     assert hits >= 34
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(TRUTHS))
 def test_95_percent_intervals_cover_the_truth_92_to_98_times_in_100(kind: str) -> None:
     """200 data sets per kind; of the curve and of a new run, over six lengths, when the kind is known."""

@@ -138,6 +138,7 @@ def test_what_can_still_be_shown_is_shown(name: str, rows: list[Row], tmp_path: 
         assert "120</strong> oom" in page and "no measured values to fit" in page
 
 
+@pytest.mark.slow
 def test_ten_thousand_groups_are_counted_and_some_are_drawn() -> None:
     base = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",), repeats=1)
     frame = pd.DataFrame(base * 10_000)

@@ -182,6 +182,7 @@ def test_words_name_the_worst_and_where() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_ten_thousand_configurations() -> None:
     sides = []
     for rows in (measured(repeats=1, allocators=("default",)), predicted(allocators=("default",))):

@@ -35,7 +35,7 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("isolation", ["cold", "warm"])
+@pytest.mark.parametrize("isolation", [pytest.param("cold", marks=pytest.mark.slow), "warm"])
 def test_each_fault_is_its_outcome_and_the_sweep_goes_on(
     run_sweep: Run, isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

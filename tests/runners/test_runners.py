@@ -87,6 +87,7 @@ def test_a_row_of_the_torch_runner(both: dict[str, dict[str, Row]]) -> None:
     assert 0 < row["overhead_s"] < row["duration_s"]
 
 
+@pytest.mark.slow
 def test_throughput_agrees_with_the_target_s_own_clock(
     run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def model_states(stage: int, world: int) -> tuple[int, int]:
     return 2 * 119360 // (world if stage == 3 else 1), 12 * 119360 // (world if stage else 1)
 
 
+@pytest.mark.slow
 def test_deepspeed_stages_offload_and_two_ranks_real_and_predicted(run_sweep: Run) -> None:
     simulated = {"device": {"name": "simulated", "gpu": "a100-80gb"}, "precision": "bf16"}
     *rows, two, eight, offloaded = run_sweep(
@@ -154,6 +156,7 @@ def test_deepspeed_stages_offload_and_two_ranks_real_and_predicted(run_sweep: Ru
     assert "offload_optimizer" in rows[3]["runner_config"]["zero_optimization"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_trial_at_once(run_sweep: Run) -> None:
     broken = deepspeed(2, precision="bf16", runner={"world_size": 2, "options": {"optimizer": {"type": "NoSuch"}}})
     (row,) = run_sweep(broken, isolation="warm", timeout_s=60)
@@ -179,6 +182,7 @@ def test_what_fails_after_the_measured_steps_leaves_the_measurement(run_sweep: R
         assert values["loss_last"] == whole["loss_last"]
 
 
+@pytest.mark.slow
 def test_checkpointing_recomputes_and_precisions_run(run_sweep: Run) -> None:
     plain, saved, autocast, pure, eager, sgd = run_sweep(
         tiny(seq_len=128),
@@ -199,6 +203,7 @@ def test_checkpointing_recomputes_and_precisions_run(run_sweep: Run) -> None:
     assert sgd["optimizer"] == "SGD"
 
 
+@pytest.mark.slow
 def test_bad_custom_targets_and_trainer_options(run_sweep: Run, tmp_path: Path) -> None:
     target = tmp_path / "mine.py"
     target.write_text("def build(trial):\n    return 5\n")

@@ -77,6 +77,7 @@ def test_what_fsdp_gathers_is_freed_after_the_forward_pass_if_asked(tmp_path: Pa
     assert kept >= 4 * PARAMETERS
 
 
+@pytest.mark.slow
 def test_real_ranks_hold_what_is_predicted(run_sweep: Run) -> None:
     """Forward and backward peaks; in the optimizer's phase a CPU updates one parameter after the other."""
     # eager: with grouped heads in fp32, CUDA and a CPU differ in the fused kernel that they choose

@@ -61,6 +61,7 @@ def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> Non
     assert rows[4]["phase"] == "step 0, forward"
 
 
+@pytest.mark.slow
 def test_custom_targets_run_as_they_are_or_say_why_not(run_sweep: Run) -> None:
     rows = run_sweep(
         target("asks_for_a_value"),
@@ -102,6 +103,7 @@ def test_gpt2_with_the_trainer_s_defaults_of_transformers_4(tmp_path: Path) -> N
     assert peak["reserved"] == pytest.approx(9_154_560 * 1024, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "precision"), [(128, "fp32"), (512, "bf16")])
 def test_against_recordings_of_a_decoder_model(tmp_path: Path, length: int, precision: str) -> None:
     name = f"snapshots/results_medium_{length}_training_memory_snapshot.pickle"

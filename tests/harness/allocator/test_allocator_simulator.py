@@ -148,6 +148,7 @@ def test_invariants_hold_and_everything_returns(operations, config, limit):
     assert all_blocks(simulator) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(OPERATIONS, CONFIGS, LIMITS)
 def test_agrees_with_the_slow_reference(operations, config, limit):
