@@ -378,6 +378,10 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     again = where.duplicated(keep="last") & frame["trial_id"].notna()
     # a row that does not say by which torch it was measured counts until another of its trial follows
     again |= where["torch_version"].isna() & frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
+    # and one that was never started is no word against what was measured
+    unstarted = frame["attempt"].eq(0).fillna(False)
+    again |= unstarted & frame["trial_id"].isin(frame.loc[~unstarted, "trial_id"].dropna())
+    again |= unstarted & frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     if again.any():
         notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
         frame = frame[~again]
@@ -395,10 +399,11 @@ def _system_columns(frame: pd.DataFrame) -> pd.DataFrame:
 def _systems(frame: pd.DataFrame) -> list[str]:
     """What to say where rows were measured on several systems, which no fit mixes."""
     own = frame[frame["foreign"].isna() & frame["outcome"].eq("ok").fillna(False)]
-    found = _system_columns(own)[list(SYSTEM)].drop_duplicates()
-    if len(found) < 2:
+    found = _system_columns(own)[list(SYSTEM)]
+    varying = [name for name in SYSTEM if found[name].nunique() > 1]  # null: not part of that row's system
+    if not varying:
         return []
-    varying = [name for name in SYSTEM if found[name].nunique(dropna=False) > 1]
+    found = found[varying].drop_duplicates()
     names = sorted(" · ".join(str(v) for v in row if not pd.isna(v)) for row in found[varying].itertuples(index=False))
     return [f"rows of {len(found)} systems, never fitted together: {'; '.join(names[:4])}"]
 
@@ -416,13 +421,13 @@ def _flagged(frame: pd.DataFrame) -> list[str]:
 
 def _moved(frame: pd.DataFrame) -> pd.DataFrame:
     """Exports of schema version 1: ZeRO's stage was a column and FSDP2 a runner (upgrade.row does it to rows)."""
-    if "sharding" in frame or "runner" not in frame:
+    if "zero_stage" not in frame or "runner" not in frame:
         return frame
     frame = frame.copy()
     fsdp = frame["runner"].eq("fsdp").fillna(False)
-    stage = pd.to_numeric(frame.pop("zero_stage"), errors="coerce") if "zero_stage" in frame else pd.Series(dtype=float)
-    frame["sharding"] = "zero" + stage.reindex(frame.index).astype("Int64").astype("string")
-    frame["sharding"] = frame["sharding"].mask(fsdp, "fsdp2")
+    stage = pd.to_numeric(frame.pop("zero_stage"), errors="coerce").astype("Int64")
+    frame["sharding"] = "zero" + stage.astype("string")
+    frame["sharding"] = frame["sharding"].mask(fsdp, "fsdp2").mask(frame["sharding"].isna() & ~fsdp, "none")
     frame["runner"] = frame["runner"].mask(fsdp, "torch")
     return frame
 
@@ -444,6 +449,7 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
     codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name != x])
     codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(EXTRA)])
     filled = frame[list(FOUND)].copy()
+    filled["cpu_name"] = filled["cpu_name"].mask(frame["device"].isin(["cuda", "simulated"]).fillna(False))
     for name in FOUND:
         if filled[name].isna().any() and filled[name].notna().any():
             by = filled[name].groupby(codes)

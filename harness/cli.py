@@ -44,16 +44,18 @@ def _status(argv: Sequence[str]) -> int:
     parser.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
-    folders = arguments.folder or sorted(p.parent for p in Path("results").glob("*/journal.jsonl"))
+    folders = arguments.folder or sorted({p.parent for p in Path("results").glob("*/journal*.jsonl")})
     if not folders:
-        raise UserError("no sweep under results/ yet; start one with `make sweep MODEL=tiny`")
+        raise UserError("no sweep under results/ yet; start one with `vramsweep sweep model=tiny`")
     found = [status.read(folder) for folder in folders]
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0
     for one in found:
         parts = [
-            f"{n} {name}" for name in ("ok", "oom", "invalid", "failed", "unreadable") if (n := getattr(one, name))
+            f"{n} {name}"
+            for name in ("ok", "oom", "invalid", "failed", "stopped", "unreadable")
+            if (n := getattr(one, name))
         ]
         total = "?" if one.total is None else one.total
         print(f"{one.folder}  {one.state}  {one.done}/{total}: {', '.join(parts) or 'no rows yet'}")

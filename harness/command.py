@@ -31,7 +31,7 @@ _PLAIN = re.compile(r"[A-Za-z_][\w./:-]*", re.ASCII)
 
 
 def command(resolved: Mapping[str, Any], trial_id: str) -> str:
-    """`python -m harness sweep ...` for a resolved trial, with a comment if that alone will not give its id again.
+    """`python -m vramsweep sweep ...` for a resolved trial, with a comment if that alone will not give its id again.
 
     Raises UserError where Hydra's grammar cannot say it.
     """
@@ -52,7 +52,7 @@ def command(resolved: Mapping[str, Any], trial_id: str) -> str:
     if trials.trial_id(resolved) != trial_id:
         remarks.append("measured by another version of the runner, so the id will be another")
     comment = [f"# {'; '.join(remarks)}"] if remarks else []
-    return " ".join(["python -m harness sweep", *map(shlex.quote, words), *comment])
+    return " ".join(["python -m vramsweep sweep", *map(shlex.quote, words), *comment])
 
 
 def _option(group: str, wanted: Any) -> str:

@@ -157,7 +157,7 @@ def parsed(text: bytes) -> Row | None:
     if intact(text):
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(text)
-    if not isinstance(row, dict) or "trial_id" not in row:
+    if not isinstance(row, dict) or not isinstance(row.get("trial_id"), str):
         return None
     row.pop("checksum", None)
     return upgrade.row(row)
@@ -177,10 +177,13 @@ def finished(rows: Iterable[Row], wanted: Mapping[str, System]) -> tuple[dict[st
     others: dict[str, Row] = {}
     for row in rows:
         trial_id = row["trial_id"]
-        if row.get("terminal") and trial_id in wanted:
-            # what was never started was measured nowhere
-            here = row.get("attempt") == 0 or system(row) == wanted[trial_id]
-            (mine if here else others)[trial_id] = row
+        if not row.get("terminal") or trial_id not in wanted:
+            continue
+        if row.get("attempt") == 0:  # never started: measured nowhere, and no word against what was measured
+            if mine.get(trial_id, row).get("attempt") == 0:
+                mine[trial_id] = row
+        else:
+            (mine if system(row) == wanted[trial_id] else others)[trial_id] = row
     return mine, {trial_id: row for trial_id, row in others.items() if trial_id not in mine}
 
 

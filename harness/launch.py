@@ -204,9 +204,12 @@ def _parse(argv: Sequence[str], action: str) -> tuple[argparse.Namespace, argpar
 
 def _today(override: str) -> str:
     """An override by a name of version 0.1 (`runner.zero_stage=1,2`) in today's words; others as they are."""
-    key, equals, value = override.partition("=")
-    if key == "runner.zero_stage" and equals:
-        return "sharding=" + ",".join(f"zero{stage.strip()}" for stage in value.split(","))
+    key, _, value = override.partition("=")
+    if key == "runner.zero_stage":
+        stages = [stage.strip() for stage in value.split(",")]
+        if not all(stage.isdigit() for stage in stages):
+            raise UserError(f"{override}: ZeRO's stage is an axis now; give sharding=zero1,zero2 (with -m)")
+        return "sharding=" + ",".join(f"zero{stage}" for stage in stages)
     moved = key.removeprefix("runner.") in upgrade.MOVED and key.startswith("runner.")
     return override.removeprefix("runner.") if moved else override
 

@@ -287,6 +287,7 @@ def torch_cuda() -> str | None:
     return _stated("cuda")
 
 
+@cache
 def version(package: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:

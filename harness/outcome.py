@@ -44,22 +44,27 @@ OUTCOMES = (
     Kind(Outcome.ENVIRONMENT, False, True, "always", "the machine is not fit for the trial now (no CUDA device, ...)"),
 )
 # fmt: on
-_KINDS = {kind.outcome: kind for kind in OUTCOMES}
+_KINDS: dict[str, Kind] = {kind.outcome: kind for kind in OUTCOMES}
+
+
+def _kind(outcome: str) -> Kind:
+    """What an outcome means; one that only a later version knows is a failure that may be asked for again."""
+    return _KINDS.get(outcome, Kind(Outcome.CRASH, False, False, "asked", "not known to this version"))
 
 
 def is_answer(outcome: str) -> bool:
     """Whether a row with this outcome answers its trial's question."""
-    return _KINDS[Outcome(outcome)].answer
+    return _kind(outcome).answer
 
 
 def is_verdict(outcome: str) -> bool:
     """Whether it says something about the trial, be it that it fails; a fault of the machine does not."""
-    return _KINDS[Outcome(outcome)].later != "always"
+    return _kind(outcome).later != "always"
 
 
 def runs_again(outcome: str, asked: bool) -> bool:
     """Whether a later run of the sweep tries the trial again; `asked`: with retry_failed=true."""
-    later = _KINDS[Outcome(outcome)].later
+    later = _kind(outcome).later
     return later == "always" or (asked and later == "asked")
 
 
@@ -90,20 +95,26 @@ _OOM = re.compile(
     r"Cuda failure( 2)? '?out of memory"
 )
 _HOST_OOM = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc")
+# The driver, the card or the node is not there or not whole: it says nothing about the trial.
+_ENVIRONMENT = re.compile(
+    r"No CUDA GPUs are available|Found no NVIDIA driver|NVIDIA driver on your system is too old|cudaGetDeviceCount|"
+    r"CUDA unknown error|no CUDA-capable device|system not yet initialized|driver version is insufficient|"
+    r"ECC error|(GPU|device) is lost|fallen off the bus|CUDA (driver )?error: initialization error|"
+    r"CUDA driver initialization failed",
+    re.IGNORECASE,
+)
 _HINTS = {Outcome.TIMEOUT: "; raise timeout_s if that is too short"}
 _BUSY = re.compile(r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use")
 _CUDA = re.compile(r"CUDA error|CUDA driver error|CUBLAS_STATUS|CUDNN_STATUS|NCCL|AcceleratorError|device-side assert")
 
 
-def alike(before: list[tuple[str, str]], outcome: str, reason: str | None) -> list[tuple[str, str]]:
-    """The failures in a row that are the same: `before` with this one, this one alone, or none after an answer.
+def same_way(a: tuple[str, str | None], b: tuple[str, str | None]) -> bool:
+    """Whether two outcomes with their reasons are the same failure, whatever numbers the reasons hold."""
 
-    Numbers in a reason (process ids, sizes, addresses) make no difference.
-    """
-    if is_answer(outcome):
-        return []
-    this = (outcome, re.sub(r"0x[0-9a-f]+|\d+", "N", reason or ""))
-    return [*before, this] if this in before[-1:] else [this]
+    def shape(outcome: str, reason: str | None) -> tuple[str, str]:
+        return outcome, re.sub(r"0x[0-9a-f]+|\d+", "N", reason or "")
+
+    return shape(*a) == shape(*b)
 
 
 def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
@@ -164,6 +175,8 @@ def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
         return Outcome.OOM, reason
     if kind.endswith(".MemoryError") or _HOST_OOM.search(text):
         return Outcome.HOST_OOM, reason
+    if _ENVIRONMENT.search(text):
+        return Outcome.ENVIRONMENT, reason
     if _BUSY.search(text):
         return Outcome.CONTENDED, reason
     if _CUDA.search(text):

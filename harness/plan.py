@@ -60,8 +60,8 @@ class Settings:
         if self.objective is not None and self.objective not in OBJECTIVES:
             near = mistakes.closest(str(self.objective), OBJECTIVES)
             meant = f"; did you mean {near}?" if near else ""
-            names = ", ".join(OBJECTIVES)
-            raise UserError(f"objective={self.objective}: allowed is null or a column of numbers: {names}{meant}")
+            listed = "`vramsweep columns` lists them"
+            raise UserError(f"objective={self.objective}: allowed is null or a column of numbers{meant} {listed}")
         cards = [gpu.name for gpu in GPUS]
         if not isinstance(self.predict, bool) and self.predict not in cards:
             raise UserError(f"predict={self.predict}: allowed is true, false or a card: {', '.join(cards)}")
@@ -84,6 +84,8 @@ class Planned:
 
 def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
     """The sweep's settings, which must not differ from trial to trial. Raises UserError otherwise."""
+    if not configs:
+        raise UserError("the sweep is empty: one of its lists or ranges holds no value")
     first = {key: configs[0][key] for key in SETTINGS if key in configs[0]}
     for config in configs[1:]:
         for key in first:

@@ -122,6 +122,12 @@ def _deepspeed_simulated(trial: Trial) -> str | None:
     return None
 
 
+def _deepspeed_optimizer(trial: Trial) -> str | None:
+    if "optimizer" in trial.runner.options and trial.optimizer != "default":
+        return f"runner.options.optimizer contradicts optimizer={trial.optimizer}; give one of them"
+    return None
+
+
 def _deepspeed_fused_on_cpu(trial: Trial) -> str | None:
     if trial.device.name == "cpu" and trial.optimizer == "adamw_fused":
         return "optimizer adamw_fused with deepspeed needs CUDA; on device=cpu use adamw"
@@ -145,6 +151,7 @@ _TRAINER_OWNED = {
     "tf32": "precision",
     "half_precision_backend": "precision",
     "gradient_checkpointing": "gradient_checkpointing",
+    "accelerator_config.gradient_accumulation_kwargs.num_steps": "grad_accum",
     "max_steps": _PROTOCOL,
     "num_train_epochs": _PROTOCOL,
     "seed": "seed",
@@ -224,7 +231,7 @@ RUNNERS = (
             "zero_optimization.cpu_offload_param": "offload_param",
         },
         options=None,
-        rules=(_deepspeed_precision, _deepspeed_simulated, _deepspeed_fused_on_cpu),
+        rules=(_deepspeed_precision, _deepspeed_optimizer, _deepspeed_simulated, _deepspeed_fused_on_cpu),
     ),
     Runner(
         "custom",

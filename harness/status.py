@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vramsweep.harness import journal
-from vramsweep.harness.outcome import is_answer
+from vramsweep.harness.outcome import is_answer, is_verdict
 from vramsweep.harness.row import Outcome
-from vramsweep.harness.sweep import PLAN
+from vramsweep.harness.sweep import PLAN, counted
+from vramsweep.harness.trial import ID_VERSION
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Status:
     oom: int
     invalid: int
     failed: int
+    stopped: int  # by a fault of the machine, and without an answer yet
     last_row_at: str | None
     unreadable: int
 
@@ -32,14 +34,11 @@ class Status:
 def read(folder: Path) -> Status:
     """The status of one sweep's folder. Raises UserError if there is no journal in it."""
     rows, unreadable = journal.read(folder)
-    every = journal.terminal(rows)
-    try:
-        planned: list[str] | None = json.loads((folder / PLAN).read_text())["trials"]
-    except (OSError, ValueError, KeyError):
-        planned = None
-    finished = every if planned is None else {i: every[i] for i in planned if i in every}
+    wanted, any_system = _wanted(folder)
+    finished = journal.terminal(rows) if wanted is None else counted(rows, wanted, any_system)[0]
+    last = {row["trial_id"]: row["outcome"] for row in rows if wanted is None or row["trial_id"] in wanted}
     outcomes = [row["outcome"] for row in finished.values()]
-    total = None if planned is None else len(planned)
+    total = None if wanted is None else len(wanted)
     if any(map(_locked, journal.files(folder))):
         state = "running"
     else:
@@ -52,10 +51,24 @@ def read(folder: Path) -> Status:
         outcomes.count(Outcome.OK),
         outcomes.count(Outcome.OOM),
         outcomes.count(Outcome.INVALID),
-        sum(not is_answer(row["outcome"]) for row in finished.values()),
+        sum(not is_answer(kind) for kind in outcomes),
+        sum(not is_verdict(kind) for trial_id, kind in last.items() if trial_id not in finished),
         rows[-1].get("started_at") if rows else None,
         unreadable,
     )
+
+
+def _wanted(folder: Path) -> tuple[dict[str, tuple[str | None, ...]] | None, bool]:
+    """The last plan's trials, each with its system, and whether any system counts; None where no plan of today is."""
+    try:
+        found = json.loads((folder / PLAN).read_text())
+        if found["id_version"] != ID_VERSION:
+            return None, False
+        systems = [tuple(one) for one in found["systems"]]
+        own = zip(found["trials"], found["system"], strict=True)
+        return {trial_id: systems[at] for trial_id, at in own}, bool(found["any_system"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None, False
 
 
 def _locked(path: Path) -> bool:

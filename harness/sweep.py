@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from vramsweep.harness.flags import flags
 from vramsweep.harness.journal import Journal, finished, read
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.row import Outcome, Row, system
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.trial import ID_VERSION, Trial
 
 PLAN = "plan.json"
 MIB = 1 << 20
@@ -56,14 +56,18 @@ def run(
         print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None
     mine = {p.trial_id: mine[p.trial_id] for p in planned if p.trial_id in mine}
-    failed = sum(not outcome.is_answer(row["outcome"]) for row in mine.values())
+    unanswered = [row["outcome"] for row in mine.values() if not outcome.is_answer(row["outcome"])]
+    faults = sum(not outcome.is_verdict(kind) for kind in unanswered)
+    failed = len(unanswered) - faults
     if failed:
         print(
             f"{failed} trial(s) failed; their logs are under {folder / 'attempts'}; retry_failed=true runs them again"
         )
+    if faults:
+        print(f"{faults} trial(s) were stopped by a fault of the machine; the same command runs them again")
     if settings.report:
         report(folder)
-    return mine, 1 if failed or len(mine) < len(planned) else 0
+    return mine, 1 if unanswered or len(mine) < len(planned) else 0
 
 
 def _resumed(
@@ -82,7 +86,7 @@ def _resumed(
         print(f"{journal.path}: {unreadable} unreadable line(s) skipped", file=sys.stderr)
     mine, others = known(rows, planned, settings.any_system)
     todo = plan.pending(planned, mine, settings.retry_failed)
-    _write_plan(folder, [*earlier, *planned])
+    _write_plan(folder, [*earlier, *planned], settings.any_system)
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
     print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
     if others:
@@ -109,9 +113,21 @@ def _on_cuda(item: Planned) -> bool:
 
 def known(rows: Sequence[Row], planned: Sequence[Planned], any_system: bool) -> tuple[dict[str, Row], dict[str, Row]]:
     """The rows that count for planned trials, by id, and those of other systems, which do not (any_system: they do)."""
-    seen, facts = machine.visible_gpus(dict(os.environ)), machine.facts()
-    mine, others = finished(rows, {p.trial_id: _system(p, seen, facts) for p in planned})
+    return counted(rows, _systems(planned), any_system)
+
+
+def counted(
+    rows: Sequence[Row], wanted: Mapping[str, tuple[str | None, ...]], any_system: bool
+) -> tuple[dict[str, Row], dict[str, Row]]:
+    """The same for trials by id, each with the system that it would be measured on."""
+    mine, others = finished(rows, wanted)
     return (others | mine, {}) if any_system else (mine, others)
+
+
+def _systems(planned: Sequence[Planned]) -> dict[str, tuple[str | None, ...]]:
+    """The system that each trial would be measured on here, by id."""
+    seen, facts = machine.visible_gpus(os.environ), machine.facts()
+    return {p.trial_id: _system(p, seen, facts) for p in planned}
 
 
 def other_systems(rows: Mapping[str, Row]) -> str:
@@ -131,22 +147,44 @@ def _run_all(
     """
     progress = Progress(len(todo))
     done: dict[str, Row] = {}
-    alike: list[tuple[str, str]] = []
+    streak: list[Row] = []
     while todo:
+        lengths = {p.trial.seq_len for p in todo if p.trial}
         for item in todo:
             row = run_trial(item, settings, folder, journal, launcher, time.sleep)
             done[item.trial_id] = row
             progress.show(row, item)
-            alike = outcome.alike(alike, row["outcome"], row["reason"])
-            if settings.breaker and len(alike) >= settings.breaker:
-                raise UserError(
-                    f"{len(alike)} trials in a row ended in the same way, so the sweep stops here: {row['outcome']}: "
-                    f"{row['reason']}. All rows are kept; mend it and run the same command (breaker=0 never stops)"
-                )
+            streak = _streak(streak, row)
+            if settings.breaker and len(streak) >= settings.breaker and _beyond_one_length(streak, lengths):
+                raise UserError(_broken(row, len(streak)))
         faults = [item for item in todo if not outcome.is_verdict(done[item.trial_id]["outcome"])]
         todo = faults if len(faults) < len(todo) else []
         progress.total += len(todo)
     return done
+
+
+def _streak(before: list[Row], row: Row) -> list[Row]:
+    """The failures in a row that are the same one, this row's last. Others on the device will leave: no failure."""
+    kind, reason = row["outcome"], row["reason"]
+    if outcome.is_answer(kind):
+        return []
+    if kind == Outcome.CONTENDED:
+        return before
+    same = before and outcome.same_way((before[-1]["outcome"], before[-1]["reason"]), (kind, reason))
+    return [*before, row] if same else [row]
+
+
+def _beyond_one_length(streak: Sequence[Row], lengths: Collection[int]) -> bool:
+    """The longest trials come first, and only they may be too slow or too long: the next length shows it."""
+    return len(lengths) < 2 or len({row["seq_len"] for row in streak}) > 1
+
+
+def _broken(row: Row, count: int) -> str:
+    again = "" if outcome.runs_again(row["outcome"], asked=False) else " with retry_failed=true"
+    return (
+        f"{count} trials in a row ended in the same way, so the sweep stops here: {row['outcome']}: {row['reason']}. "
+        f"All rows are kept; mend it and run the same command{again} (breaker=0 never stops)"
+    )
 
 
 def report(folder: Path) -> None:
@@ -189,6 +227,7 @@ def run_trial(
             row |= {"environment": variables.recorded(environ)} | measured(evidence)
             row |= {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
             row |= {"isolation": done.isolation, "cold_reason": done.cold_reason}
+            row["gpu_name"] = base["gpu_name"] or row["gpu_name"]  # with several, the system is the first one's
             spent = row.pop("steps_s", None)
             row["overhead_s"] = None if spent is None else done.duration_s - spent
             notes = [*(row.get("notes") or []), *done.notes, outcome.remark(evidence)]
@@ -213,9 +252,9 @@ def run_trial(
 
 
 def measured(evidence: outcome.Evidence) -> Row:
-    """The columns that the worker filled."""
+    """The columns that the worker filled; what it does not know the parent may."""
     values: Row = (evidence.result or {}).get("values", {})
-    return dict(values)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _cards(trial: Trial) -> list[machine.Gpu]:
@@ -284,11 +323,18 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _write_plan(folder: Path, planned: Sequence[Planned]) -> None:
+def _write_plan(folder: Path, planned: Sequence[Planned], any_system: bool) -> None:
+    """What `status` holds the journal against: the trials, and the system that each would be measured on."""
+    systems = _systems(planned)
+    distinct = list(dict.fromkeys(systems.values()))
     record = {
         "command": sys.argv[1:],
         "started_at": _now(),
-        "trials": list(dict.fromkeys(p.trial_id for p in planned)),
+        "id_version": ID_VERSION,
+        "trials": list(systems),
+        "systems": distinct,
+        "system": [distinct.index(own) for own in systems.values()],
+        "any_system": any_system,
         "pid": os.getpid(),
     }
     (folder / PLAN).write_text(json.dumps(record))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,8 @@ NAMES = (("allocator", "name"), ("protocol", "name"), ("model", "name"), ("model
          ("model", "max_positions"), ("fingerprints",))  # fmt: skip
 # Where files are named: their contents stand for them.
 FILES = (("runner", "target"), ("model", "path"), ("data",))
+# What others read: there an empty node or a null says something.
+VERBATIM = (("runner", "options"), ("model", "config"))
 
 
 class InvalidTrial(UserError):
@@ -177,6 +180,8 @@ def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
     def pruned(value: Any, at: tuple[str, ...]) -> Any:
         """The value without names and defaults; None where nothing is left."""
+        if at in VERBATIM:
+            return value or None
         if isinstance(value, Mapping):
             kept = {str(k): p for k, v in value.items() if (p := pruned(v, (*at, str(k)))) is not None}
             return kept or None
@@ -196,10 +201,10 @@ def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
 def _by_content(name: str, content: Mapping[str, Any]) -> Any:
     """A file's digest, or those of the files in a folder, in place of its name; the name where it has none."""
     path, colon, function = name.rpartition(":")
-    if colon and path in content:
-        return [content[path], function]
-    inside = sorted(digest for file, digest in content.items() if file == name or Path(file).parent == Path(name))
-    return inside or name
+    if colon and str(Path(path)) in content:
+        return [content[str(Path(path))], function]
+    place = Path(name)
+    return sorted(digest for file, digest in content.items() if place in (Path(file), Path(file).parent)) or name
 
 
 def _measurement(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,6 +340,7 @@ def _custom(trial: Trial) -> str | None:
     return None
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

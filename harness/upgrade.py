@@ -76,6 +76,10 @@ def _measured_as_now(resolved: Mapping[str, Any], trial_id: str) -> bool:
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
     if hashlib.sha256(text.encode()).hexdigest()[:16] != trial_id:
         return False
+    options = runner.get("options")
+    owned = next((entry.owned for entry in registry.RUNNERS if entry.name == name), {})
+    if isinstance(options, Mapping) and set(registry.flat(options)) & owned.keys():
+        return False  # they contradicted the axes, by which speed and FLOPs were reckoned
     now = {entry.name: entry.measurement for entry in registry.RUNNERS}
     unchanged = now.get(name) == FIRST_MEASUREMENT.get(name) and layout(resolved).get("sharding", "none") == "none"
     return unchanged and device.get("name") != "simulated" and resolved.get("attention") != "flash_attention_2"

@@ -75,7 +75,7 @@ def _device(trial: Trial) -> torch.device:
     if trial.device.name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise EnvironmentFault("torch sees no CUDA device; `make doctor` tells more, or use device=cpu")
+        raise EnvironmentFault("torch sees no CUDA device; `vramsweep doctor` tells more, or use device=cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 

@@ -80,24 +80,24 @@ class VramsweepLauncher(Launcher):
         loader = self.context.config_loader
         parser = OverridesParser.create(config_loader=loader)
         parsed = {text: parser.parse_override(text) for text in {t for overrides in job_overrides for t in overrides}}
-        plain = {text for text, override in parsed.items() if _plain(override, loader)}
+        keys = {override.key_or_group for override in parsed.values()}
+        groups = {key for key in keys if loader.list_groups(key) or loader.get_group_options(key)}
+        plain = {text for text, override in parsed.items() if _plain(override) and override.key_or_group not in groups}
         composed: dict[tuple[str, ...], DictConfig] = {}
         configs = []
         for overrides in job_overrides:
-            groups = tuple(text for text in overrides if text not in plain)
-            if groups not in composed:
-                config = loader.load_sweep_config(self.config, list(groups))
+            rest = tuple(text for text in overrides if text not in plain)
+            if rest not in composed:
+                config = loader.load_sweep_config(self.config, list(rest))
                 with open_dict(config):
                     del config["hydra"]
-                composed[groups] = config
-            config = copy.deepcopy(composed[groups])
+                composed[rest] = config
+            config = copy.deepcopy(composed[rest])
             ConfigLoaderImpl._apply_overrides_to_config([parsed[t] for t in overrides if t in plain], config)
             configs.append(config)
         return configs
 
 
-def _plain(override: Override, loader: Any) -> bool:
-    """Whether it sets a plain value: "+", "~" and config groups change how a configuration composes."""
-    if override.is_add() or override.is_delete() or override.is_hydra_override():
-        return False
-    return not loader.list_groups(override.key_or_group) and not loader.get_group_options(override.key_or_group)
+def _plain(override: Override) -> bool:
+    """Whether it sets a value: "+" and "~" change how a configuration composes."""
+    return not (override.is_add() or override.is_delete() or override.is_hydra_override())

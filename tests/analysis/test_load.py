@@ -149,3 +149,15 @@ def test_flagged_rows_are_said_and_kept(tmp_path: Path) -> None:
     table = load.load(synthetic.write(tmp_path, rows))
     assert len(table.frame) == len(rows)
     assert any("1 row is flagged: contended 1, throttled 1" in note for note in table.warnings)
+
+
+def test_the_host_of_a_gpu_and_a_library_that_not_all_rows_use_are_no_other_system(tmp_path: Path) -> None:
+    rows = synthetic.sweep(lengths=(128, 256), batches=(1,), repeats=1, allocators=("default",))
+    for number, one in enumerate(rows):
+        one |= {"device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3", "cpu_name": f"host {number}"}
+    other = [
+        row | {"trial_id": row["trial_id"] + "d", "runner": "deepspeed", "deepspeed_version": "0.19.8"} for row in rows
+    ]
+    table = load.load(synthetic.write(tmp_path, [*rows, *other]))
+    assert not any("systems" in note for note in table.warnings)
+    assert sorted(len(group.rows) for group in load.groups(table)) == [2, 2]

@@ -100,7 +100,7 @@ def test_the_report_says_what_was_found_and_warns(folder: Path) -> None:
     assert "Allocator expandable against default: peak reserved SMALLER" in page
     assert "the GPU was throttled in 1 row: cudef-b1-s128-r0" in page
     assert "memory was still rising at the end of 1 row" in page
-    assert page.count("<code>python -m harness sweep model=tiny ") == 1
+    assert page.count("<code>python -m vramsweep sweep model=tiny ") == 1
     assert "no command: the resolved trial has no allocator" in page  # what the other rows hold is not a whole trial
     assert "<strong>104</strong> ok" in page and "<strong>16</strong> oom" in page
     assert re.search(r"plotly\.js v\d", page)

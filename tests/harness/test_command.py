@@ -36,7 +36,7 @@ COMMANDS: list[list[str]] = [
 
 
 def planned(overrides: list[str]) -> plan.Planned:
-    """The last repeat's trial, as `python -m harness sweep` plans it."""
+    """The last repeat's trial, as `vramsweep sweep` plans it."""
     config = OmegaConf.to_container(compose("config", overrides), resolve=True)
     assert isinstance(config, dict)
     values = {str(key): v for key, v in config.items()}
@@ -48,7 +48,7 @@ def test_the_command_of_a_trial_gives_the_same_trial() -> None:
         for overrides in COMMANDS:
             trial = planned(overrides)
             again = shlex.split(command(trial.resolved, trial.trial_id), comments=True)
-            assert again[:4] == ["python", "-m", "harness", "sweep"]
+            assert again[:4] == ["python", "-m", "vramsweep", "sweep"]
             assert planned(again[4:]).trial_id == trial.trial_id, again
 
 

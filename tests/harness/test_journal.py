@@ -12,9 +12,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from vramsweep.analysis.load import load
+from vramsweep.analysis.load import from_frame, load
 from vramsweep.harness import journal
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal
@@ -256,3 +257,18 @@ def test_the_host_s_processor_is_part_of_a_cpu_s_system_only() -> None:
     assert system({"device": "cpu", "cpu_name": "x"}) != system({"device": "cpu", "cpu_name": "y"})
     simulated = {"device": "simulated", "torch_version": "2.13.0"}
     assert system(simulated | {"gpu_name": "h100-80gb"}) == system(simulated)
+
+
+@pytest.mark.parametrize("refused_first", [True, False])
+def test_a_trial_that_was_once_refused_keeps_what_was_measured(refused_first: bool) -> None:
+    """Measured on a node with four cards; on one with two it could not start, and was not tried."""
+    measured, refused = row("a", **H100), row("a", attempt=0, outcome="invalid", torch_version="2.12.0", device="cuda")
+    rows = [refused, measured] if refused_first else [measured, refused]
+    assert journal.finished(rows, {"a": system(H100)})[0] == {"a": measured}
+    table = from_frame(pd.DataFrame(rows), "x")
+    assert table.frame["outcome"].tolist() == ["ok"]
+
+
+def test_a_line_whose_id_is_no_text_is_no_row(tmp_path: Path) -> None:
+    (tmp_path / journal.NAME).write_text('{"trial_id": ["x"]}\n{"trial_id": 7}\n')
+    assert journal.read(tmp_path) == ([], 2)

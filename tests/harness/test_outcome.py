@@ -9,12 +9,12 @@ import pytest
 from vramsweep.harness.outcome import (
     OUTCOMES,
     Evidence,
-    alike,
     classify,
     is_answer,
     is_verdict,
     remark,
     runs_again,
+    same_way,
     transient,
 )
 from vramsweep.harness.row import Outcome
@@ -49,6 +49,21 @@ CASES = [
     ),
     (failed("torch.distributed.DistBackendError", "NCCL error: unhandled system error"), "cuda_error", True, "NCCL"),
     (failed("vramsweep.harness.errors.EnvironmentFault", "no CUDA device"), "environment", True, "no CUDA device"),
+    *(
+        (failed("builtins.RuntimeError", text), "environment", True, text[:20])
+        for text in (
+            "No CUDA GPUs are available",
+            "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
+            "The NVIDIA driver on your system is too old (found version 11040)",
+            "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+            "NumCudaDevices() that might have already set an error? Error 802: system not yet initialized",
+            "CUDA unknown error - this may be due to an incorrectly set up environment",
+            "CUDA error: uncorrectable ECC error encountered",
+            "CUDA error: no CUDA-capable device is detected",
+            "CUDA driver initialization failed, you might not have a CUDA gpu.",
+        )
+    ),
+    (failed("builtins.ValueError", "weight initialization failed"), "crash", False, "weight"),
     (failed("builtins.MemoryError", ""), "host_oom", False, "MemoryError"),
     (failed("torch.AcceleratorError", "CUDA error: an illegal memory access"), "cuda_error", True, "illegal"),
     (failed("builtins.RuntimeError", "CUDA error: device-side assert triggered"), "cuda_error", True, "assert"),
@@ -100,14 +115,16 @@ def test_what_answers_and_what_runs_again() -> None:
     assert names(lambda o: not is_verdict(o)) == "contended environment"
 
 
-def test_failures_are_alike_whatever_numbers_they_name_and_an_answer_ends_the_run() -> None:
-    run: list[tuple[str, str]] = []
-    for pid in (7, 8, 9):
-        run = alike(run, "contended", f"other processes use the device (pid {pid})")
-    assert len(run) == 3
-    assert len(alike(run, "crash", "ValueError: no")) == 1
-    assert alike(run, "oom", "CUDA out of memory") == []
-    assert len(alike(alike([], "crash", "at 0x7f01"), "crash", "at 0xbeef")) == 2
+def test_a_failure_is_the_same_whatever_numbers_it_names() -> None:
+    assert same_way(("crash", "no room at 0x7f01 for 12 bytes"), ("crash", "no room at 0xbeef for 7 bytes"))
+    assert not same_way(("crash", "no room"), ("timeout", "no room"))
+    assert not same_way(("crash", "no room"), ("crash", None))
+
+
+def test_an_outcome_of_a_later_version_is_a_failure_that_may_be_asked_for_again() -> None:
+    assert not is_answer("preempted")
+    assert is_verdict("preempted")
+    assert [runs_again("preempted", asked) for asked in (False, True)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -231,18 +231,42 @@ def test_trials_that_the_machine_stopped_run_once_more_at_the_end_and_again_the_
     assert [row["attempt"] for row in done] == [2, 1, 4]
 
 
+def raised(text: str) -> list[Evidence]:
+    return [Evidence(exit_code=1, result={"error": {"type": "builtins.ValueError", "message": text}})]
+
+
 def test_ten_trials_that_fail_the_same_way_stop_the_sweep(
     run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(number: int) -> list[Evidence]:
-        message = f"no space in block {number}"
-        return [Evidence(exit_code=1, result={"error": {"type": "builtins.ValueError", "message": message}})]
-
-    values = scripted(monkeypatch, _0=[FINE], **{f"_{n}": broken(n) for n in range(1, 15)})
-    with pytest.raises(UserError, match=r"10 trials in a row .*ValueError: no space in block 10.*breaker=0"):
+    broken = {f"_{n}": raised(f"no space in block {n}") for n in range(1, 15)}
+    values = scripted(monkeypatch, _0=[FINE], **broken)
+    said = r"10 trials in a row .*ValueError: no space in block 10.*with retry_failed=true \(breaker=0"
+    with pytest.raises(UserError, match=said):
         run_sweep(*values, isolation="warm", breaker=10)
     assert len(journal.read(tmp_path / "t")[0]) == 11
     assert len(run_sweep(*values, isolation="warm", breaker=0)) == 15
+
+
+def test_a_night_whose_longest_trials_all_fail_goes_on_to_the_shorter_ones(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(
+        monkeypatch, **{f"_{n}": raised("too long") for n in range(12)}, **{f"_{n}": [FINE] for n in range(12, 24)}
+    )
+    values = [tiny(seed=seed, seq_len=64 if seed < 12 else 32) for seed in range(24)]
+    rows = run_sweep(*values, isolation="warm", breaker=10)
+    assert [row["outcome"] for row in rows] == ["crash"] * 12 + ["ok"] * 12
+    scripted(monkeypatch, **{f"_{n}": raised("broken") for n in range(24, 48)})
+    values = [tiny(seed=seed, seq_len=64 if seed < 36 else 32) for seed in range(24, 48)]
+    with pytest.raises(UserError, match="13 trials in a row"):
+        run_sweep(*values, isolation="warm", breaker=10)
+
+
+def test_others_on_the_device_do_not_stop_a_sweep(run_sweep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = Evidence(foreign=(4711,))
+    values = scripted(monkeypatch, **{f"_{n}": [busy] for n in range(1, 13)}, _13=[FINE])
+    rows = run_sweep(*values, isolation="warm", breaker=10)
+    assert [row["outcome"] for row in rows] == ["contended"] * 12 + ["ok"]
 
 
 def test_a_journal_of_another_card_finishes_nothing_here(
@@ -255,6 +279,18 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     capsys.readouterr()
     run_sweep(*values, isolation="warm", any_system=True)
     assert "2 finished before, 0 to do" in capsys.readouterr().out
+    assert status.read(tmp_path / "t").done == 2
+    run_sweep(*values[:1], isolation="warm")
+    now = status.read(tmp_path / "t")
+    assert (now.done, now.total) == (1, 1)
+    monkeypatch.setattr(machine, "facts", lambda: {"cpu_name": "three", "torch_version": "2.13.0"})
+    sweep._write_plan(tmp_path / "t", plan.order(plan.expand(values, 1)), any_system=False)
+    assert (status.read(tmp_path / "t").done, status.read(tmp_path / "t").state) == (0, "stopped")
+    (tmp_path / "t" / journal.NAME).write_bytes(
+        b"".join((tmp_path / "t" / journal.NAME).read_bytes().splitlines(True)[:2])
+    )
+    monkeypatch.setattr(machine, "facts", lambda: {"cpu_name": "two", "torch_version": "2.13.0"})
+    capsys.readouterr()
     run_sweep(*values, isolation="warm")
     said = capsys.readouterr()
     assert "0 finished before, 2 to do" in said.out
@@ -342,3 +378,26 @@ def test_status_of_a_finished_sweep(run_sweep: Run, tmp_path: Path) -> None:
         file.write('{"torn')
     assert status.read(tmp_path / "t").unreadable == 1
     assert json.loads((tmp_path / "t" / sweep.PLAN).read_text())["trials"]
+
+
+def test_status_of_a_sweep_that_the_machine_stopped(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_sweep(*scripted(monkeypatch, _1=[NO_DEVICE], _2=[FINE]), isolation="warm")
+    found = status.read(tmp_path / "t")
+    assert (found.state, found.done, found.total, found.ok, found.failed, found.stopped) == ("stopped", 1, 2, 1, 0, 1)
+
+
+def test_status_of_a_sweep_of_version_1() -> None:
+    found = status.read(ROOT / "results" / "reference" / "gpt2-cpu")
+    assert (found.done, found.ok) == (12, 12)
+
+
+def test_what_the_worker_does_not_know_the_parent_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a card that tells its name to one of them only would be another system, and every run start anew."""
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100])
+    monkeypatch.setattr(machine, "again", lambda cards: cards)
+    told = Evidence(exit_code=0, result={"values": {"gpu_name": None, "torch_version": None}})
+    row, _, _ = run_fake(tmp_path, [told], 0, device={"name": "cuda"})
+    assert row["gpu_name"] == H100.name
+    assert row["torch_version"] == machine.facts()["torch_version"]

@@ -92,6 +92,24 @@ def test_a_file_counts_by_what_is_in_it_not_by_where_it_is(tmp_path: Path) -> No
     assert ids[0] != ids[1]
 
 
+def test_a_file_counts_by_what_is_in_it_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = []
+    for text in ("def build(trial): pass", "def build(trial): return 1"):
+        Path("mine.py").write_text(text)
+        spellings = ("mine.py", "./mine.py", f"{tmp_path}//mine.py", f"../{tmp_path.name}/mine.py")
+        ids.append({identity(tiny(runner={"name": "custom", "target": f"{name}:build"})) for name in spellings})
+    assert [len(found) for found in ids] == [1, 1]
+    assert ids[0] != ids[1]
+
+
+def test_an_empty_or_null_option_of_a_library_says_something() -> None:
+    def of(**options: Any) -> str:
+        return identity(tiny(runner={"name": "deepspeed", "options": options}, sharding="zero2"))
+
+    assert len({of(), of(activation_checkpointing={}), of(zero_optimization={"round_robin_gradients": None})}) == 3
+
+
 def test_the_same_model_in_two_folders_is_one_trial_unless_its_tokens_differ(tmp_path: Path) -> None:
     text = tmp_path / "corpus.txt"
     text.write_text("one two")
@@ -184,6 +202,11 @@ def trainer(**options: Any) -> dict[str, Any]:
         (trainer(max_steps=5), "belongs to the axis protocol"),
         (trainer(optim="adamw_torch_fused"), "give optimizer=adamw_fused"),
         (tiny(runner={"name": "trainer", "options": {"optim": "adafactor"}}, optimizer="sgd"), "contradicts"),
+        (
+            trainer(accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 4}}),
+            "belongs to the axis grad_accum",
+        ),
+        (deepspeed("zero2", options={"optimizer": {"type": "SGD"}}, optimizer="adamw"), "contradicts optimizer=adamw"),
         (deepspeed("zero2", options={"train_micro_batch_size_per_gpu": 4}), "belongs to the axis micro_batch"),
         (deepspeed("zero2", options={"fp16": {"enabled": True}}), "belongs to the axis precision"),
         (deepspeed("zero2", options={"zero_optimization": {"stage": 3}}), "belongs to the axis sharding"),

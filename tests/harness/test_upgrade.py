@@ -84,6 +84,8 @@ OLD_RUNNER = {"world_size": 1, "zero_stage": None, "offload_optimizer": None, "o
         ({"runner": {"name": "fsdp", "world_size": 2}}, False),  # its peaks were rank 0's
         ({"runner": {"name": "deepspeed", "zero_stage": 2}}, False),
         ({"runner": {"name": "custom", "target": "x.py:f"}}, False),
+        ({"runner": {"name": "trainer", "options": {"per_device_train_batch_size": 16}}}, False),
+        ({"runner": {"name": "trainer", "options": {"max_grad_norm": 0.5}}}, True),
         ({"device": {"name": "simulated", "gpu": "a100-80gb"}}, False),  # its card had more memory than a real one
     ],
 )
@@ -102,5 +104,5 @@ def test_exports_of_version_1_are_read_too(tmp_path: Path) -> None:
         "a,true,ok,deepspeed,3,64,10\nb,true,ok,fsdp,,64,10\nc,true,ok,torch,,64,10\n"
     )
     frame = load(tmp_path / "rows.csv").frame
-    assert frame["sharding"].fillna("?").tolist() == ["zero3", "fsdp2", "?"]
+    assert frame["sharding"].tolist() == ["zero3", "fsdp2", "none"]
     assert frame["runner"].tolist() == ["deepspeed", "torch", "torch"]
