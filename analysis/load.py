@@ -404,7 +404,8 @@ def _systems(frame: pd.DataFrame) -> list[str]:
     if not varying:
         return []
     found = found[varying].drop_duplicates()
-    names = sorted(" · ".join(str(v) for v in row if not pd.isna(v)) for row in found[varying].itertuples(index=False))
+    rows = found.itertuples(index=False)
+    names = sorted(" · ".join(str(v) for v in row if not pd.isna(v)) or "the rest" for row in rows)
     return [f"rows of {len(found)} systems, never fitted together: {'; '.join(names[:4])}"]
 
 

@@ -40,6 +40,7 @@ from vramsweep.runners.instruments import backward_boundaries  # noqa: E402
 from vramsweep.runners.trace import Trace  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
+TEMPLATES = ("deepspeed", "torch+fsdp2")  # registry.template of the cases
 RUNNERS = {"deepspeed": deepspeed_zero, "fsdp": torch_loop}
 COLUMNS = ("built", "rest", "forward", "backward", "optimizer")
 MODEL = {
@@ -183,8 +184,8 @@ def main() -> None:
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    for runner in RUNNERS:
-        worker.preload(runner)
+    for template in TEMPLATES:
+        worker.preload(template)
     results = []
     for world in map(int, chosen.worlds.split(",")):
         for case in CASES:

@@ -33,8 +33,8 @@ from typing import Any, Protocol
 import psutil
 
 from vramsweep.harness import machine, row, variables
-from vramsweep.harness.outcome import Evidence
-from vramsweep.harness.waiting import REASON_LENGTH, Logs, readable
+from vramsweep.harness.outcome import REASON_LENGTH, Evidence
+from vramsweep.harness.waiting import Logs, last_line, readable
 from vramsweep.harness.warm import Bounds, Lost, Template, room
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -210,6 +210,7 @@ class Launcher:
             result_error=problem,
             deadline_s=deadline_s,
             host_oom_kills=machine.host_oom_kills() - kills,
+            last_words=last_line(folder / LOGS[1]) if code else None,
         )
         notes = (f"{logs.dropped} bytes of its logs were dropped",) if logs.dropped else ()
         return self._attempted(evidence, began, template is not None, runner, notes)
@@ -291,7 +292,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     try:
         if path.stat().st_size > RESULT_LIMIT:
             return None, f"{RESULT} has {path.stat().st_size} bytes, which is no result"
-        result = json.loads(path.read_bytes())
+        result = row.encodable(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, RecursionError) as error:

@@ -84,17 +84,18 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _columns(argv: Sequence[str]) -> int:
-    from vramsweep.harness import flags, outcome
+    from vramsweep.harness import flags, outcome, registry
     from vramsweep.harness.row import COLUMNS, markdown_table
 
     parser = argparse.ArgumentParser(
-        prog="vramsweep columns", description="What the columns of a row, its outcomes and its flags mean."
+        prog="vramsweep columns",
+        description="What the columns of a row, outcomes, flags, runners and ways of sharding mean.",
     )
     parser.add_argument("--json", action="store_true")
     if parser.parse_args(argv).json:
         print(json.dumps([asdict(column) | {"type": column.type.__name__} for column in COLUMNS], indent=1))
     else:
-        print("\n".join((markdown_table(), outcome.markdown_table(), flags.markdown_table())), end="")
+        print("\n".join((markdown_table(), *(of.markdown_table() for of in (outcome, flags, registry)))), end="")
     return 0
 
 

@@ -25,7 +25,7 @@ from types import TracebackType
 
 from vramsweep.harness import upgrade
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import Row, complete, system
+from vramsweep.harness.row import Row, complete, encodable, system
 
 NAME = "journal.jsonl"
 _CHECKSUM = re.compile(rb',"checksum":"([0-9a-f]{8})"\}$')
@@ -107,7 +107,7 @@ class Journal:
 
 def line(row: Row) -> bytes:
     """A row as it stands in the journal, its checksum and the end of the line included."""
-    text = json.dumps(row, separators=(",", ":"), allow_nan=False).encode()
+    text = json.dumps(encodable(row), separators=(",", ":"), allow_nan=False).encode()
     return text[:-1] + b',"checksum":"%08x"}\n' % zlib.crc32(text)
 
 
@@ -157,6 +157,8 @@ def parsed(text: bytes) -> Row | None:
     if intact(text):
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(text)
+            if b"\\ud" in text:  # perhaps half a character: rows of other programs, and of version 1
+                row = encodable(row)
     if not isinstance(row, dict) or not isinstance(row.get("trial_id"), str):
         return None
     row.pop("checksum", None)

@@ -198,7 +198,14 @@ def _parse(argv: Sequence[str], action: str) -> tuple[argparse.Namespace, argpar
     parser.prog = "vramsweep plan" if action == "plan" else "vramsweep sweep"
     parser.error = _refuse  # type: ignore[method-assign]
     args = parser.parse_intermixed_args(["output=json" if word == "--json" else word for word in argv])
-    args.overrides = [_today(word) for word in args.overrides]
+    given = {word.partition("=")[0] for word in args.overrides}
+    today = [_today(word) for word in args.overrides]
+    for old, new in zip(args.overrides, today, strict=True):
+        if old != new and new.partition("=")[0] in given:
+            raise UserError(f"{old} is {new} by its old name, and {new.partition('=')[0]} is given too; leave one out")
+    if "runner=fsdp" in args.overrides and given & {"sharding"} and "sharding=fsdp2" not in args.overrides:
+        raise UserError("runner=fsdp is runner=torch with sharding=fsdp2, and another sharding is given; leave one out")
+    args.overrides = today
     return args, parser
 
 

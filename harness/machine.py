@@ -80,8 +80,11 @@ def nvml() -> Iterator[bool]:
 
 def ask(name: str, *arguments: Any) -> tuple[Any, str | None]:
     """One NVML query by its name: the answer, or None and why there is none."""
+    if nvml_problem():  # those old modules take and give bytes
+        arguments = tuple(a.encode() if isinstance(a, str) else a for a in arguments)
     try:
-        return getattr(pynvml, name)(*arguments), None
+        answer = getattr(pynvml, name)(*arguments)
+        return answer.decode() if isinstance(answer, bytes) else answer, None
     except AttributeError:
         return None, nvml_problem() or f"pynvml has no {name}"
     except _NVML_ERROR as error:

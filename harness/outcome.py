@@ -68,6 +68,9 @@ def runs_again(outcome: str, asked: bool) -> bool:
     return later == "always" or (asked and later == "asked")
 
 
+REASON_LENGTH = 400  # characters of a line that becomes a row's reason
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What the parent saw of one attempt.
@@ -75,7 +78,7 @@ class Evidence:
     `exit_code` is negative for the signal that ended the worker and None if it is not known (its template died);
     `result` is the worker's result file, `result_error` why that could not be read; `host_oom_kills` counts what the
     kernel's out-of-memory killer did on the host meanwhile; `foreign` lists other processes on the device beforehand;
-    `start_error` is why no worker could be started.
+    `start_error` is why no worker could be started; `last_words` the last line that it wrote to stderr.
     """
 
     exit_code: int | None = None
@@ -86,6 +89,7 @@ class Evidence:
     host_oom_kills: int = 0
     foreign: tuple[int, ...] = ()
     start_error: str | None = None
+    last_words: str | None = None
 
 
 # PyTorch's own, the runtime's, the driver API's (expandable segments), cuBLAS's, cuDNN's, and NCCL's (names the call)
@@ -156,15 +160,19 @@ def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
         return Outcome.HOST_OOM, "killed by the kernel for want of host memory"
     if evidence.exit_code is None:
         return Outcome.CRASH, "the template process died, and the worker with it"
+    if evidence.exit_code == 0:
+        return None
+    how = f"exit status {evidence.exit_code}"
     if evidence.exit_code < 0:
-        return Outcome.CRASH, f"killed by {signal.Signals(-evidence.exit_code).name}"
-    if evidence.exit_code > 0:
-        return Outcome.CRASH, f"exit status {evidence.exit_code}"
-    return None
+        how = f"killed by {signal.Signals(-evidence.exit_code).name}"
+    if evidence.last_words and evidence.exit_code != -signal.SIGKILL:  # which nobody announces
+        how = f"{how}; its last words: {evidence.last_words}"
+    return Outcome.CRASH, how
 
 
 def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
     lines = message.strip().splitlines()
+    lines = [line[:REASON_LENGTH] for line in lines[:1]]
     reason = f"{kind}: {lines[0]}" if lines else kind
     text = f"{kind}: {message}"
     if kind.endswith("EnvironmentFault"):

@@ -60,8 +60,9 @@ class Settings:
         if self.objective is not None and self.objective not in OBJECTIVES:
             near = mistakes.closest(str(self.objective), OBJECTIVES)
             meant = f"; did you mean {near}?" if near else ""
-            listed = "`vramsweep columns` lists them"
-            raise UserError(f"objective={self.objective}: allowed is null or a column of numbers{meant} {listed}")
+            some = "such as peak_reserved_bytes, peak_allocated_bytes, tokens_per_s or step_median_s"
+            allowed = f"allowed is null or a column of numbers, {some} (`vramsweep columns` lists all)"
+            raise UserError(f"objective={self.objective}: {allowed}{meant}")
         cards = [gpu.name for gpu in GPUS]
         if not isinstance(self.predict, bool) and self.predict not in cards:
             raise UserError(f"predict={self.predict}: allowed is true, false or a card: {', '.join(cards)}")

@@ -6,6 +6,7 @@ the runners that support it. Trials are checked against these tables (trial.py),
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -270,6 +271,14 @@ def preload(name: str) -> tuple[str, ...]:
     return _RUNNERS[runner_name].preload + (_SHARDINGS[sharded].preload if sharded else ())
 
 
+def markdown_table() -> str:
+    """The runners and ways of sharding as tables for the documentation."""
+    lines = ["**runners**", "", "| runner | who drives the loop | sharding |", "|---|---|---|"]
+    lines += [f"| `{r.name}` | {r.meaning} | {', '.join(f'`{name}`' for name in r.shardings)} |" for r in RUNNERS]
+    lines += ["", "**sharding**", "", "| sharding | how ranks divide the work |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{s.name}` | {s.meaning} |" for s in SHARDINGS)]) + "\n"
+
+
 def rules(trial: Trial) -> Iterator[str | None]:
     """What the tables say against a trial, reason by reason; None where they say nothing."""
     entry = _RUNNERS.get(trial.runner.name)
@@ -298,6 +307,8 @@ def _supported(trial: Trial, entry: Runner) -> str | None:
 
 
 def _options(trial: Trial, entry: Runner) -> str | None:
+    if not _finite(trial.runner.options):
+        return "runner.options holds a number that is not finite, which no row can keep; leave it out"
     for option in flat(trial.runner.options):
         axis = next((a for owned, a in entry.owned.items() if option == owned), None)
         if axis is not None:
@@ -308,6 +319,13 @@ def _options(trial: Trial, entry: Runner) -> str | None:
             takes = ", ".join(entry.options) or "no options"
             return f"runner.options.{unknown[0]}: runner={entry.name} takes {takes}"
     return None
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    nested = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return all(map(_finite, nested))
 
 
 def flat(options: Mapping[str, Any], before: str = "") -> Iterator[str]:

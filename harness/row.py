@@ -9,6 +9,7 @@ Not covered here: how rows are stored (journal.py), how an outcome is decided (o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -234,6 +235,11 @@ def system(row: Mapping[str, Any]) -> tuple[str | None, ...]:
     """The system under test, as values of `SYSTEM`: the GPU on cuda, the CPU on cpu, neither where it is simulated."""
     where = {"cuda": "gpu_name", "cpu": "cpu_name"}.get(str(row.get("device")))
     return tuple(None if name in ("gpu_name", "cpu_name") and name != where else row.get(name) for name in SYSTEM)
+
+
+def encodable(values: Any) -> Any:
+    """JSON values with what no file can hold replaced: half characters (lone surrogates), as of names that are no text."""
+    return json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
 
 
 def _check(column: Column, value: Any) -> None:

@@ -243,7 +243,8 @@ def run_trial(
             "foreign_processes": sorted({*foreign, *(after or [])}) if listed(cards) or after else None,
             "recording": str((place / RECORDING).relative_to(folder)) if (place / RECORDING).exists() else None,
         }
-        row["flags"] = flags(row) if kind is Outcome.OK and trial.device.name != "simulated" else None
+        measured_here = kind in (Outcome.OK, Outcome.OOM) and trial.device.name != "simulated"
+        row["flags"] = flags(row) if measured_here else None
         row = journal.append(row)
         if final:
             break

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from vramsweep.harness.outcome import REASON_LENGTH
+
 LOOK_S = 1.0  # between two looks at the logs: each costs the parent some 100 µs
 LOG_LIMIT = 64 << 20  # bytes of one log
 LOG_KEPT = 256 << 10  # bytes of its end that stay when it is cut
 LONGEST_POLL_S = 3600.0  # poll() takes milliseconds as a 32-bit number
-REASON_LENGTH = 400  # characters of a line that becomes a row's reason
 
 
 def readable(descriptors: Iterable[int], seconds: float, look: Callable[[], None] | None = None) -> set[int]:

@@ -35,6 +35,9 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
     if not isinstance(made, tuple) or len(made) not in (3, 4):
         raise InvalidTrial(f"{trial.runner.target} must return (model, optimizer, step) or those and batches")
     net, optimizer, step = made[:3]
+    if not isinstance(net, torch.nn.Module) or not callable(step):
+        got = f"{type(net).__name__} and {type(step).__name__}"
+        raise InvalidTrial(f"{trial.runner.target}: model must be a torch.nn.Module and step a function, not {got}")
     batches = made[3] if len(made) == 4 else _token_batches(trial, device)
     meter.built(lambda: build.describe(net, optimizer) | {"padding_fraction": None})
     for index in range(trial.steps()):

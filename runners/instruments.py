@@ -173,7 +173,7 @@ def foreign(before: Collection[int] | None, after: Collection[int] | None, own: 
 
     A container hides our own number, and often the whole list: that tells nothing. A list without us in other numbers
     has one new entry that is ours; those that were there before are not, and of several new ones none can be told
-    apart, so all are given.
+    apart, so all are given. Without a new one we were there before, or are not listed: that tells nothing either.
     """
     if after is None:
         return None
@@ -182,6 +182,8 @@ def foreign(before: Collection[int] | None, after: Collection[int] | None, own: 
     if not after or before is None:
         return None
     new = set(after) - set(before)
+    if not new:
+        return None
     return sorted(set(after) & set(before) | (new if len(new) > 1 else set()))
 
 

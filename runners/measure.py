@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from vramsweep.harness.attempt import RECORDING, STEPS
+from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.gpus import peak_flops
 from vramsweep.harness.trial import Trial
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
@@ -97,13 +98,21 @@ class Gauges:
         self.listed = self.nvml.processes()
         self.cuda = device.type == "cuda"
         if self.cuda:
-            torch.cuda.set_device(device)
-            torch.cuda.init()
+            try:
+                torch.cuda.set_device(device)  # makes the context
+                torch.cuda.init()
+            except RuntimeError as error:  # no trial has begun: driver too old, error 802, memory full of others'
+                raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
             torch.cuda.reset_peak_memory_stats()
         self.memory: Memory = CudaMemory() if self.cuda else HostMemory()
         self.rss_baseline = self.memory.resident_peak() if isinstance(self.memory, HostMemory) else None
         self.clock = Clock(device)
         self.peaks: Peaks = dict.fromkeys(COUNTERS)
+
+    def others(self) -> list[int] | None:
+        """Compute processes on the device that are not ours; None where that cannot be told."""
+        listed = self.nvml.processes()
+        return foreign(self.listed, listed, ours(listed or ()))
 
     def take(self) -> Peaks:
         """The peaks since the last call."""
@@ -217,13 +226,11 @@ class Measured:
         reasons = nvml.throttle_reasons()
         energy = nvml.energy_j()
         joules = None if energy is None or self._energy is None else energy - self._energy
-        listed = nvml.processes()
         skipped = self.skipped()
         self._columns = {
             **self.gauges.memory.summary(),
             **nvml.facts(),
             "device_used_bytes": nvml.used(),
-            "foreign_processes": foreign(self.gauges.listed, listed, ours(listed or ())),
             "gpu_energy_j": joules,
             "gpu_power_w": None if joules is None else joules / elapsed,
             "throttle_reasons": None if reasons is None else sorted(reasons | (self._reasons or set())),
@@ -398,6 +405,10 @@ class Meter:
         self.plan[self.index].leave(loss)
         self.index += 1
 
+    def seen(self) -> Columns:
+        """What tells of others on the device, at any moment."""
+        return {"device_baseline_bytes": self.gauges.baseline, "foreign_processes": self.gauges.others()}
+
     def columns(self) -> Columns:
         """The row's columns as far as they are known. Raises RuntimeError if the measured steps are not over."""
         if self.row is None:
@@ -423,13 +434,12 @@ class Meter:
             **{f"peak_{c}_bytes": gauges.peaks[c] for c in COUNTERS if c != "inactive_split"},
             "inactive_split_peak_bytes": gauges.peaks["inactive_split"],
             **{f"load_peak_{c}_bytes": self._load.get(c) for c in ("allocated", "reserved")},
-            "device_baseline_bytes": gauges.baseline,
             "rss_baseline_bytes": gauges.rss_baseline,
             "memory_source": gauges.memory.name,
             "steps_s": sum(self.warmup.times) + self.probe.spent + self.measured.elapsed,
             **self._describe(),
         }
-        self.row = self._to_publish(own)
+        self.row = self._to_publish(own | self.seen())
 
     def _record(self, record: dict[str, Any]) -> None:
         if self._records is not None:

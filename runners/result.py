@@ -6,6 +6,7 @@ It is written aside and renamed, so whoever reads it finds a whole one, and may 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -24,20 +25,44 @@ class EndedEarly(Exception):
 
 def write(folder: Path, result: Mapping[str, Any]) -> None:
     """Make `result` the attempt's: {"values": columns, "complete": bool} or {"error": {"type", "message"}}."""
+    _aside(folder, result).rename(folder / RESULT)
+
+
+def _aside(folder: Path, result: Mapping[str, Any]) -> Path:
     aside = folder / f"{RESULT}.{os.getpid()}"
     with aside.open("w") as file:
         json.dump(result, file)
         file.flush()
         os.fsync(file.fileno())
-    aside.rename(folder / RESULT)
+    return aside
+
+
+def error(folder: Path, told: Mapping[str, Any]) -> None:
+    """Leave the error that ended the attempt, unless something is there already.
+
+    A published result stands, and of several ranks the first to fail tells why: the others fail for its sake.
+    """
+    aside = _aside(folder, told)
+    with contextlib.suppress(FileExistsError):
+        os.link(aside, folder / RESULT)
+    aside.unlink()
 
 
 def values(folder: Path, columns: Mapping[str, Any], complete: bool) -> None:
-    """Publish the row's columns as far as they are known."""
-    write(folder, {"values": columns, "complete": complete})
+    """Publish the row's columns as far as they are known, unless a rank has had the last word."""
+    if not _settled(folder):
+        write(folder, {"values": columns, "complete": complete})
 
 
 def note(folder: Path, text: str) -> None:
-    """Add a note to the published columns, and let that be the last word."""
+    """Add a note to the published columns, and let that be the last word; of several ranks the first one's."""
+    if _settled(folder):
+        return
     columns = json.loads((folder / RESULT).read_bytes())["values"]
     values(folder, columns | {"notes": [*(columns.get("notes") or ()), text]}, complete=True)
+
+
+def _settled(folder: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return bool(json.loads((folder / RESULT).read_bytes()).get("complete"))
+    return False

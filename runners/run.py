@@ -59,6 +59,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
         runner.run(trial, device, meter, folder)
     except Exception as error:
         if meter.row is None:
+            error.columns = about | meter.seen()  # type: ignore[attr-defined] # others may be why memory ran out
             raise
         text = meter.failed(error)
         if trial.world_size > 1:

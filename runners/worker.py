@@ -107,12 +107,12 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
         traceback.print_exc()
         result.note(folder, str(end))
         return result.ENDED_EARLY
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a target may call sys.exit(text)
         traceback.print_exc()
         kind = type(error)
         told = {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}}
-        known = getattr(error, "columns", None)  # of a prediction that does not fit
-        result.write(folder, told | ({"values": known} if isinstance(known, dict) else {}))
+        known = getattr(error, "columns", None)  # what the row can say all the same
+        result.error(folder, told | ({"values": known} if isinstance(known, dict) else {}))
         return 1
     if values is not None:
         result.values(folder, values, complete=True)

@@ -83,3 +83,22 @@ def test_a_module_has_one_copy_whatever_it_is_called() -> None:
         [sys.executable, "-c", code, str(ROOT)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_scripts_of_benchmarks_know_the_registry() -> None:
+    """They run by hand, so a renamed runner or template would be noticed on the day that they are needed."""
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        places = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+        code = f"import sys; sys.path[:0] = {places!r}; import {path.stem} as b\n"
+        if path.stem == "sharded_check":
+            code += (
+                "from vramsweep.harness import registry\n"
+                "cpu = {'name': 'cpu'}\n"
+                "found = {registry.template(b.make(*case, 2, cpu)) for case in b.CASES}\n"
+                "assert found == set(b.TEMPLATES), found\n"
+                "assert {case[0] for case in b.CASES} == set(b.RUNNERS)\n"
+                "assert all(registry.preload(name) for name in b.TEMPLATES)\n"
+            )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (path.name, done.stderr)

@@ -5,6 +5,7 @@ Verbs that run something are the harness's, verbs that read rows the analysis's;
 
 from __future__ import annotations
 
+import io
 import shlex
 import sys
 from collections.abc import Sequence
@@ -78,6 +79,9 @@ def completion(words: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status. A user's mistake is printed without a traceback, and gives 2."""
+    for stream in (sys.stdout, sys.stderr):  # a name that is no text must not end a night
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print("usage: vramsweep VERB [ARGUMENT ...]\n")

@@ -272,3 +272,13 @@ def test_a_trial_that_was_once_refused_keeps_what_was_measured(refused_first: bo
 def test_a_line_whose_id_is_no_text_is_no_row(tmp_path: Path) -> None:
     (tmp_path / journal.NAME).write_text('{"trial_id": ["x"]}\n{"trial_id": 7}\n')
     assert journal.read(tmp_path) == ([], 2)
+
+
+def test_half_a_character_in_a_row_of_before_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / journal.NAME).write_text(
+        '{"trial_id":"a","terminal":true,"outcome":"crash","reason":"no \\ud800 here"}\n'
+    )
+    (found,), unreadable = journal.read(tmp_path)
+    assert (found["reason"], unreadable) == ("no ? here", 0)
+    found["reason"].encode()
+    assert load(tmp_path).frame["reason"].tolist() == ["no ? here"]

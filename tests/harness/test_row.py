@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from vramsweep.harness import flags, outcome
+from vramsweep.harness import flags, outcome, registry
 from vramsweep.harness.row import BY_NAME, COLUMNS, Outcome, RowError, complete, markdown_table
 
 
@@ -48,7 +48,7 @@ def test_a_whole_number_is_a_float() -> None:
 
 def test_the_documented_columns_are_the_registry() -> None:
     text = (Path(ROOT) / "README.md").read_text()
-    for table in (markdown_table(), outcome.markdown_table(), flags.markdown_table()):
+    for table in (markdown_table(), *(of.markdown_table() for of in (outcome, flags, registry))):
         assert table in text, "replace the tables by the output of: python -m harness columns"
 
 

@@ -182,9 +182,11 @@ def test_a_row_says_on_which_card_it_ran_out_of_memory_and_what_speaks_against_i
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100])
     monkeypatch.setattr(machine, "gpus", lambda: [H100])
-    oom = Evidence(exit_code=1, result={"error": {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}})
+    error = {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}
+    oom = Evidence(exit_code=1, result={"error": error, "values": {"device_baseline_bytes": 60 << 30}})
     row, _, _ = run_fake(tmp_path / "a", [oom], 0, device={"name": "cuda"})
-    assert (row["gpu_name"], row["driver_version"], row["flags"]) == (H100.name, "580", None)
+    assert (row["outcome"], row["gpu_name"], row["driver_version"]) == ("oom", H100.name, "580")
+    assert row["flags"] == ["high_baseline"]  # a false frontier, perhaps
     row, _, _ = run_fake(tmp_path / "b", [FINE], 0, device={"name": "cuda"})
     assert row["flags"] == ["contended", "high_baseline"]
     assert row["foreign_processes"] == [12]

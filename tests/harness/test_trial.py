@@ -197,6 +197,7 @@ def trainer(**options: Any) -> dict[str, Any]:
         (deepspeed("zero0", precision="bf16"), "ZeRO-0 in bf16"),
         (deepspeed("zero2", precision="bf16_pure"), "master weights"),
         (trainer(per_device_train_batch_size=16), "belongs to the axis micro_batch"),
+        (trainer(max_grad_norm=float("inf")), "not finite"),
         (trainer(bf16=True), "belongs to the axis precision"),
         (trainer(gradient_accumulation_steps=4), "belongs to the axis grad_accum"),
         (trainer(max_steps=5), "belongs to the axis protocol"),

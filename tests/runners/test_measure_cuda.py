@@ -6,6 +6,7 @@ functions by their names, which must exist). What a card answers is made up; wha
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
@@ -19,11 +20,13 @@ import pytest
 import torch
 from conftest import tiny
 
+from vramsweep.harness import outcome
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import read_result
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.row import complete
 from vramsweep.runners import run, torch_loop, worker
+from vramsweep.runners.instruments import Nvml
 from vramsweep.runners.measure import Meter, StepMeter
 
 MIB = 1 << 20
@@ -254,7 +257,8 @@ def test_out_of_memory_in_a_measured_step_is_the_outcome(runner: dict[str, int |
     runner["fails_at"] = 3
     assert worker._rank(trials.parse(tiny(device={"name": "cuda"})), tmp_path) == 1
     result, _ = read_result(tmp_path)
-    assert result is not None and "values" not in result
+    assert result is not None and "complete" not in result
+    assert not [name for name in result["values"] if name.startswith(("peak_", "step_", "tokens"))]
     assert result["error"]["type"] == "torch.OutOfMemoryError"
 
 
@@ -305,3 +309,50 @@ def test_no_device_is_the_machine_s_fault_not_the_trial_s(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EnvironmentFault, match="torch sees no CUDA device"):
         run._device(trials.parse(tiny(device={"name": "cuda"})))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
+        "The NVIDIA driver on your system is too old (found version 11040).",
+        "CUDA error: out of memory",  # others hold it all: not even our context fits
+        "CUDA error: invalid device ordinal",
+    ],
+)
+def test_cuda_that_does_not_start_is_the_machine_s_fault(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    worker._rank(trials.parse(tiny(device={"name": "cuda"})), tmp_path)
+    found, _ = read_result(tmp_path)
+    kind, reason = outcome.classify(outcome.Evidence(exit_code=1, result=found))
+    assert kind == "environment"
+    assert text in str(reason)
+
+
+def test_a_row_that_ran_out_of_memory_says_what_others_held(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(torch_loop, "run", fail)
+    worker._rank(trials.parse(tiny(device={"name": "cuda"})), tmp_path)
+    found, problem = read_result(tmp_path)
+    assert found is not None, problem
+    assert found["error"]["type"].endswith("OutOfMemoryError")
+    assert found["values"]["device_baseline_bytes"] == 200 * MIB
+
+
+def test_an_old_pynvml_takes_and_gives_bytes(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pynvml 11.4.1 does: `c_char_p(uuid)` refuses text, and names come as bytes."""
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: ctypes.c_char_p(uuid))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda _: b"NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: b"470.1")
+    facts = Nvml(torch.device("cuda", 0)).facts()
+    assert (facts["gpu_name"], facts["driver_version"]) == ("NVIDIA H100 80GB HBM3", "470.1")

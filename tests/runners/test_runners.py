@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import Run, custom, tiny
 
+from vramsweep.analysis.load import load
 from vramsweep.harness import attempt, journal
 from vramsweep.harness.row import Row
 
@@ -225,3 +226,15 @@ def test_attempts_leave_their_evidence(run_sweep: Run, tmp_path: Path) -> None:
     assert "this target is broken" in (folder / "stderr.log").read_text()
     assert json.loads((folder / "spec.json").read_text())["trial"] == row["trial"]
     assert journal.read(tmp_path / "t")[0] == [row]
+
+
+@pytest.mark.slow
+def test_what_targets_say_reaches_the_row(run_sweep: Run, tmp_path: Path) -> None:
+    names = ("says_half_a_character", "gives_up", "no_model", "aborts")
+    rows = run_sweep(*(custom(name) for name in names), isolation="warm")
+    assert [row["outcome"] for row in rows] == ["crash", "crash", "invalid", "crash"]
+    assert rows[0]["reason"] == "builtins.RuntimeError: no file ? here"
+    assert rows[1]["reason"] == "builtins.SystemExit: config wrong"
+    assert "model must be a torch.nn.Module and step a function, not NoneType" in rows[2]["reason"]
+    assert rows[3]["reason"] == ("killed by SIGABRT; its last words: terminate called after throwing an instance")
+    assert load(tmp_path / "t").frame["reason"].tolist()

@@ -120,3 +120,20 @@ def slow_start(trial: Any) -> Any:
     """Writes its process id to $PIDFILE and then takes its time."""
     Path(os.environ["PIDFILE"]).write_text(str(os.getpid()))
     time.sleep(3600)
+
+
+def says_half_a_character(trial: Any) -> Any:
+    raise RuntimeError("no file \ud800 here")
+
+
+def gives_up(trial: Any) -> Any:
+    sys.exit("config wrong")
+
+
+def no_model(trial: Any) -> Any:
+    return None, None, lambda batch: None
+
+
+def aborts(trial: Any) -> Any:
+    print("terminate called after throwing an instance", file=sys.stderr, flush=True)
+    os.abort()
