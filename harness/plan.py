@@ -61,8 +61,8 @@ class Settings:
             near = mistakes.closest(str(self.objective), OBJECTIVES)
             meant = f"; did you mean {near}?" if near else ""
             some = "such as peak_reserved_bytes, peak_allocated_bytes, tokens_per_s or step_median_s"
-            allowed = f"allowed is null or a column of numbers, {some} (`vramsweep columns` lists all)"
-            raise UserError(f"objective={self.objective}: {allowed}{meant}")
+            columns = f"allowed is null or a column of numbers, {some} (`vramsweep columns` lists all)"
+            raise UserError(f"objective={self.objective}: {columns}{meant}")
         cards = [gpu.name for gpu in GPUS]
         if not isinstance(self.predict, bool) and self.predict not in cards:
             raise UserError(f"predict={self.predict}: allowed is true, false or a card: {', '.join(cards)}")
