@@ -194,7 +194,8 @@ RUNNERS = (
         "trainer",
         "Hugging Face Trainer with its defaults; options are TrainingArguments",
         module="vramsweep.runners.trainer",
-        preload=("vramsweep.runners.trainer", *_MODELS),
+        # accelerate imports deepspeed, where it is installed, to unwrap any model
+        preload=("vramsweep.runners.trainer", "deepspeed", *_MODELS),
         measurement=1,
         shardings=("none",),
         simulated=("none",),

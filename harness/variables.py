@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 
 class Fate(StrEnum):
@@ -97,9 +97,13 @@ RULES: tuple[Rule, ...] = (
 _CREDENTIALS = re.compile(r"://[^/\s]*@")  # user:password@ in an address
 
 
+# compiled when a template imports this: its workers would each do it again
+_PATTERNS = tuple((r, re.compile("|".join(map(translate, r.names)))) for r in RULES)
+
+
 def rule(name: str) -> Rule | None:
     """The rule for a variable, None if there is none."""
-    return next((r for r in RULES if any(fnmatchcase(name, pattern) for pattern in r.names)), None)
+    return next((r for r, pattern in _PATTERNS if pattern.match(name)), None)
 
 
 def _has(name: str, fate: Fate) -> bool:
