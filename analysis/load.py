@@ -504,6 +504,8 @@ def label(settings: Mapping[str, Any]) -> str:
             parts.append(f"no {name}")
         elif isinstance(value, bool | np.bool_):
             parts.append(name if value else f"no {name}")
+        elif key == "sharding":
+            parts.append("no sharding" if value == "none" else str(value))
         elif key in plain:
             parts.append(str(value))
         else:
