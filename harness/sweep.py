@@ -21,7 +21,7 @@ from vramsweep.harness import machine, outcome, plan, registry, variables
 from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, environment, steps
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.flags import flags
-from vramsweep.harness.journal import Journal, finished, read
+from vramsweep.harness.journal import Journal, finished, read, terminal
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.row import Outcome, Row, system
 from vramsweep.harness.trial import ID_VERSION, Trial
@@ -91,7 +91,7 @@ def _resumed(
     print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
     if others:
         print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
-    for line in variables.dropped(os.environ):
+    for line in variables.dropped(os.environ) if todo else ():
         print(line, file=sys.stderr)
     return mine | _run_all(todo, settings, folder, journal, launcher)
 
@@ -188,7 +188,9 @@ def _broken(row: Row, count: int) -> str:
 
 
 def report(folder: Path) -> None:
-    """Figures, tables and report of the sweep in `folder`; a failure there is said by that process."""
+    """Figures, tables and report of the sweep in `folder`, if anything in it is finished; that process says its own."""
+    if not terminal(read(folder)[0]):
+        return
     sys.stdout.flush()
     subprocess.run([sys.executable, "-m", "vramsweep", "report", str(folder)], check=False)
 
