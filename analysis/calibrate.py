@@ -19,7 +19,8 @@ import pandas as pd
 from scipy.optimize import nnls
 from scipy.stats import t as student_t
 
-from vramsweep.analysis.load import ASKED, Table, from_frame
+from vramsweep.analysis.groups import ASKED
+from vramsweep.analysis.load import Table, from_frame
 from vramsweep.analysis.residuals import EXTRAS_APART, KEYS, pair
 
 PARTS = ("compute", "memory", "launch")

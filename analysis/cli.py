@@ -195,7 +195,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis import tables
     from vramsweep.analysis.calibrate import calibrate, calibrated, together
-    from vramsweep.analysis.load import groups
+    from vramsweep.analysis.groups import groups
 
     table = _open(arguments)
     notes: list[str] = []

@@ -15,7 +15,8 @@ import pandas as pd
 from scipy import stats
 
 from vramsweep.analysis.curves import Array
-from vramsweep.analysis.load import ASKED, EXTRA, FOUND, Table, label
+from vramsweep.analysis.groups import ASKED, FOUND, label
+from vramsweep.analysis.load import EXTRA, Table
 from vramsweep.analysis.metrics import METRICS
 from vramsweep.harness.errors import UserError
 

@@ -11,7 +11,8 @@ from vramsweep.analysis import figures, figures_residuals, figures_rows, finding
 from vramsweep.analysis.calibrate import calibrate, calibrated
 from vramsweep.analysis.fit import Fit, fit_table
 from vramsweep.analysis.frontier import Limit, frontier
-from vramsweep.analysis.load import Table, groups
+from vramsweep.analysis.groups import groups
+from vramsweep.analysis.load import Table
 from vramsweep.analysis.residuals import residuals
 from vramsweep.analysis.what_if import what_if_tables
 

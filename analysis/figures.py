@@ -19,7 +19,7 @@ import plotly.io
 
 from vramsweep.analysis.curves import Array
 from vramsweep.analysis.fit import Fit
-from vramsweep.analysis.load import Group, label
+from vramsweep.analysis.groups import Group, label
 from vramsweep.analysis.metrics import GIB, MIB
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

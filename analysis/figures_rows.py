@@ -23,7 +23,7 @@ from vramsweep.analysis.figures import (
     sentence,
 )
 from vramsweep.analysis.frontier import Limit, as_frame
-from vramsweep.analysis.load import Group, whatever
+from vramsweep.analysis.groups import Group, whatever
 from vramsweep.analysis.metrics import GIB
 
 LENGTH = "sequence length (tokens)"

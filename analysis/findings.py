@@ -15,7 +15,8 @@ from vramsweep.analysis import compare, words
 from vramsweep.analysis.calibrate import Calibration
 from vramsweep.analysis.figures import others_equal
 from vramsweep.analysis.fit import Fit
-from vramsweep.analysis.load import Group, Table
+from vramsweep.analysis.groups import Group
+from vramsweep.analysis.load import Table
 from vramsweep.analysis.metrics import show_bytes
 from vramsweep.harness.command import command
 from vramsweep.harness.errors import UserError

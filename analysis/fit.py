@@ -18,7 +18,8 @@ from scipy import stats
 
 from vramsweep.analysis import bootstrap
 from vramsweep.analysis.curves import NEEDS, Array, Curve, evaluate, fit_curve, huber
-from vramsweep.analysis.load import Group, Table, groups
+from vramsweep.analysis.groups import Group, groups
+from vramsweep.analysis.load import Table
 from vramsweep.analysis.metrics import METRICS, Metric
 from vramsweep.analysis.observe import Mask, Model, Points, observations
 

@@ -18,7 +18,8 @@ import pandas as pd
 
 from vramsweep.analysis.curves import Array
 from vramsweep.analysis.fit import Fit, fit_points
-from vramsweep.analysis.load import Group, Table, groups
+from vramsweep.analysis.groups import Group, groups
+from vramsweep.analysis.load import Table
 from vramsweep.analysis.metrics import GIB, METRICS
 from vramsweep.analysis.observe import allocator_limits, observations
 from vramsweep.harness.gpus import CONTEXT_BYTES, GPUS, memory_limit, smallest

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.load import ASKED, Table, label
+from vramsweep.analysis.groups import ASKED, label
+from vramsweep.analysis.load import Table
 from vramsweep.harness.gpus import find
 
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_requested_bytes", "peak_reserved_bytes")

@@ -11,7 +11,7 @@ from vramsweep.analysis import words
 from vramsweep.analysis.calibrate import PARTS, SECONDS, Calibration
 from vramsweep.analysis.fit import Fit
 from vramsweep.analysis.frontier import Limit
-from vramsweep.analysis.load import Group, whatever
+from vramsweep.analysis.groups import Group, whatever
 from vramsweep.analysis.metrics import GIB
 
 _LATEX = {

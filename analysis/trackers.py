@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.load import ASKED, EXTRA, FOUND, Table
+from vramsweep.analysis.groups import ASKED, FOUND
+from vramsweep.analysis.load import EXTRA, Table
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import COLUMNS
 

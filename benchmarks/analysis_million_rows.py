@@ -64,7 +64,8 @@ def measure(path: Path) -> dict[str, float]:
     """Seconds of each part, in this process."""
     from vramsweep.analysis.content import collect
     from vramsweep.analysis.figures import as_div
-    from vramsweep.analysis.load import groups, load
+    from vramsweep.analysis.groups import groups
+    from vramsweep.analysis.load import load
 
     begin, cpu = time.perf_counter(), time.process_time()
     table = load(path)

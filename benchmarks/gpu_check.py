@@ -125,7 +125,7 @@ class Check:
 
     def python(self, arguments: Sequence[str], conf: str = "") -> subprocess.CompletedProcess[str]:
         """Run Python in a worker's environment. Raises RuntimeError when it is not done in time."""
-        cards = machine.visible_gpus(dict(os.environ))[:1] if self.real else []
+        cards = machine.visible_gpus(os.environ)[:1] if self.real else []
         try:
             return subprocess.run(
                 [sys.executable, *arguments],

@@ -173,6 +173,8 @@ def terminal(rows: Iterable[Row]) -> dict[str, Row]:
 def finished(rows: Iterable[Row], wanted: Mapping[str, System]) -> tuple[dict[str, Row], dict[str, Row]]:
     """The row that counts for each of the `wanted` trials, measured on the system that it would run on now.
 
+    An empty system is that of a trial that cannot run here.
+
     And those that do not count, since they are of other systems: the last one of each trial that has no other.
     """
     mine: dict[str, Row] = {}
@@ -180,6 +182,8 @@ def finished(rows: Iterable[Row], wanted: Mapping[str, System]) -> tuple[dict[st
     for row in rows:
         trial_id = row["trial_id"]
         if not row.get("terminal") or trial_id not in wanted:
+            continue
+        if row.get("attempt") != 0 and not wanted[trial_id]:  # cannot run here, so nothing is compared with it
             continue
         if row.get("attempt") == 0:  # never started: measured nowhere, and no word against what was measured
             if mine.get(trial_id, row).get("attempt") == 0:

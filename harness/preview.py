@@ -217,7 +217,7 @@ def _card(settings: Settings) -> tuple[gpus.Gpu | None, str]:
     """The card to predict for: the named one, this machine's, or `CARD`; None and why if it is not in our table."""
     if isinstance(settings.predict, str):
         return gpus.named(settings.predict), ""
-    cards = machine.visible_gpus(dict(os.environ))
+    cards = machine.visible_gpus(os.environ)
     if not cards:
         return gpus.named(CARD), ""
     name = cards[0].name
@@ -237,7 +237,7 @@ def _speed(planned: Sequence[Planned]) -> float | None:
     if trial is None or trial.device.name == "simulated":
         return None
     if trial.device.name == "cuda":
-        cards = machine.visible_gpus(dict(os.environ))
+        cards = machine.visible_gpus(os.environ)
         name = cards[0].name if cards else None
         peak = gpus.peak_flops(name, trial.precision) if name else None
         return None if peak is None else peak / 3

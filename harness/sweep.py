@@ -242,7 +242,7 @@ def run_trial(
             "reason": reason,
             "terminal": final and outcome.is_verdict(kind),
             "phase": None if kind is Outcome.OK else _phase(place),
-            "foreign_processes": sorted({*foreign, *(after or [])}) if listed(cards) or after else None,
+            "foreign_processes": sorted({*foreign, *(after or [])}) if foreign or after is not None else None,
             "recording": str((place / RECORDING).relative_to(folder)) if (place / RECORDING).exists() else None,
         }
         measured_here = kind in (Outcome.OK, Outcome.OOM) and trial.device.name != "simulated"
@@ -262,12 +262,7 @@ def measured(evidence: outcome.Evidence) -> Row:
 
 def _cards(trial: Trial) -> list[machine.Gpu]:
     """The GPUs that the trial's ranks would run on."""
-    return machine.visible_gpus(dict(os.environ))[: trial.world_size] if trial.device.name == "cuda" else []
-
-
-def listed(cards: Sequence[machine.Gpu]) -> bool:
-    """Whether the driver tells of any of these cards which processes are on it."""
-    return any(card.processes is not None for card in cards)
+    return machine.visible_gpus(os.environ)[: trial.world_size] if trial.device.name == "cuda" else []
 
 
 def _provenance(trial: Trial, cards: Sequence[machine.Gpu]) -> Row:

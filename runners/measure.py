@@ -406,8 +406,12 @@ class Meter:
         self.index += 1
 
     def seen(self) -> Columns:
-        """What tells of others on the device, at any moment."""
-        return {"device_baseline_bytes": self.gauges.baseline, "foreign_processes": self.gauges.others()}
+        """What tells of the device and of others on it, at any moment: also where memory ran out."""
+        return {
+            "device_total_bytes": self.gauges.nvml.facts()["device_total_bytes"],
+            "device_baseline_bytes": self.gauges.baseline,
+            "foreign_processes": self.gauges.others(),
+        }
 
     def columns(self) -> Columns:
         """The row's columns as far as they are known. Raises RuntimeError if the measured steps are not over."""

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import synthetic
 
-from vramsweep.analysis import load
+from vramsweep.analysis import groups, load
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import complete
 
@@ -96,7 +96,7 @@ def test_groups_split_on_settings_and_never_mix_predicted_foreign_and_measured()
     foreign = synthetic.sweep(lengths=(128, 256), batches=(1, 2), repeats=2, foreign="x.csv")
     foreign = [{**row, "trial_id": "f" + row["trial_id"]} for row in foreign]
     table = load.from_frame(pd.DataFrame([*base, *simulated, *foreign]), "test")
-    found = load.groups(table)
+    found = groups.groups(table)
     assert len(found) == 12
     for group in found:
         for name in ("device", "foreign", "memory_source", "allocator", "micro_batch"):
@@ -110,32 +110,32 @@ def test_a_setting_that_only_the_resolved_trial_holds_splits_groups(tmp_path: Pa
         for rank in (8, 64)
         for row in synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",), repeats=1)
     ]
-    found = load.groups(load.load(synthetic.write(tmp_path, rows)))
+    found = groups.groups(load.load(synthetic.write(tmp_path, rows)))
     assert [group.label for group in found] == ["lora.rank 8", "lora.rank 64"]
 
 
 def test_rows_that_ran_out_of_memory_join_the_group_of_equal_settings() -> None:
     table = load.from_frame(pd.DataFrame(synthetic.sweep(batches=(4,), allocators=("default",))), "test")
     assert table.frame.loc[table.frame["outcome"] == "oom", "gpu_name"].isna().all()
-    assert len(load.groups(table)) == 1
+    assert len(groups.groups(table)) == 1
 
 
 def test_one_group_stands_for_those_that_differ_in_the_allocator_alone() -> None:
     table = load.from_frame(pd.DataFrame(synthetic.sweep(batches=(1, 2))), "test")
-    found = load.groups(table)
+    found = groups.groups(table)
     assert {group.settings["allocator"] for group in found} > {"default"}
-    shown = load.whatever(found, "allocator")
+    shown = groups.whatever(found, "allocator")
     assert [group.settings["micro_batch"] for group in shown] == [1, 2]
     assert len({group.settings["allocator"] for group in shown}) == 1
 
 
 def test_labels_show_only_what_varies() -> None:
-    assert load.label(
+    assert groups.label(
         {"allocator": "default", "micro_batch": 4, "gradient_checkpointing": True, "device_used_bytes": None}
     ) == ("default · batch 4 · gradient checkpointing · no device used bytes")
-    assert load.label({"runner": "deepspeed", "sharding": "zero2"}) == "deepspeed · zero2"
-    assert load.label({"runner": "torch", "sharding": "none"}) == "torch · no sharding"
-    assert load.label({}) == "all rows"
+    assert groups.label({"runner": "deepspeed", "sharding": "zero2"}) == "deepspeed · zero2"
+    assert groups.label({"runner": "torch", "sharding": "none"}) == "torch · no sharding"
+    assert groups.label({}) == "all rows"
 
 
 def test_the_synthetic_fixture_says_in_every_row_that_it_is_one(tmp_path: Path) -> None:
@@ -162,4 +162,4 @@ def test_the_host_of_a_gpu_and_a_library_that_not_all_rows_use_are_no_other_syst
     ]
     table = load.load(synthetic.write(tmp_path, [*rows, *other]))
     assert not any("systems" in note for note in table.warnings)
-    assert sorted(len(group.rows) for group in load.groups(table)) == [2, 2]
+    assert sorted(len(group.rows) for group in groups.groups(table)) == [2, 2]

@@ -1,4 +1,4 @@
-"""One attempt: templates that misbehave, a worker's environment, results and logs that are not what they should be."""
+"""One attempt: templates that misbehave, results and logs that are not what they should be, templates used again."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from typing import Any
 import psutil
 import pytest
 from conftest import ROOT, TARGETS, Run, custom, tiny
-from hypothesis import given
-from hypothesis import strategies as st
 
-from vramsweep.harness import attempt, machine, plan, sweep, variables, waiting, warm
+from vramsweep.harness import attempt, machine, plan, sweep, waiting, warm
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.outcome import classify, transient
-from vramsweep.runners import driver
 
 
 class Fakes:
@@ -225,34 +222,6 @@ def test_only_the_runner_that_starts_cuda_goes_cold(fakes: Any, capsys: pytest.C
     assert capsys.readouterr().err.count("runner=torch goes cold") == 1
 
 
-def test_only_a_loaded_driver_library_is_asked(tmp_path: Path) -> None:
-    maps = "7f00-7f01 r-xp 0000 08:01 12      /usr/lib/x86_64-linux-gnu/libc.so.6\n"
-    assert driver.loaded(maps) is None
-    for name in ("libcuda.so", "libcuda.so.1", "libcuda.so.550.54.15"):
-        assert driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/{name}\n") == f"/usr/lib/{name}"
-    assert driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcudart.so.12\n") is None
-    assert driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcuda.so.1 (deleted)\n")
-    mine = tmp_path / "maps"
-    mine.write_text("7f02-7f03 r-xp 0000 08:01 13    /nowhere/libcuda.so.1\n")
-    assert "cannot be asked" in str(driver.unclean(mine))  # and is not loaded for the question
-    assert driver.unclean() is None
-
-
-@pytest.mark.parametrize(
-    ("code", "active", "reason"),
-    [
-        (3, False, None),
-        (3, True, None),
-        (0, False, "initialises CUDA"),
-        (0, True, "context"),
-        (100, False, "error 100"),
-    ],
-)
-def test_anything_but_not_initialised_is_not_clean(code: int, active: bool, reason: str | None) -> None:
-    found = driver.verdict(code, active)
-    assert found is None if reason is None else reason in str(found)
-
-
 def test_our_own_processes_are_never_foreign(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = subprocess.Popen(["sleep", "100"])  # a server that the user has started from here is not ours
     try:
@@ -289,83 +258,6 @@ def test_unreadable_results_are_bad_results(tmp_path: Path) -> None:
 def test_steps_of_a_killed_worker_are_read_up_to_the_torn_line(tmp_path: Path) -> None:
     (tmp_path / attempt.STEPS).write_text('{"event": "load"}\n{"step": 0}\n{"st')
     assert attempt.steps(tmp_path) == [{"event": "load"}, {"step": 0}]
-
-
-FALSIFYING = {
-    "CUDA_LAUNCH_BLOCKING": "1",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-    "NVIDIA_TF32_OVERRIDE": "0",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",
-    "ACCELERATE_USE_CPU": "true",
-    "TRITON_INTERPRET": "1",
-}
-OUTER = {
-    "RANK": "3",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "3",
-    "LOCAL_WORLD_SIZE": "8",
-    "NODE_RANK": "0",
-    "GROUP_RANK": "0",
-    "ROLE_RANK": "3",
-    "ROLE_WORLD_SIZE": "8",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "x",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
-    "PMI_SIZE": "8",
-    "MPI_LOCALNRANKS": "8",
-    "MV2_COMM_WORLD_SIZE": "8",
-}
-
-
-@pytest.mark.parametrize("name", [*FALSIFYING, *OUTER])
-def test_what_confuses_or_falsifies_is_not_passed_on_and_that_is_said(name: str) -> None:
-    base = FALSIFYING | OUTER | {"HOME": "/h", "NCCL_DEBUG": "INFO"}
-    environ = attempt.environment("", "cuda", base)
-    assert name not in environ
-    assert environ["HOME"] == "/h"
-    assert environ["NCCL_DEBUG"] == "INFO"
-    assert sum(name in line.partition(":")[0].replace(",", " ").split() for line in variables.dropped(base)) == 1
-    assert variables.dropped({"HOME": "/h", "NCCL_DEBUG": "INFO"}) == []
-
-
-@given(
-    st.sampled_from(["TORCH_", "NCCL_", "HF_", "CUDA_", "PYTORCH_", "DS_", ""]),
-    st.sampled_from(["TOKEN", "API_KEY", "SECRET", "PASSWORD", "AUTH", "CREDENTIALS"]),
-    st.sampled_from(["", "_2", "S", "_FILE"]),
-)
-def test_a_secret_is_passed_on_and_never_recorded(before: str, word: str, after: str) -> None:
-    environ = {f"{before}{word}{after}": "hunter2", "NCCL_DEBUG": "INFO"}
-    assert attempt.environment("", "cuda", environ).items() >= environ.items()
-    assert variables.recorded(environ) == {"NCCL_DEBUG": "INFO"}
-
-
-def test_a_row_records_what_its_worker_had_and_no_secret(
-    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    planted = {
-        "HF_TOKEN": "hf_plantedsecret",
-        "WANDB_API_KEY": "plantedsecret",
-        "NCCL_SECRET_KEY": "plantedsecret",
-        "TORCHINDUCTOR_REDIS": "redis://me:plantedsecret@host",
-        "NCCL_DEBUG": "WARN",
-        "OMP_NUM_THREADS": "1",
-        "EDITOR": "vi",
-    }
-    for name, text in (OUTER | FALSIFYING | planted).items():
-        monkeypatch.setenv(name, text)
-    rows = run_sweep(custom("good"), custom("killed"), isolation="warm")
-    assert [row["outcome"] for row in rows] == ["ok", "crash"]
-    for row in rows:  # a killed worker tells nothing, so then it is what it was given
-        assert row["environment"]["NCCL_DEBUG"] == "WARN"
-        assert row["environment"]["OMP_NUM_THREADS"] == "1"
-        assert row["environment"]["CUDA_VISIBLE_DEVICES"] == ""
-        assert not set(row["environment"]) & {*FALSIFYING, *OUTER, "EDITOR", "HF_TOKEN", "HOME"}
-    said = capfd.readouterr().err
-    assert said.count("CUDA_LAUNCH_BLOCKING") == 1
-    held = [path for path in tmp_path.rglob("*") if path.is_file() and b"plantedsecret" in path.read_bytes()]
-    assert held == []
 
 
 @pytest.mark.parametrize(

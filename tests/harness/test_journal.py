@@ -282,3 +282,7 @@ def test_half_a_character_in_a_row_of_before_stops_nobody(tmp_path: Path) -> Non
     assert (found["reason"], unreadable) == ("no ? here", 0)
     found["reason"].encode()
     assert load(tmp_path).frame["reason"].tolist() == ["no ? here"]
+
+
+def test_what_cannot_run_here_is_not_said_to_run_again() -> None:
+    assert journal.finished([row("a", **H100)], {"a": ()}) == ({}, {})

@@ -16,7 +16,8 @@ import psutil
 import pytest
 from conftest import ROOT, SETTINGS, TARGETS, Run, custom, tiny
 
-from vramsweep.analysis.load import groups, load
+from vramsweep.analysis.groups import groups
+from vramsweep.analysis.load import load
 from vramsweep.harness import attempt, journal, machine, plan, status, sweep
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal
@@ -403,3 +404,22 @@ def test_what_the_worker_does_not_know_the_parent_may(tmp_path: Path, monkeypatc
     row, _, _ = run_fake(tmp_path, [told], 0, device={"name": "cuda"})
     assert row["gpu_name"] == H100.name
     assert row["torch_version"] == machine.facts()["torch_version"]
+
+
+@pytest.mark.parametrize(
+    ("values", "exit_code", "found"),
+    [
+        ({"foreign_processes": []}, 0, []),
+        ({"foreign_processes": [12]}, 0, [12]),
+        ({"foreign_processes": None}, 0, None),  # a container that hides its processes
+        (None, -9, None),  # nobody looked again
+    ],
+)
+def test_whom_nobody_looked_for_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: Any, exit_code: int, found: list[int] | None
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100])
+    monkeypatch.setattr(machine, "again", lambda cards: cards)
+    told = Evidence(exit_code=exit_code, result=None if values is None else {"values": values})
+    row, _, _ = run_fake(tmp_path, [told], 0, device={"name": "cuda"})
+    assert row["foreign_processes"] == found
