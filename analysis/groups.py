@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.load import EXTRA, Table, finished
+from vramsweep.harness.flags import CORRECTED
 from vramsweep.harness.row import SYSTEM
 
 # What was asked for: known for every row, also where the worker died.
@@ -77,17 +78,26 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
             by = filled[name].groupby(codes)
             alone = by.transform("nunique") == 1
             filled[name] = filled[name].where(filled[name].notna() | ~alone, by.transform("first"))
-    codes, keys = _split(filled, codes, keys, list(FOUND))
+    filled[CORRECTED] = _corrected(frame)
+    codes, keys = _split(filled, codes, keys, [*FOUND, CORRECTED])
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     found = []
     for rows in np.split(order, starts[1:]):
-        first = {key: (filled if key in FOUND else frame)[key].iloc[rows[0]] for key in keys}
+        first = {key: (filled if key in filled else frame)[key].iloc[rows[0]] for key in keys}
         settings = {
             key: None if pd.isna(v) else v.item() if isinstance(v, np.generic) else v for key, v in first.items()
         }
         found.append(Group(settings, frame, rows))
     return sorted(found, key=lambda group: -len(group.rows))
+
+
+def _corrected(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Which rows hold numbers that a later version corrects."""
+    flags = frame["flags"]
+    if not flags.notna().any():
+        return pd.Series(False, index=frame.index)
+    return flags.map(lambda of_row: CORRECTED in list(of_row), na_action="ignore").fillna(False).astype(bool)
 
 
 def _split(

@@ -38,7 +38,7 @@ def open_rows(path: Path, columns: Sequence[str] | None = None, mapping: Path | 
     """
     if path.suffix == ".json" and path.is_file():
         return read_json(path)
-    if path.is_dir() and not (path / journal.NAME).exists():
+    if path.is_dir() and not any(file.exists() for file in journal.files(path)):
         reports = sorted([*path.rglob("benchmark_report.json"), *path.rglob("trainer_state.json")])
         if reports:
             return _several(reports, path)

@@ -226,7 +226,8 @@ def _read_lines(path: Path) -> tuple[pd.DataFrame, list[str]]:
     frame = pd.DataFrame([{k: v for k, v in row.items() if k not in _NESTED} for row in rows])
     extras = _varying(trials)
     was = "were" if unreadable != 1 else "was"
-    lines = f"{unreadable} line{'s' * (unreadable != 1)} of {journal.files(path)[0].name}"
+    files = journal.files(path)
+    lines = f"{unreadable} line{'s' * (unreadable != 1)} of {files[0].name if len(files) == 1 else path}"
     notes = [f"{lines} could not be read and {was} skipped"]
     return pd.concat([frame, extras], axis=1), notes if unreadable else []
 
@@ -338,6 +339,9 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     again = where.duplicated(keep="last") & frame["trial_id"].notna()
     # a row that does not say by which torch it was measured counts until another of its trial follows
     again |= where["torch_version"].isna() & frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
+    # nor does one of a GPU that does not name the card: its worker died, in version 1
+    nameless = frame["device"].eq("cuda").fillna(False) & where["gpu_name"].isna()
+    again |= nameless & frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     # and one that was never started is no word against what was measured
     unstarted = frame["attempt"].eq(0).fillna(False)
     again |= unstarted & frame["trial_id"].isin(frame.loc[~unstarted, "trial_id"].dropna())
@@ -385,10 +389,12 @@ def _moved(frame: pd.DataFrame) -> pd.DataFrame:
     if "zero_stage" not in frame or "runner" not in frame:
         return frame
     frame = frame.copy()
+    known = frame["sharding"] if "sharding" in frame else pd.Series(pd.NA, index=frame.index, dtype="string")
     fsdp = frame["runner"].eq("fsdp").fillna(False)
     stage = pd.to_numeric(frame.pop("zero_stage"), errors="coerce").astype("Int64")
     frame["sharding"] = "zero" + stage.astype("string")
     frame["sharding"] = frame["sharding"].mask(fsdp, "fsdp2").mask(frame["sharding"].isna() & ~fsdp, "none")
+    frame["sharding"] = known.where(known.notna(), frame["sharding"])  # rows of both versions in one export
     frame["runner"] = frame["runner"].mask(fsdp, "torch")
     return frame
 

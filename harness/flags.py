@@ -13,6 +13,7 @@ from vramsweep.harness.row import Row
 GIB = 1 << 30
 # NVML's clock event reasons that no steady load causes by itself; the power cap is normal for a card at work.
 HEAT_AND_FAULTS = {"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
+CORRECTED = "corrected_since"  # only rows of earlier versions have it, and not by a test of what they hold
 BASELINE_BYTES = GIB  # more than the driver keeps for itself on any card here
 
 
@@ -59,6 +60,11 @@ FLAGS = (
     ),
     Flag(
         "steps_skipped", "updates were skipped for an overflow (fp16)", _known("skipped_steps", lambda count: count > 0)
+    ),
+    Flag(
+        CORRECTED,
+        "measured by an earlier version, and something in it has been corrected since (CHANGELOG): fitted apart",
+        lambda row: None,
     ),
     Flag("not_alone", "others of our own trials ran on the machine at the same time", _known("node_trials", bool)),
 )

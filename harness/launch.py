@@ -121,12 +121,12 @@ def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float
     session = _session
     settings = session.settings = plan.settings(resolved)
     expanded = plan.expand(resolved, settings.repeats)
-    planned = sweep.placed(plan.order(expanded))
+    planned = plan.order(expanded)
     earlier = list(session.planned.values())
     session.planned |= {p.trial_id: p for p in planned}
     session.folder = session.folder or Path(settings.results) / (settings.name or _name(planned))
     if settings.action == "run" and whole:
-        _refuse_invalid(planned)  # before a folder is made: most likely a mistyped value
+        _refuse_invalid(sweep.placed(planned))  # before a folder is made: most likely a mistyped value
     if session.detected == "simulated" and not earlier:
         print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
     finished: dict[str, Row] = {}

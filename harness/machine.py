@@ -155,14 +155,19 @@ def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
     found = gpus()
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
-        return [_used(card, found) for card in found]
+        return _one_slice([_used(card, found) for card in found])
     chosen = []
     for entry in (entry.strip() for entry in value.split(",")):
         card = _named(entry, found)
         if card is None:  # as CUDA does: everything after an unknown entry is invisible
             break
         chosen.append(card)
-    return chosen
+    return _one_slice(chosen)
+
+
+def _one_slice(cards: list[Gpu]) -> list[Gpu]:
+    """A CUDA process sees one MIG slice at most, and then nothing else."""
+    return next(([card] for card in cards if str(card.uuid).startswith("MIG-")), cards)
 
 
 def _named(entry: str, cards: Sequence[Gpu]) -> Gpu | None:

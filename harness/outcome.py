@@ -104,7 +104,7 @@ _ENVIRONMENT = re.compile(
     r"No CUDA GPUs are available|Found no NVIDIA driver|NVIDIA driver on your system is too old|cudaGetDeviceCount|"
     r"CUDA unknown error|no CUDA-capable device|system not yet initialized|driver version is insufficient|"
     r"ECC error|(GPU|device) is lost|fallen off the bus|CUDA (driver )?error: initialization error|"
-    r"CUDA driver initialization failed",
+    r"CUDA driver initialization failed|invalid device ordinal",
     re.IGNORECASE,
 )
 _HINTS = {Outcome.TIMEOUT: "; raise timeout_s if that is too short"}
@@ -139,6 +139,11 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
     if evidence.result is None:
         return Outcome.BAD_RESULT, evidence.result_error or "exit status 0 without a result"
     return Outcome.OK, None
+
+
+def of_the_machine(text: str) -> bool:
+    """Whether an error with which CUDA does not even start says that the machine is not fit, rather than the trial."""
+    return any(pattern.search(text) for pattern in (_ENVIRONMENT, _BUSY, _OOM))
 
 
 def published(evidence: Evidence) -> bool:

@@ -22,7 +22,7 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import files, read
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.row import Outcome
-from vramsweep.harness.sweep import duration, known, other_systems
+from vramsweep.harness.sweep import duration, known, other_systems, placed
 
 PREDICTIONS = 8  # configurations whose largest trial is predicted, the largest first
 PREDICTION_S = 180.0  # for all of them together; a trace takes 1 to 30 s
@@ -50,7 +50,9 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     """Print the trials, the impossible ones with reasons, what the largest are predicted to need, and a time."""
     rows = read(folder)[0] if any(file.exists() for file in files(folder)) else []
     finished, others = known(rows, planned, settings.any_system)
-    pending = plan.pending(planned, finished, settings.retry_failed)
+    pending = placed(plan.pending(planned, finished, settings.retry_failed))
+    here = {p.trial_id: p for p in pending}
+    planned = [here.get(p.trial_id, p) for p in planned]
     todo = {p.trial_id for p in pending}
     seconds, basis = plan.estimate_s(pending, finished.values(), _speed(planned))
     largest = largest_trials(pending) if settings.predict else []

@@ -310,8 +310,9 @@ def _supported(trial: Trial, entry: Runner) -> str | None:
 def _options(trial: Trial, entry: Runner) -> str | None:
     if not _finite(trial.runner.options):
         return "runner.options holds a number that is not finite, which no row can keep; leave it out"
-    for option in flat(trial.runner.options):
-        axis = next((a for owned, a in entry.owned.items() if option == owned), None)
+    for option, value in flat(trial.runner.options):
+        whole = not isinstance(value, Mapping)  # it would take the place of a node in which an axis has its say
+        axis = next((a for o, a in entry.owned.items() if option == o or (whole and o.startswith(f"{option}."))), None)
         if axis is not None:
             return f"runner.options.{option} belongs to the axis {axis}; give that instead, so that the row says it"
     if entry.options is not None:
@@ -329,9 +330,9 @@ def _finite(value: Any) -> bool:
     return all(map(_finite, nested))
 
 
-def flat(options: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Every key of nested options as a dotted name, the inner nodes too."""
+def flat(options: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of nested options as a dotted name, with its value; the inner nodes too."""
     for key, value in options.items():
-        yield f"{before}{key}"
+        yield f"{before}{key}", value
         if isinstance(value, Mapping):
             yield from flat(value, f"{before}{key}.")

@@ -83,9 +83,9 @@ def _resumed(
         print(f"{folder}: this file system has no locks; run one sweep at a time in this folder", file=sys.stderr)
     rows, unreadable = read(folder)
     if unreadable:
-        print(f"{journal.path}: {unreadable} unreadable line(s) skipped", file=sys.stderr)
+        print(f"{folder}: {unreadable} unreadable line(s) of its journals skipped", file=sys.stderr)
     mine, others = known(rows, planned, settings.any_system)
-    todo = plan.pending(planned, mine, settings.retry_failed)
+    todo = placed(plan.pending(planned, mine, settings.retry_failed))
     _write_plan(folder, [*earlier, *planned], settings.any_system)
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
     print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
@@ -231,8 +231,9 @@ def run_trial(
             row |= {"isolation": done.isolation, "cold_reason": done.cold_reason}
             row["gpu_name"] = base["gpu_name"] or row["gpu_name"]  # with several, the system is the first one's
             spent = row.pop("steps_s", None)
-            row["overhead_s"] = None if spent is None else done.duration_s - spent
-            notes = [*(row.get("notes") or []), *done.notes, outcome.remark(evidence)]
+            late = outcome.remark(evidence)  # then it is not known what it spent after the measured steps
+            row["overhead_s"] = None if spent is None or late else done.duration_s - spent
+            notes = [*(row.get("notes") or []), *done.notes, late]
             row["notes"] = [note for note in notes if note] or None
         kind, reason = outcome.classify(evidence)
         final = tries == settings.retries or not outcome.transient(kind, evidence)

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from vramsweep.harness import registry, trial
+from vramsweep.harness.flags import CORRECTED
+from vramsweep.harness.gpus import peak_flops
 from vramsweep.harness.row import BY_NAME, SCHEMA_VERSION, Row
 
 # What each runner's measurements were called in ids of version 1; the numbers in registry.py have gone on from there.
 FIRST_MEASUREMENT = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16_pure")
 MOVED = ("world_size", "offload_optimizer", "offload_param")
 
 
@@ -57,9 +60,32 @@ def row(old: Row) -> Row:
     resolved = found.get("trial")
     if isinstance(resolved, Mapping):
         found["trial"] = layout(resolved)
-        if _measured_as_now(resolved, str(found.get("trial_id"))):
+        if _measured_as_now(resolved, str(found.get("trial_id"))) and not _after_measuring(found):
             found["trial_id"] = trial.trial_id(found["trial"])
+        else:
+            found["flags"] = [CORRECTED]
+    _rescale(found)
     return {name: found.get(name) for name in BY_NAME} | {k: v for k, v in found.items() if k not in BY_NAME}
+
+
+def _after_measuring(row: Row) -> bool:
+    """Whether it ran out of memory in the step that only counted FLOPs: it had been measured, and fitted."""
+    phase, steps = str(row.get("phase")), (row.get("trial") or {}).get("protocol") or {}
+    if row.get("outcome") != "oom" or not phase.startswith("step ") or not phase[5:].isdigit():
+        return False
+    return int(phase[5:]) > int(steps.get("warmup_steps", 0)) + int(steps.get("measured_steps", 0))
+
+
+def _rescale(row: Row) -> None:
+    """MFU and HFU by today's peak of the card: some cards had another's."""
+    before, name, precision = row.get("peak_flops"), row.get("gpu_name"), row.get("precision")
+    if not before or not name or precision not in PRECISIONS:
+        return
+    peak = peak_flops(name, precision)
+    for column in ("mfu", "hfu"):
+        value = row.get(column)
+        row[column] = None if value is None or peak is None else value * before / peak
+    row["peak_flops"] = peak
 
 
 def _measured_as_now(resolved: Mapping[str, Any], trial_id: str) -> bool:
@@ -78,7 +104,7 @@ def _measured_as_now(resolved: Mapping[str, Any], trial_id: str) -> bool:
         return False
     options = runner.get("options")
     owned = next((entry.owned for entry in registry.RUNNERS if entry.name == name), {})
-    if isinstance(options, Mapping) and set(registry.flat(options)) & owned.keys():
+    if isinstance(options, Mapping) and dict(registry.flat(options)).keys() & owned.keys():
         return False  # they contradicted the axes, by which speed and FLOPs were reckoned
     now = {entry.name: entry.measurement for entry in registry.RUNNERS}
     unchanged = now.get(name) == FIRST_MEASUREMENT.get(name) and layout(resolved).get("sharding", "none") == "none"

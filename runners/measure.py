@@ -30,6 +30,7 @@ import torch
 from vramsweep.harness.attempt import RECORDING, STEPS
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.gpus import peak_flops
+from vramsweep.harness.outcome import of_the_machine
 from vramsweep.harness.trial import Trial
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
 from vramsweep.runners.instruments import (
@@ -101,7 +102,9 @@ class Gauges:
             try:
                 torch.cuda.set_device(device)  # makes the context
                 torch.cuda.init()
-            except RuntimeError as error:  # no trial has begun: driver too old, error 802, memory full of others'
+            except RuntimeError as error:  # driver too old, error 802, memory full of others': no trial has begun
+                if not of_the_machine(str(error)):  # an allocator's setting that the driver refuses is the trial's
+                    raise
                 raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
             torch.cuda.reset_peak_memory_stats()
         self.memory: Memory = CudaMemory() if self.cuda else HostMemory()

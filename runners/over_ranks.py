@@ -1,7 +1,8 @@
 """One row of several ranks: which rank each column is of.
 
 Memory is the worst rank's, whose peak reserved is largest: all of it, so that a row's numbers belong together. Speed is
-the slowest rank's. What tells of the devices' health is the worst of all ranks. Everything else is rank 0's.
+the slowest rank's. What tells of the devices' health, of retries and of peaks that still rose is the worst of all,
+as one that waits makes all wait. Everything else is rank 0's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "throttle_reasons": _every,
     "foreign_processes": _every,
     "skipped_steps": max,
+    "alloc_retries": max,
+    "alloc_ooms": max,
+    "plateau": all,
     "steps_s": max,
     "notes": _in_turn,
 }

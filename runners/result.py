@@ -41,9 +41,14 @@ def error(folder: Path, told: Mapping[str, Any]) -> None:
     A published result stands, and of several ranks the first to fail tells why: the others fail for its sake.
     """
     aside = _aside(folder, told)
-    with contextlib.suppress(FileExistsError):
+    try:
         os.link(aside, folder / RESULT)
-    aside.unlink()
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        if not (folder / RESULT).exists():
+            aside.rename(folder / RESULT)
+    aside.unlink(missing_ok=True)
 
 
 def values(folder: Path, columns: Mapping[str, Any], complete: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from vramsweep.harness import machine, registry, variables
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import EnvironmentFault
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, result, simulated
 from vramsweep.runners.measure import Meter
 from vramsweep.runners.over_ranks import Columns, over_ranks
@@ -77,7 +77,10 @@ def _device(trial: Trial) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise EnvironmentFault("torch sees no CUDA device; `vramsweep doctor` tells more, or use device=cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    rank, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= visible > 0:
+        raise InvalidTrial(f"world_size {trial.world_size} needs as many GPUs, and torch sees {visible} here; lower it")
+    return torch.device("cuda", rank)
 
 
 def effective_allocator(trial: Trial) -> tuple[str, str | None]:

@@ -163,3 +163,12 @@ def test_the_host_of_a_gpu_and_a_library_that_not_all_rows_use_are_no_other_syst
     table = load.load(synthetic.write(tmp_path, [*rows, *other]))
     assert not any("systems" in note for note in table.warnings)
     assert sorted(len(group.rows) for group in groups.groups(table)) == [2, 2]
+
+
+def test_a_row_that_does_not_name_its_card_gives_way_to_one_that_does(tmp_path: Path) -> None:
+    """Version 1 did not know the card of a worker that died: its out of memory would stay as a false frontier."""
+    (row,) = synthetic.sweep(lengths=(128,), batches=(1,), repeats=1, allocators=("default",))
+    row |= {"device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3", "torch_version": "2.13.0+cu130", "outcome": "ok"}
+    died = row | {"gpu_name": None, "torch_version": "2.13.0", "outcome": "oom"}
+    table = load.load(synthetic.write(tmp_path, [died, row]))
+    assert table.frame["outcome"].tolist() == ["ok"]

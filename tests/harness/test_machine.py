@@ -272,3 +272,13 @@ def test_a_name_that_leaves_no_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch,
     Driver(monkeypatch, [card()])
     assert levels(doctor.doctor(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}), "visible")[0][0] == "problem"
     assert levels(doctor.doctor(tmp_path, {"CUDA_VISIBLE_DEVICES": "0"}), "visible")[0][0] == "ok"
+
+
+def test_of_several_cards_in_mig_mode_a_process_sees_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = [machine.Gpu(n, "A100 MIG 1g.10gb", f"MIG-{n}", "580", 1, 0, ()) for n in range(2)]
+    cards = [machine.Gpu(n, "A100", f"GPU-{n}", "580", 1, 0, (), slices=(f"MIG-{n}",)) for n in range(2)]
+    monkeypatch.setattr(machine, "gpus", lambda: cards)
+    monkeypatch.setattr(machine, "_slice", lambda uuid, found: slices[int(uuid[-1])])
+    assert machine.visible_gpus({}) == slices[:1]
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "1,0"}) == slices[1:]
+    assert machine.too_many_ranks(len(machine.visible_gpus({})), 2) is not None

@@ -423,3 +423,25 @@ def test_whom_nobody_looked_for_is_not_known(
     told = Evidence(exit_code=exit_code, result=None if values is None else {"values": values})
     row, _, _ = run_fake(tmp_path, [told], 0, device={"name": "cuda"})
     assert row["foreign_processes"] == found
+
+
+def test_a_hang_after_the_measured_steps_is_no_overhead(tmp_path: Path) -> None:
+    told = {"values": {"steps_s": 0.25}, "complete": False}
+    row, _, _ = run_fake(tmp_path / "a", [Evidence(expired=True, deadline_s=3600, result=told)], 0)
+    assert (row["outcome"], row["overhead_s"]) == ("ok", None)
+    assert row["notes"] == ["ended after the measured steps: no end within 3600 s"]
+    row, _, _ = run_fake(tmp_path / "b", [Evidence(exit_code=0, result=told | {"complete": True})], 0)
+    assert row["overhead_s"] == 0.75
+
+
+def test_what_was_measured_with_more_cards_stays_measured_with_fewer(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, _1=[FINE])
+    values = tiny(seed=1, device={"name": "cuda"}, sharding="fsdp2", world_size=2)
+    monkeypatch.setattr(machine, "again", lambda cards: cards)
+    for cards in (2, 1):
+        monkeypatch.setattr(machine, "visible_gpus", lambda environ, cards=cards: [H100] * cards)
+        (row,) = run_sweep(values, isolation="warm")
+        assert row["outcome"] == "ok"
+    assert len(journal.read(tmp_path / "t")[0]) == 1

@@ -210,6 +210,13 @@ def trainer(**options: Any) -> dict[str, Any]:
         (deepspeed("zero2", options={"optimizer": {"type": "SGD"}}, optimizer="adamw"), "contradicts optimizer=adamw"),
         (deepspeed("zero2", options={"train_micro_batch_size_per_gpu": 4}), "belongs to the axis micro_batch"),
         (deepspeed("zero2", options={"fp16": {"enabled": True}}), "belongs to the axis precision"),
+        (deepspeed("zero2", options={"bf16": None}), "belongs to the axis precision"),
+        (deepspeed("zero2", options={"zero_optimization": False}), "belongs to the axis sharding"),
+        (
+            deepspeed("zero2", options={"zero_optimization": {"offload_optimizer": None}}, offload_optimizer=True),
+            "belongs to the axis offload_optimizer",
+        ),
+        (trainer(accelerator_config="x.json"), "belongs to the axis grad_accum"),
         (deepspeed("zero2", options={"zero_optimization": {"stage": 3}}), "belongs to the axis sharding"),
         (
             deepspeed("zero2", options={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),

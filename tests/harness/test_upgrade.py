@@ -107,3 +107,35 @@ def test_exports_of_version_1_are_read_too(tmp_path: Path) -> None:
     frame = load(tmp_path / "rows.csv").frame
     assert frame["sharding"].tolist() == ["zero3", "fsdp2", "none"]
     assert frame["runner"].tolist() == ["deepspeed", "torch", "torch"]
+
+
+def test_what_was_corrected_is_flagged_and_fitted_apart(tmp_path: Path) -> None:
+    """A row of version 1 of two ranks (rank 0's peaks) beside one of today of the same settings."""
+    runner = OLD_RUNNER | {"name": "deepspeed", "zero_stage": 2, "world_size": 2}
+    values = tiny(device={"name": "cuda"}) | {"runner": runner}
+    common = {"terminal": True, "outcome": "ok", "seq_len": 32, "device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3"}
+    old = first(values, **common, world_size=2, zero_stage=2, peak_allocated_bytes=11)
+    new = {k: v for k, v in upgrade.row(old).items() if k != "flags"} | {"trial_id": "n", "peak_allocated_bytes": 20}
+    (tmp_path / "journal.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
+    table = load(tmp_path)
+    assert any("1 row is flagged: corrected_since 1" in note for note in table.warnings)
+    assert sorted(len(group.rows) for group in groups(table)) == [1, 1]
+
+
+@pytest.mark.parametrize(("phase", "counts"), [("step 14", False), ("step 13", True), ("load", True), (None, True)])
+def test_memory_that_ran_out_while_flops_were_counted_is_no_frontier(phase: str | None, counts: bool) -> None:
+    values = tiny(device={"name": "cuda"}, protocol={"warmup_steps": 3, "measured_steps": 10})
+    values["runner"] = OLD_RUNNER | {"name": "torch", "options": {}}
+    found = upgrade.row(first(values, outcome="oom", phase=phase))
+    assert (found["trial_id"] == trial.trial_id(upgrade.layout(values))) is counts
+    assert (found["flags"] is None) is counts
+
+
+def test_a_share_of_another_card_s_peak_is_reckoned_anew() -> None:
+    """The H200 NVL had the SXM module's 989.4 TFLOP/s; its data sheet says 835.5 (1,671 with sparsity)."""
+    values = tiny(device={"name": "cuda"}) | {"runner": OLD_RUNNER | {"name": "torch", "options": {}}}
+    card = {"gpu_name": "NVIDIA H200 NVL", "precision": "bf16", "peak_flops": 989.4e12, "mfu": 0.2, "hfu": None}
+    found = upgrade.row(first(values, outcome="ok", **card))
+    assert found["peak_flops"] == 835.5e12
+    assert found["mfu"] == pytest.approx(0.2 * 989.4 / 835.5)
+    assert found["hfu"] is None

@@ -72,3 +72,12 @@ def test_one_rank_s_row_is_its_own() -> None:
 
 def test_the_columns_exist() -> None:
     assert set(over_ranks(ROWS)) <= {column.name for column in COLUMNS}
+
+
+def test_one_rank_s_retries_slow_them_all() -> None:
+    ranks = [
+        {"peak_reserved_bytes": 10, "alloc_retries": 0, "plateau": True},
+        {"peak_reserved_bytes": 9, "alloc_retries": 7, "plateau": False},
+    ]
+    found = over_ranks(ranks)
+    assert (found["worst_rank"], found["alloc_retries"], found["plateau"]) == (0, 7, False)

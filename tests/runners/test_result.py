@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from vramsweep.harness.attempt import RESULT, read_result
 from vramsweep.runners import result
@@ -44,3 +47,14 @@ def test_half_characters_do_not_reach_the_journal(tmp_path: Path) -> None:
     found, problem = read_result(tmp_path)
     assert problem is None and found is not None
     assert found["error"]["message"] == "no file ? here"
+
+
+def test_an_error_is_left_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    cause = {"error": {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}}
+    result.error(tmp_path, cause)
+    result.error(tmp_path, {"error": {"type": "x", "message": "for its sake"}})
+    assert left(tmp_path) == cause
