@@ -270,6 +270,7 @@ class Count:
         self.total: int | None = None
         self.uncounted: set[str] = set()  # operators
         self._uncounted_by_backward: set[str] = set()
+        self._began: float | None = None
         self._context = contextlib.ExitStack()
 
     def enter(self) -> None:
@@ -291,11 +292,12 @@ class Count:
         self.close()
         self.total, self.uncounted = self._count.total, self._count.uncounted
         self.forward = sum(self._forward) if self._forward else None
-        self.spent = time.perf_counter() - self._began
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Watch no longer, also where the step failed: its time is a step's all the same."""
         self._context.close()
+        if self._began is not None:
+            self.spent, self._began = time.perf_counter() - self._began, None
 
     def columns(self, row: Columns) -> Columns:
         """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
