@@ -327,11 +327,17 @@ def test_foreign_processes(before: Any, after: Any, own: set[int], expected: lis
 
 
 def test_ours_are_the_session_and_its_children() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    try:
-        assert ours([os.getpid(), child.pid, 2, 1 << 30]) == {os.getpid(), child.pid}
-    finally:
-        child.communicate(b"\n")
+    """Asked in a session of its own, as a worker is: what started it is then foreign wherever the tests run."""
+    asked = """
+import os, subprocess, sys
+from vramsweep.runners.instruments import ours
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+found = ours([os.getpid(), child.pid, os.getppid(), 1 << 30])
+print(found == {os.getpid(), child.pid}, found)
+child.communicate(b"\\n")
+"""
+    told = subprocess.run([sys.executable, "-c", asked], start_new_session=True, capture_output=True, text=True)
+    assert told.stdout.startswith("True"), told
 
 
 @pytest.mark.parametrize("start", [2.0**14, 2.0**26, 2.0**60])
