@@ -110,10 +110,10 @@ def pairs(table: Table) -> pd.DataFrame:
     `step_s` is the median of the measured rows, of which there are `rows`. Allocator settings, which an estimate does
     not depend on, count as repeats.
     """
-    both = pair(table, "step_median_s", "optimizer", *SECONDS)
+    both = pair(table, "step_median_s", "optimizer_effective", *SECONDS)
     known = both[["step_median_s_measured", *(f"{name}_predicted" for name in SECONDS)]].notna().all(axis=1)
     ran = both["outcome_predicted"].eq("ok") & both["outcome_measured"].eq("ok")
-    both = both[known & ran & both["optimizer_predicted"].eq(both["optimizer_measured"])]
+    both = both[known & ran & both["optimizer_effective_predicted"].eq(both["optimizer_effective_measured"])]
     both = both.rename(columns={f"{name}_predicted": name for name in SECONDS})
     shapes = both.groupby(["gpu", *(key for key in KEYS if key != "allocator_conf"), *SECONDS], dropna=False)
     found = shapes["step_median_s_measured"].agg(step_s="median", rows="size").reset_index()

@@ -253,7 +253,7 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
     parts = []
     for column, phrase in (
         ("model", "Models: {}."), ("parameters", "Parameters: {}."), ("precision", "Precision: {}."),
-        ("optimizer", "Optimizer: {}."), ("attention_effective", "Attention: {}."), ("runner", "Runner: {}."),
+        ("optimizer_effective", "Optimizer: {}."), ("attention_effective", "Attention: {}."), ("runner", "Runner: {}."),
         ("seq_len", "Sequence lengths: {} tokens."), ("micro_batch", "Micro-batch sizes: {}."),
         ("allocator", "Allocator configurations: {}."), ("gpu_name", "GPU: {}."), ("driver_version", "Driver {}."),
         ("torch_version", "PyTorch {}."), ("transformers_version", "Transformers {}."),

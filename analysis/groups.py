@@ -15,15 +15,16 @@ import pandas as pd
 from vramsweep.analysis.load import EXTRA, Table, finished
 from vramsweep.harness.flags import CORRECTED
 from vramsweep.harness.row import SYSTEM
+from vramsweep.harness.techniques import AXES
 
 # What was asked for: known for every row, also where the worker died.
 ASKED = (
     "foreign", "device", "model", "runner", "precision", "allocator", "allocator_conf", "micro_batch", "grad_accum",
-    "sharding", "world_size", "offload_optimizer", "offload_param", "gradient_checkpointing", "attention", "weights",
-    "data", "protocol",
+    "sharding", "world_size", "offload_optimizer", "offload_param",
+    *(axis.name for axis in AXES if axis.name != "precision"), "weights", "data", "protocol",
 )  # fmt: skip
 # What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
-FOUND = ("memory_source", *SYSTEM, "optimizer")
+FOUND = ("memory_source", *SYSTEM, "optimizer_effective")
 
 
 @dataclass(frozen=True)

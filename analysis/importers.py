@@ -27,6 +27,7 @@ _UNITS: dict[str, tuple[str, float]] = {
     if name.endswith("_bytes")
     for suffix, factor in (("_mib", MIB), ("_gib", GIB), ("_kib", 1024.0), ("_mb", 1e6), ("_gb", 1e9))
 }
+_CHECKPOINTING = {"True": "full", "False": "none"}
 _BARE = ("seq_len", "peak_active_mib", "peak_reserved_mib", "iterations_per_s")
 
 
@@ -130,7 +131,7 @@ def _optimum(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]:
         "micro_batch": batch,
         "grad_accum": accum,
         "world_size": ranks,
-        "gradient_checkpointing": arguments.get("gradient_checkpointing"),
+        "checkpointing": _CHECKPOINTING.get(str(arguments.get("gradient_checkpointing"))),
         "attention": backend.get("attn_implementation"),
         "seed": backend.get("seed"),
         "memory_source": "cpu_tensors_and_rss" if cpu else "cuda_allocator",

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vramsweep.harness.errors import UserError
@@ -99,6 +100,41 @@ def _columns(argv: Sequence[str]) -> int:
     return 0
 
 
+def _techniques(argv: Sequence[str]) -> int:
+    from vramsweep.harness import techniques
+
+    parser = argparse.ArgumentParser(
+        prog="vramsweep techniques",
+        description="Settings that trade memory, time or exactness: their values, what each needs, how far it is proven.",
+    )
+    parser.add_argument("axis", nargs="?", help="only the values of this setting, such as optimizer")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--markdown", action="store_true", help="as in the documentation")
+    arguments = parser.parse_args(argv)
+    names = [axis.name for axis in techniques.AXES]
+    if arguments.axis is not None and arguments.axis not in names:
+        raise UserError(f"techniques {arguments.axis}: there is no such setting; settings: {', '.join(names)}")
+    if arguments.markdown:
+        print(techniques.markdown_table(), end="")
+        return 0
+    shown = [axis for axis in techniques.AXES if arguments.axis in (None, axis.name)]
+    if arguments.json:
+        print(json.dumps([techniques.described(axis) for axis in shown], indent=1))
+        return 0
+    console = Console()
+    for axis in shown:
+        default = f"  [dim]default {axis.default}[/]" if axis.default is not None else ""
+        console.print(f"\n[bold]{axis.name}[/]  {axis.meaning}{default}")
+        table = Table(box=None, show_header=False, padding=(0, 1))
+        table.add_column(no_wrap=True, min_width=24)
+        table.add_column(ratio=1)
+        for entry in techniques.entries(axis.name):
+            table.add_row(f"  {techniques.text(entry.name)}", escape(techniques.sentence(entry)))
+        if table.row_count:
+            console.print(table)
+    return 0
+
+
 def _replay(argv: Sequence[str]) -> int:
     from vramsweep.harness.allocator.cli import main as replay
 
@@ -111,6 +147,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "status": _status,
     "doctor": _doctor,
     "columns": _columns,
+    "techniques": _techniques,
     "replay": _replay,
 }
 

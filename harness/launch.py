@@ -32,7 +32,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from vramsweep.harness import machine, mistakes, plan, preview, sweep, upgrade
+from vramsweep.harness import machine, mistakes, plan, preview, sweep, techniques, upgrade
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
@@ -179,8 +179,9 @@ def complete(words: Sequence[str], word: str) -> list[str]:
     key, equals, value = word.partition("=")
     done, comma, last = value.rpartition(",")  # a list is completed at its last value: allocator=default,ex
     kind = Trial.model_fields[key].annotation if key in Trial.model_fields else None
-    if equals and (kind is bool or get_origin(kind) is Literal) and key not in _options():
-        values = ["true", "false"] if kind is bool else [str(value) for value in get_args(kind)]
+    named = get_args(kind) if get_origin(kind) is Literal else techniques.values(key)
+    if equals and (kind is bool or named) and key not in _options():
+        values = ["true", "false"] if kind is bool else [str(value) for value in named]
         found = [f"{key}={value}" for value in values if value.startswith(last)]
     else:
         line = " ".join([*(["-m"] if args.multirun else []), *args.overrides, f"{key}={last}" if comma else word])
@@ -217,6 +218,12 @@ def _today(override: str) -> str:
         if not all(stage.isdigit() for stage in stages):
             raise UserError(f"{override}: ZeRO's stage is an axis now; give sharding=zero1,zero2 (with -m)")
         return "sharding=" + ",".join(f"zero{stage}" for stage in stages)
+    if key == "gradient_checkpointing":
+        return "checkpointing=" + ",".join(
+            {"true": "full", "false": "none"}.get(v.strip(), v) for v in value.split(",")
+        )
+    if key == "optimizer":
+        return "optimizer=" + ",".join(upgrade.OPTIMIZERS.get(v.strip(), v) for v in value.split(","))
     moved = key.removeprefix("runner.") in upgrade.MOVED and key.startswith("runner.")
     return override.removeprefix("runner.") if moved else override
 

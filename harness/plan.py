@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vramsweep.harness import mistakes, outcome, registry, upgrade
+from vramsweep.harness import mistakes, outcome, registry, techniques, upgrade
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
@@ -190,7 +190,7 @@ def axes(planned: Planned) -> Row:
         "simulated_gpu": (nested["device"] or {}).get("gpu"),
         "allocator_conf": (nested["allocator"] or {}).get("conf"),
         "parameters": (nested["model"] or {}).get("parameters"),
-        "optimizer": None,  # what was asked for is in `trial`; the column says what ran
+        "unproven": (techniques.unproven(planned.trial) or None) if planned.trial else None,
         "trial": json.loads(json.dumps(flat, default=str)),
     }
     return {name: value for name, value in values.items() if _fits(name, value)}

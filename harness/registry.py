@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vramsweep.harness import techniques
+
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
 
@@ -115,10 +117,10 @@ def _deepspeed_simulated(trial: Trial) -> str | None:
         )
     if trial.offload_param:
         return "offload_param cannot be simulated; offload_optimizer can, or measure on device=cuda"
-    if trial.offload_optimizer and trial.optimizer == "adamw_fused":
+    if trial.offload_optimizer and trial.optimizer == "adamw_torch_fused":
         return (
-            "optimizer=adamw_fused with offload_optimizer cannot be simulated: the step runs on the host, where fake "
-            "tensors have no fused kernel; use optimizer=adamw, or measure on device=cuda"
+            "optimizer=adamw_torch_fused with offload_optimizer cannot be simulated: the step runs on the host, where fake "
+            "tensors have no fused kernel; use optimizer=adamw_torch, or measure on device=cuda"
         )
     return None
 
@@ -130,8 +132,8 @@ def _deepspeed_optimizer(trial: Trial) -> str | None:
 
 
 def _deepspeed_fused_on_cpu(trial: Trial) -> str | None:
-    if trial.device.name == "cpu" and trial.optimizer == "adamw_fused":
-        return "optimizer adamw_fused with deepspeed needs CUDA; on device=cpu use adamw"
+    if trial.device.name == "cpu" and trial.optimizer == "adamw_torch_fused":
+        return "optimizer adamw_torch_fused with deepspeed needs CUDA; on device=cpu use adamw_torch"
     return None
 
 
@@ -151,7 +153,15 @@ _TRAINER_OWNED = {
     "fp16": "precision",
     "tf32": "precision",
     "half_precision_backend": "precision",
-    "gradient_checkpointing": "gradient_checkpointing",
+    "gradient_checkpointing": "checkpointing",
+    "gradient_checkpointing_kwargs": "checkpointing",
+    "activation_checkpointing": "checkpointing",
+    "activation_checkpointing_kwargs": "checkpointing",
+    "use_liger_kernel": "kernels",
+    "liger_kernel_config": "kernels and loss",
+    "torch_compile": "compile",
+    "torch_compile_backend": "compile",
+    "torch_compile_mode": "compile",
     "accelerator_config.gradient_accumulation_kwargs.num_steps": "grad_accum",
     "max_steps": _PROTOCOL,
     "num_train_epochs": _PROTOCOL,
@@ -162,15 +172,13 @@ _TRAINER_OWNED = {
     "fsdp": "sharding",
     "fsdp_config": "sharding",
 }
-# What the Trainer calls the optimizers that the axis has; others can be given by `optim` alone.
-TRAINER_OPTIMIZERS = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused", "sgd": "sgd"}
 
 
 def _trainer_optimizer(trial: Trial) -> str | None:
     asked = trial.runner.options.get("optim")
     if asked is None:
         return None
-    axis = {name: value for value, name in TRAINER_OPTIMIZERS.items()}.get(str(asked))
+    axis = next((t.name for t in techniques.TECHNIQUES if t.optim == str(asked)), None)
     if axis is not None:
         return f"runner.options.optim={asked} belongs to the axis optimizer: give optimizer={axis}"
     if trial.optimizer != "default":
@@ -261,15 +269,20 @@ def sharding(name: str) -> Sharding:
 
 
 def template(trial: Trial) -> str:
-    """Names the template that a trial's worker is forked from: the runner, "+" the sharding if that needs more."""
-    more = _SHARDINGS[trial.sharding].preload
-    return f"{trial.runner.name}+{trial.sharding}" if more else trial.runner.name
+    """Names the template that a trial's worker is forked from: the runner, "+" the sharding and techniques that need
+    more than it imports."""
+    more = [trial.sharding] if _SHARDINGS[trial.sharding].preload else []
+    return "+".join((trial.runner.name, *more, *map(str, techniques.preloads(trial))))
 
 
 def preload(name: str) -> tuple[str, ...]:
     """The modules that the template of this name imports."""
-    runner_name, _, sharded = name.partition("+")
-    return _RUNNERS[runner_name].preload + (_SHARDINGS[sharded].preload if sharded else ())
+    runner_name, *parts = name.split("+")
+    modules = list(_RUNNERS[runner_name].preload)
+    for part in parts:
+        axis, equals, value = part.partition("=")
+        modules += techniques.technique(axis, value).preload if equals else _SHARDINGS[part].preload
+    return tuple(modules)
 
 
 def markdown_table() -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from vramsweep.harness.techniques import AXES
+
 SCHEMA_VERSION = 2
 
 Row = dict[str, Any]
@@ -78,7 +80,6 @@ COLUMNS: tuple[Column, ...] = (
         ("seq_len", int, "tokens", "sequence length"),
         ("micro_batch", int, "samples", "sequences per forward pass and rank"),
         ("grad_accum", int, "", "forward/backward passes per optimizer step"),
-        ("precision", str, "", "fp32, tf32, bf16 (autocast), fp16 (autocast and GradScaler), bf16_pure"),
         ("allocator", str, "", "name of the allocator configuration"),
         ("allocator_conf", str, "", "PYTORCH_CUDA_ALLOC_CONF as asked for, in canonical form"),
         ("allocator_conf_effective", str, "", "the settings that took effect, read back in the worker; null on CPU"),
@@ -89,10 +90,12 @@ COLUMNS: tuple[Column, ...] = (
         ("offload_optimizer", bool, "", "optimizer state in host memory"),
         ("offload_param", bool, "", "parameters in host memory"),
         ("world_size", int, "", "number of ranks"),
-        ("optimizer", str, "", "optimizer class that ran"),
-        ("gradient_checkpointing", bool, "", "activations recomputed in the backward pass"),
-        ("attention", str, "", "attention implementation as asked for"),
+        *((axis.name, axis.kind, "", axis.meaning) for axis in AXES),
+        ("optimizer_effective", str, "", "optimizer class that ran"),
         ("attention_effective", str, "", "attention implementation that the model reports; null if it reports none"),
+        ("attention_kernels", list, "", "the kernels of scaled_dot_product_attention that ran: flash, efficient, cudnn, math; null where none was seen"),
+        ("trainable_parameters", int, "", "number of parameters that are trained, counted on the built model; null in rows that never counted"),
+        ("unproven", list, "", "techniques among the axes, beyond the defaults, that no card has been seen to run as predicted"),
         ("weights", str, "", "random or pretrained"),
         ("data", str, "", "synthetic, or the text data set's name"),
         ("protocol", str, "", "name of the protocol"),

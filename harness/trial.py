@@ -5,7 +5,7 @@ is retried, its deadline and whether it runs cold or warm belong to the sweep (s
 what changes the measurement: names and settings left at their defaults do not enter it.
 
 Not covered here: building a model (runners/build.py), the allocator's options (allocator/config.py), what each runner
-and way of sharding can do (registry.py), on which machine it was measured (row.system).
+and way of sharding can do (registry.py), techniques (techniques.py), on which machine it was measured (row.system).
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vramsweep.harness import registry
+from vramsweep.harness import registry, techniques
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
@@ -28,7 +26,7 @@ from vramsweep.harness.gpus import GPUS
 ID_VERSION = 2
 SIMULATION = 2  # raise it when what a simulated run predicts changes
 # What ids of version 2 leave out: each setting at the value that rows had before it was one. Frozen: a default that
-# changes in conf/ does not change a line here, and a new axis adds one.
+# changes in conf/ does not change a line here, and a new axis adds one. Techniques bring theirs along.
 LEFT_OUT: dict[tuple[str, ...], Any] = {
     ("model", "model_type"): None,
     ("model", "path"): None,
@@ -40,9 +38,7 @@ LEFT_OUT: dict[tuple[str, ...], Any] = {
     ("offload_optimizer",): False,
     ("offload_param",): False,
     ("device", "gpu"): None,
-    ("optimizer",): "default",
-    ("gradient_checkpointing",): False,
-    ("attention",): "sdpa",
+    **{(name,): default for name, default in techniques.DEFAULTS.items()},
     ("weights",): "random",
     ("data",): "synthetic",
     ("seed",): 0,
@@ -114,6 +110,8 @@ class ProtocolAxis(_Frozen):
 class Trial(_Frozen):
     """One combination of axes, fully resolved. `fingerprints` maps each local file it names to its SHA-256.
 
+    What the techniques among the axes mean, from `precision` to `use_cache`, is in techniques.AXES.
+
     `record` adds one untimed step whose allocator events are kept, for `replay`.
     """
 
@@ -121,7 +119,7 @@ class Trial(_Frozen):
     seq_len: int = Field(ge=1)
     micro_batch: int = Field(ge=1)
     grad_accum: int = Field(default=1, ge=1)
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
+    precision: str
     allocator: AllocatorAxis
     runner: RunnerAxis
     sharding: Literal["none", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"] = "none"
@@ -130,9 +128,27 @@ class Trial(_Frozen):
     offload_param: bool = False
     device: DeviceAxis
     protocol: ProtocolAxis
-    optimizer: Literal["default", "adamw", "adamw_fused", "sgd"] = "default"
-    gradient_checkpointing: bool = False
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    quantization: str = "none"
+    adapter: str = "none"
+    lora_r: int = Field(default=16, ge=1)
+    lora_alpha: int = Field(default=16, ge=1)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    lora_target_modules: str = "all-linear"
+    attention: str = "sdpa"
+    kernels: str = "none"
+    loss: str = "default"
+    checkpointing: str = "none"
+    checkpointing_every: int = Field(default=1, ge=1)
+    checkpointing_reentrant: bool = False
+    checkpointing_ops: str = "default"
+    activation_offload: bool = False
+    compile: str = "none"
+    optimizer: str = "default"
+    no_sync: bool = True
+    padding: float = Field(default=0.0, ge=0, lt=1)
+    padding_side: str = "right"
+    packing: str = "none"
+    use_cache: str = "default"
     weights: Literal["random", "pretrained"] = "random"
     data: str = "synthetic"
     seed: int = 0
@@ -244,7 +260,7 @@ def parse(values: Mapping[str, Any]) -> Trial:
             "fingerprints": _fingerprints(trial),
         }
     )
-    for reason in (*registry.rules(trial), *(rule(trial) for rule in RULES)):
+    for reason in (*registry.rules(trial), *techniques.rules(trial), *(rule(trial) for rule in RULES)):
         if reason:
             raise InvalidTrial(reason)
     return trial
@@ -279,7 +295,7 @@ def _model(trial: Trial) -> str | None:
 
 def _positions(trial: Trial) -> str | None:
     limit = trial.model.max_positions
-    if limit is not None and trial.seq_len > limit:
+    if limit is not None and trial.runner.name != "custom" and trial.seq_len > limit:
         return f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions"
     return None
 
@@ -295,12 +311,8 @@ def _device(trial: Trial) -> str | None:
         return (
             f"allocator {trial.allocator.name}: the CUDA allocator is not in use on device=cpu; use allocator=default"
         )
-    if trial.precision == "tf32":
-        return "precision tf32 is a mode of CUDA tensor cores; on device=cpu use fp32"
     if trial.precision == "fp16" and trial.runner.name != "deepspeed":
         return "precision fp16 (autocast with GradScaler) is not supported on device=cpu; use bf16"
-    if trial.attention == "flash_attention_2":
-        return "attention flash_attention_2 needs CUDA; on device=cpu use sdpa"
     return None
 
 
@@ -313,8 +325,6 @@ def _simulated(trial: Trial) -> str | None:
             f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
             "simulated; measure it on device=cuda"
         )
-    if trial.attention == "flash_attention_2":
-        return "attention flash_attention_2 cannot be simulated; sdpa runs the same flash kernel in half precision"
     if trial.weights == "pretrained":
         return "weights=pretrained cannot be simulated, and would not change memory; use weights=random"
     return None
@@ -324,7 +334,7 @@ def _allocator(trial: Trial) -> str | None:
     conf = allocator_config.parse(trial.allocator.conf)
     if trial.record and (trial.device.name != "cuda" or conf.backend != "native"):
         return "record=true needs device=cuda and PyTorch's native allocator: no other keeps a history of its events"
-    found = allocator_config.problems(conf, _version("torch"))
+    found = allocator_config.problems(conf, techniques.version("torch"))
     return f"allocator {trial.allocator.name}: {found[0]}" if found else None
 
 
@@ -338,14 +348,6 @@ def _custom(trial: Trial) -> str | None:
     if not Path(path).is_file():
         return f"runner.target: there is no file {path}"
     return None
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 RULES: tuple[Callable[[Trial], str | None], ...] = (

@@ -1,7 +1,7 @@
 """Trials and rows of earlier versions in today's layout, so that what they say still counts where it is still right.
 
-Version 1 (until 0.1): ranks, ZeRO's stage and offloads were the runner's, FSDP2 was a runner, and ids hashed the whole
-resolved trial, names and defaults too.
+Version 1 (until 0.1): ranks, ZeRO's stage and offloads were the runner's, FSDP2 was a runner, checkpointing was a yes or
+no, optimizers had names of our own, and ids hashed the whole resolved trial, names and defaults too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from vramsweep.harness import registry, trial
+from vramsweep.harness import registry, techniques, trial
 from vramsweep.harness.flags import CORRECTED
 from vramsweep.harness.gpus import peak_flops
 from vramsweep.harness.row import BY_NAME, SCHEMA_VERSION, Row
@@ -19,6 +19,7 @@ from vramsweep.harness.row import BY_NAME, SCHEMA_VERSION, Row
 # What each runner's measurements were called in ids of version 1; the numbers in registry.py have gone on from there.
 FIRST_MEASUREMENT = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16_pure")
+OPTIMIZERS = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused"}
 MOVED = ("world_size", "offload_optimizer", "offload_param")
 
 
@@ -28,6 +29,11 @@ def layout(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(runner, Mapping):
         return dict(values)
     found, kept = dict(values), dict(runner)
+    checkpointing = found.pop("gradient_checkpointing", None)
+    if checkpointing is not None:
+        found["checkpointing"] = "full" if checkpointing else "none"
+    if "optimizer" in found:
+        found["optimizer"] = OPTIMIZERS.get(found["optimizer"], found["optimizer"])
     for name in MOVED:
         moved = kept.pop(name, None)
         if moved is not None:
@@ -57,9 +63,13 @@ def row(old: Row) -> Row:
     found["runner"] = "torch" if found.get("runner") == "fsdp" else found.get("runner")
     for name in ("offload_optimizer", "offload_param"):
         found[name] = bool(found.get(name))
+    found["optimizer_effective"] = found.pop("optimizer", None)
+    checkpointing = found.pop("gradient_checkpointing", None)
+    found |= {"checkpointing": None if checkpointing is None else "full" if checkpointing else "none"}
     resolved = found.get("trial")
     if isinstance(resolved, Mapping):
         found["trial"] = layout(resolved)
+        found |= {name: found["trial"].get(name, default) for name, default in techniques.DEFAULTS.items()}
         if _measured_as_now(resolved, str(found.get("trial_id"))) and not _after_measuring(found):
             found["trial_id"] = trial.trial_id(found["trial"])
         else:

@@ -7,6 +7,7 @@ data set (padded and truncated to the sequence length, as users do) come from lo
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import techniques
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 POOL = 64  # distinct samples; steps cycle through them
@@ -58,6 +60,13 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and trial.seq_len > limit:
         raise InvalidTrial(f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions")
+
+    def make(dtype: torch.dtype) -> Any:
+        with device:
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=trial.attention, trust_remote_code=False
+            )
+
     if trial.weights == "pretrained":
         net: Any = AutoModelForCausalLM.from_pretrained(
             str(trial.model.path),
@@ -68,14 +77,10 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
         )
         net.to(device)
     else:
-        with device:
-            net = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=trial.attention, trust_remote_code=False
-            )
+        net = techniques.construct(trial, make, device, dtype)
     if trial.runner.name != "trainer":  # which has its own say, and left the cache on before transformers 5
         net.config.use_cache = False
-    if trial.gradient_checkpointing:
-        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    net = techniques.applied(trial, net, device)
     net.train()
     return net
 
@@ -98,11 +103,10 @@ def _config(trial: Trial) -> Any:
         raise InvalidTrial(f"model {axis.name}: transformers does not accept it: {error}") from None
 
 
-def optimizer(trial: Trial, parameters: Any) -> torch.optim.Optimizer:
-    """The trial's optimizer; "default" is AdamW as torch chooses to run it (foreach on CUDA)."""
-    if trial.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-5)
-    return torch.optim.AdamW(parameters, lr=1e-5, fused=True if trial.optimizer == "adamw_fused" else None)
+def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
+    """The trial's optimizer over those of the parameters that are trained."""
+    kind, arguments = techniques.optimizer(trial, device)
+    return kind([parameter for parameter in parameters if parameter.requires_grad], **arguments)
 
 
 def autocast(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -169,15 +173,16 @@ def _lines(name: str) -> list[str]:
     return texts
 
 
-def parameters(net: torch.nn.Module) -> int:
-    """Number of parameters, shared ones once; under ZeRO-3 the whole ones, not this rank's shards."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in net.parameters())
+def parameters(net: torch.nn.Module, trained: bool = False) -> int:
+    """Number of parameters, or of those that are trained; shared ones once; under ZeRO-3 the whole ones, not shards."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in net.parameters() if p.requires_grad or not trained)
 
 
 def describe(net: Any, optim: Any) -> dict[str, Any]:
     """Columns about what was really built."""
     return {
         "parameters": parameters(net),
+        "trainable_parameters": parameters(net, trained=True),
         "attention_effective": getattr(getattr(net, "config", None), "_attn_implementation", None),
-        "optimizer": type(optim).__name__,
+        "optimizer_effective": type(optim).__name__,
     }

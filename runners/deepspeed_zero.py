@@ -37,7 +37,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     # given a dtype, ZeRO-3 overrides it where fp16 is not supported, as on many CPUs; the configuration is heeded
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.sharding == "zero3"):
         net = build.model(trial, device, dtype)
-    client = None if "optimizer" in config else build.optimizer(trial, net.parameters())
+    client = None if "optimizer" in config else build.optimizer(trial, net.parameters(), device)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=net, model_parameters=net.parameters(), optimizer=client, config=config
     )
@@ -48,7 +48,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     meter.built(
         lambda: {
             **build.describe(net, optimizer),
-            "optimizer": f"{type(optimizer).__name__}({type(getattr(optimizer, 'optimizer', optimizer)).__name__})",
+            "optimizer_effective": f"{type(optimizer).__name__}({type(getattr(optimizer, 'optimizer', optimizer)).__name__})",
             "padding_fraction": data.padding_fraction,
             "runner_config": config,
         },

@@ -14,7 +14,7 @@ from vramsweep.harness import machine, registry, variables
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, result, simulated
+from vramsweep.runners import build, result, simulated, techniques
 from vramsweep.runners.measure import Meter
 from vramsweep.runners.over_ranks import Columns, over_ranks
 
@@ -56,7 +56,8 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
         "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
     }
     try:
-        runner.run(trial, device, meter, folder)
+        with techniques.around(trial, device):
+            runner.run(trial, device, meter, folder)
     except Exception as error:
         if meter.row is None:
             error.columns = about | meter.seen()  # type: ignore[attr-defined] # others may be why memory ran out

@@ -29,7 +29,7 @@ from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
 from vramsweep.harness.roofline import Work, estimate
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build
+from vramsweep.runners import build, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
@@ -128,6 +128,7 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             behave(card.capability),
             backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
             tracer.record(),
+            techniques.around(trial, torch.device("cpu")),
         ):
             runner.run(trial, torch.device("cpu"), meter, folder)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -22,7 +22,7 @@ from vramsweep.runners.measure import StepMeter
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` optimizer steps under `meter`."""
     net, config = _sharded(trial, device)
-    optimizer = build.optimizer(trial, net.parameters())
+    optimizer = build.optimizer(trial, net.parameters(), device)
     scaler = torch.amp.GradScaler(device.type, enabled=trial.precision == "fp16")
     data = build.data(trial)
     meter.built(
@@ -39,7 +39,7 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
         for left in reversed(range(trial.grad_accum)):
             index = micro * trial.world_size + meter.rank
             batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
-            with net.no_sync() if trial.sharding == "ddp" and left else contextlib.nullcontext():
+            with net.no_sync() if trial.sharding == "ddp" and trial.no_sync and left else contextlib.nullcontext():
                 with contextlib.nullcontext() if trial.sharding == "fsdp2" else build.autocast(trial, device):
                     loss = net(**batch).loss / trial.grad_accum
                 scaler.scale(loss).backward()

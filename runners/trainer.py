@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from vramsweep.harness.registry import TRAINER_OPTIMIZERS
+from vramsweep.harness.techniques import technique
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build
+from vramsweep.runners import build, techniques
 from vramsweep.runners.instruments import scaler_skips
 from vramsweep.runners.measure import StepMeter
 
@@ -76,7 +76,13 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
 
     boundaries = _Boundaries(meter, describe)
     samples = _Samples(data, trial.steps() * trial.samples_per_step())
-    trainer = _Trainer(model=net, args=arguments, train_dataset=samples, callbacks=[boundaries])
+    trainer = _Trainer(
+        model=net,
+        args=arguments,
+        train_dataset=samples,
+        callbacks=[boundaries],
+        optimizer_cls_and_kwargs=_optimizer(trial, device),
+    )
     trainer.boundaries = boundaries
     if trial.device.name == "simulated" and trial.precision == "fp16":
         # Accelerate leaves fp16 off on a CPU, where the fake tensors are
@@ -86,6 +92,14 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
     trainer.train()
 
 
+def _optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """What the arguments cannot name: an optimizer that TrainingArguments lacks, or a stand-in for one."""
+    entry = technique("optimizer", trial.optimizer)
+    if trial.optimizer == "default" or (entry.optim and not (entry.packages and trial.device.name == "simulated")):
+        return None
+    return techniques.optimizer(trial, device)
+
+
 def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
     """The arguments of one trial. Raises InvalidTrial for an override that this transformers does not know."""
     chosen: dict[str, Any] = {
@@ -93,7 +107,6 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
         "per_device_train_batch_size": trial.micro_batch,
         "gradient_accumulation_steps": trial.grad_accum,
         "max_steps": trial.steps(),
-        "gradient_checkpointing": trial.gradient_checkpointing,
         "bf16": trial.precision == "bf16",
         "fp16": trial.precision == "fp16",
         "tf32": (trial.precision == "tf32" and trial.device.name == "cuda") or None,
@@ -106,10 +119,9 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
     }
     if trial.device.name == "simulated":
         chosen["logging_nan_inf_filter"] = False  # it asks for the loss's value in every step
-    if trial.gradient_checkpointing:
-        chosen["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    if trial.optimizer != "default":
-        chosen["optim"] = TRAINER_OPTIMIZERS[trial.optimizer]
+    optim = technique("optimizer", trial.optimizer).optim
+    if optim is not None and _optimizer(trial, torch.device("cpu")) is None:
+        chosen["optim"] = optim
     try:
         return TrainingArguments(**(chosen | trial.runner.options))
     except (TypeError, ValueError) as error:

@@ -403,7 +403,7 @@ def on_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "vramsweep plan -m model=tiny allocator=default,expandable ",
         ),
         ("vramsweep sweep protocol.warm", "vramsweep sweep protocol.warmup_steps="),
-        ("vramsweep sweep optimizer=adamw_", "vramsweep sweep optimizer=adamw_fused "),
+        ("vramsweep sweep optimizer=adamw_torch_f", "vramsweep sweep optimizer=adamw_torch_fused "),
     ],
 )
 def test_tab_in_a_real_shell(typed: str, completed: str, on_path: Path) -> None:

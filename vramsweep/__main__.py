@@ -17,6 +17,7 @@ HARNESS = {
     "plan": "list a sweep's trials, the impossible ones with reasons, what they are predicted to need, and a time",
     "status": "how far a running or finished sweep is",
     "doctor": "check machine, driver, torch build, disk and foreign GPU processes",
+    "techniques": "settings that trade memory, time or exactness: what each needs, how far it is proven",
     "columns": "what the columns of a row mean",
     "replay": "replay a recording of PyTorch's allocator under other settings",
     "completion": "print a shell script that completes verbs and settings: completion bash",

@@ -61,7 +61,7 @@ def _row(
         "runner": "torch",
         "device": device,
         "world_size": 1,
-        "gradient_checkpointing": False,
+        "checkpointing": "none",
         "attention": "sdpa",
         "weights": "random",
         "data": "synthetic",

@@ -137,7 +137,7 @@ def test_what_the_rows_cannot_tell_is_said() -> None:
 def test_pairs_are_of_equal_settings_on_the_same_card() -> None:
     assert len(pairs(table(sweep(lengths=(128,), batches=(1,))))) == 1
     for over in ({"gpu_name": "NVIDIA A100-SXM4-80GB"}, {"gpu_name": "NVIDIA Nonesuch"}, {"gpu_name": None},
-                 {"micro_batch": 2}, {"optimizer": "SGD"}, {"gradient_checkpointing": True}, {"step_median_s": None},
+                 {"micro_batch": 2}, {"optimizer": "SGD"}, {"checkpointing": "full"}, {"step_median_s": None},
                  {"outcome": "oom"}, {"foreign": "elsewhere"}):  # fmt: skip
         assert pairs(table([estimated(128, 1), measured(128, 1) | over])).empty
     apart = measured(128, 1) | {"protocol": "paper", "allocator": "expandable"}
@@ -188,7 +188,7 @@ def test_two_sweeps_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_setting_that_only_one_side_varies_is_named() -> None:
     one, other = table(sweep()), table(sweep())
-    one.frame["trial.optimizer"] = "adamw"
+    one.frame["trial.optimizer"] = "adamw_torch"
     other.frame["trial.precision"] = "bf16"  # is a column too
     _, notes = together(one, other)
     assert notes == ["trial.optimizer varies in one of the two sets of rows only and is not looked at"]

@@ -111,7 +111,7 @@ def test_settings_that_only_the_resolved_trial_holds_must_agree() -> None:
 
     one = asked(measured(repeats=1), optimizer="sgd", device={"name": "cuda"}, protocol={"measured_steps": 10})
     same = asked(predicted(), optimizer="sgd", device={"name": "simulated", "gpu": "h100-80gb"})
-    other = asked(predicted(), optimizer="adamw")
+    other = asked(predicted(), optimizer="adamw_torch")
     frames = [pd.DataFrame(one + rows) for rows in (same, other)]
     for frame, expected in zip(frames, (6, 0), strict=True):
         leaves = pd.json_normalize(frame["trial"].tolist()).add_prefix("trial.").astype("string")

@@ -22,7 +22,7 @@ COMMANDS: list[list[str]] = [
     ["seq_len=96"],
     ["model=tiny", "device=cpu", "precision=fp32", "protocol=brief", "repeats=3", "seed=7", "optimizer=sgd"],
     ["device=simulated", "device.gpu=h200", "allocator=expandable", "attention=eager"],
-    ["allocator=custom", CONF_CUSTOM, "record=true", "gradient_checkpointing=true"],
+    ["allocator=custom", CONF_CUSTOM, "record=true", "checkpointing=full"],
     ["model=hub", "model.path=\"an org/a model's name\"", "weights=pretrained",
      "data='C:\\a, b=\\${c}: {d}.txt'"],
     ["model=tiny", "model.config.hidden_size=128", "+model.config.rope={theta:1e4,on:[true,null,'x y']}"],

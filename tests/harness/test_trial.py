@@ -30,7 +30,7 @@ def test_same_values_give_the_same_id_whatever_their_order() -> None:
         {"protocol": {"measured_steps": 3}},
         {"model": {"config": {"hidden_size": 128}}},
         {"optimizer": "sgd"},
-        {"gradient_checkpointing": True},
+        {"checkpointing": "full"},
     ],
 )
 def test_any_changed_setting_is_a_new_trial(change: dict[str, Any]) -> None:
@@ -189,8 +189,11 @@ def trainer(**options: Any) -> dict[str, Any]:
         (tiny(sharding="ddp", device=SIMULATED), "cannot be simulated"),
         (deepspeed("zero3", offload_param=True, device=SIMULATED), "offload_param cannot be simulated"),
         (deepspeed("zero2", options={"optimizer": {"type": "AdamW"}}, device=SIMULATED), "compiled kernels"),
-        (deepspeed("zero2", offload_optimizer=True, optimizer="adamw_fused", device=SIMULATED), "use optimizer=adamw"),
-        (deepspeed("zero2", optimizer="adamw_fused"), "adamw_fused with deepspeed needs CUDA"),
+        (
+            deepspeed("zero2", offload_optimizer=True, optimizer="adamw_torch_fused", device=SIMULATED),
+            "use optimizer=adamw_torch",
+        ),
+        (deepspeed("zero2", optimizer="adamw_torch_fused"), "adamw_torch_fused with deepspeed needs CUDA"),
         (deepspeed("none"), "takes sharding=zero0, zero1, zero2, zero3"),
         (deepspeed("zero0", offload_optimizer=True), "silently ignores"),
         (deepspeed("zero2", offload_param=True), "offload_param needs sharding=zero3"),
@@ -201,13 +204,16 @@ def trainer(**options: Any) -> dict[str, Any]:
         (trainer(bf16=True), "belongs to the axis precision"),
         (trainer(gradient_accumulation_steps=4), "belongs to the axis grad_accum"),
         (trainer(max_steps=5), "belongs to the axis protocol"),
-        (trainer(optim="adamw_torch_fused"), "give optimizer=adamw_fused"),
+        (trainer(optim="adamw_torch_fused"), "give optimizer=adamw_torch_fused"),
         (tiny(runner={"name": "trainer", "options": {"optim": "adafactor"}}, optimizer="sgd"), "contradicts"),
         (
             trainer(accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 4}}),
             "belongs to the axis grad_accum",
         ),
-        (deepspeed("zero2", options={"optimizer": {"type": "SGD"}}, optimizer="adamw"), "contradicts optimizer=adamw"),
+        (
+            deepspeed("zero2", options={"optimizer": {"type": "SGD"}}, optimizer="adamw_torch"),
+            "contradicts optimizer=adamw_torch",
+        ),
         (deepspeed("zero2", options={"train_micro_batch_size_per_gpu": 4}), "belongs to the axis micro_batch"),
         (deepspeed("zero2", options={"fp16": {"enabled": True}}), "belongs to the axis precision"),
         (deepspeed("zero2", options={"bf16": None}), "belongs to the axis precision"),

@@ -135,8 +135,8 @@ def test_the_optimizer_s_bytes_and_launches(tmp_path: Path) -> None:
         return moved, sum(count * work.launches for work, count in trace.kernels), 4 * parameters
 
     sgd, sgd_launches, weights = total("sgd")
-    fused, fused_launches, _ = total("adamw_fused")
-    foreach, foreach_launches, _ = total("adamw")
+    fused, fused_launches, _ = total("adamw_torch_fused")
+    foreach, foreach_launches, _ = total("adamw_torch")
     # fused: reads weight, gradient and two moments, writes all but the gradient: 7 against 3
     assert fused - sgd == pytest.approx(4 * weights, rel=0.01)
     # foreach: decay 2, lerp 3, square's decay 2, addcmul 3, sqrt 2, two scalings 2 each, addcdiv 4
@@ -159,7 +159,7 @@ def test_only_the_last_step_counts_and_accumulation_multiplies_it(tmp_path: Path
     parts = [one[f"estimated_{part}_s"] for part in ("compute", "memory", "launch")]
     assert sum(parts) == pytest.approx(one["estimated_step_s"])
     assert min(parts) >= 0
-    recomputed = columns(gradient_checkpointing=True)
+    recomputed = columns(checkpointing="full")
     assert 1.2 < recomputed["estimated_flops"] / one["estimated_flops"] < 4 / 3
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from vramsweep.harness import trial as trials
 from vramsweep.runners import custom, measure, torch_loop, trainer
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
-from vramsweep.runners.instruments import CudaMemory, backward_boundaries, foreign, ours, scaler_skips
+from vramsweep.runners.instruments import CudaMemory, backward_boundaries, foreign, scaler_skips
 from vramsweep.runners.measure import Meter, alone, plateau
 
 

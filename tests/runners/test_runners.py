@@ -187,7 +187,7 @@ def test_what_fails_after_the_measured_steps_leaves_the_measurement(run_sweep: R
 def test_checkpointing_recomputes_and_precisions_run(run_sweep: Run) -> None:
     plain, saved, autocast, pure, eager, sgd = run_sweep(
         tiny(seq_len=128),
-        tiny(seq_len=128, gradient_checkpointing=True),
+        tiny(seq_len=128, checkpointing="full"),
         tiny(seq_len=128, precision="bf16"),
         tiny(seq_len=128, precision="bf16_pure"),
         tiny(seq_len=128, attention="eager"),

@@ -40,7 +40,7 @@ def test_the_model_s_state_is_exact_to_the_byte(tmp_path: Path) -> None:
     assert total(trace, "parameters") == weights
     assert total(trace, "gradients") == 3 * weights  # three steps, set to none after each
     assert total(trace, "optimizer_state") == 2 * weights  # the step counters are on the host
-    fused, _ = traced(tmp_path, optimizer="adamw_fused")
+    fused, _ = traced(tmp_path, optimizer="adamw_torch_fused")
     counters = Counter(fused.categories)["parameters"] * 4
     assert total(fused, "optimizer_state") == 2 * weights + counters
 
@@ -80,7 +80,7 @@ def test_checkpointing_accumulation_and_half_precision(tmp_path: Path) -> None:
         ]
 
     plain = peak()
-    assert peak(gradient_checkpointing=True) < plain
+    assert peak(checkpointing="full") < plain
     assert peak(precision="bf16") < plain
     assert peak(precision="fp16") < plain
     assert peak(precision="bf16", attention="eager") > peak(precision="bf16")

@@ -1,0 +1,78 @@
+"""What applies the techniques of a trial (harness/techniques.py names the module of each), the same for all runners.
+
+A module has the functions that its technique needs, and no others:
+
+- `around(trial, device)`: a context manager in which everything happens, from building to the last step;
+- `construct(trial, make, device, dtype)`: the bare model, in the place of `make(dtype)`, which builds it on the device
+  in effect;
+- `model(trial, net, device)`: the built model, changed or wrapped, before ranks share it;
+- `optimizer(trial, device)`: (class, keyword arguments), as TrainingArguments' users know it.
+
+On a device that is simulated a module needs no optional package: a stand-in allocates what the library's kernels do
+(standin.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from vramsweep.harness import techniques
+from vramsweep.harness.trial import InvalidTrial, Trial
+
+Make = Callable[[torch.dtype], Any]
+
+
+def hooks(trial: Trial, name: str) -> Iterator[Callable[..., Any]]:
+    """The functions of this name in the modules of the trial's techniques, each module's once, in the axes' order."""
+    modules = dict.fromkeys(entry.module for entry in techniques.chosen(trial) if entry.module)
+    for module in modules:
+        found = getattr(importlib.import_module(module), name, None)
+        if found is not None:
+            yield found
+
+
+@contextlib.contextmanager
+def around(trial: Trial, device: torch.device) -> Iterator[None]:
+    """Every technique's `around`. Raises InvalidTrial for a card that lacks what one needs."""
+    if trial.runner.name == "custom":
+        yield
+        return
+    if device.type == "cuda":
+        _capable(trial, torch.cuda.get_device_capability(device))
+    with contextlib.ExitStack() as stack:
+        for hook in hooks(trial, "around"):
+            stack.enter_context(hook(trial, device))
+        yield
+
+
+def _capable(trial: Trial, has: tuple[int, int]) -> None:
+    for entry in techniques.chosen(trial):
+        if entry.capability is not None and has < entry.capability:
+            needed, found = (".".join(map(str, c)) for c in (entry.capability, has))
+            raise InvalidTrial(f"{entry} needs compute capability {needed}, and this card has {found}")
+
+
+def construct(trial: Trial, make: Make, device: torch.device, dtype: torch.dtype) -> Any:
+    """The bare model: `make`'s, or that of the technique that builds it another way."""
+    for hook in hooks(trial, "construct"):
+        return hook(trial, make, device, dtype)
+    return make(dtype)
+
+
+def applied(trial: Trial, net: Any, device: torch.device) -> Any:
+    """The model with every technique's `model` applied to it."""
+    for hook in hooks(trial, "model"):
+        net = hook(trial, net, device)
+    return net
+
+
+def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class of the trial's optimizer, and what it is told beside the parameters."""
+    module = importlib.import_module(str(techniques.technique("optimizer", trial.optimizer).module))
+    found: tuple[type[torch.optim.Optimizer], dict[str, Any]] = module.optimizer(trial, device)
+    return found
