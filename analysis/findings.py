@@ -53,8 +53,11 @@ def machine(table: Table) -> dict[str, str]:
 
 def asked(table: Table) -> dict[str, str]:
     """What was asked for: the axes and their values."""
-    names = [c.name for c in BY_NAME.values() if c.group == "axes" and c.type is not dict]
-    left_out = ("parameters", "foreign", "allocator_conf_effective", "attention_effective", "repeat")
+    names = [c.name for c in BY_NAME.values() if c.group == "axes" and c.type not in (dict, list)]
+    left_out = (
+        "parameters", "trainable_parameters", "foreign", "allocator_conf_effective", "attention_effective",
+        "optimizer_effective", "repeat",
+    )  # fmt: skip
     return {name: text for name in names if name not in left_out and (text := values(table.frame, name))}
 
 

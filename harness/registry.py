@@ -119,8 +119,8 @@ def _deepspeed_simulated(trial: Trial) -> str | None:
         return "offload_param cannot be simulated; offload_optimizer can, or measure on device=cuda"
     if trial.offload_optimizer and trial.optimizer == "adamw_torch_fused":
         return (
-            "optimizer=adamw_torch_fused with offload_optimizer cannot be simulated: the step runs on the host, where fake "
-            "tensors have no fused kernel; use optimizer=adamw_torch, or measure on device=cuda"
+            "optimizer=adamw_torch_fused with offload_optimizer cannot be simulated: the step runs on the host, where "
+            "fake tensors have no fused kernel; use optimizer=adamw_torch, or measure on device=cuda"
         )
     return None
 

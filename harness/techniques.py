@@ -57,10 +57,11 @@ class Package:
 class Technique:
     """One value of an axis.
 
-    `module` applies it (runners/techniques/__init__.py says how). `packages` are what measuring needs, `preload`
-    the modules that a template imports for it, `capability` the least CUDA compute capability, measured or simulated. `runners` and `shardings` are those that it works with (None:
-    all); custom targets apply what they want themselves. `excludes` are values of other settings that do not go with
-    it, each with the reason and the way out: (setting, values, text). `optim` is its name in TrainingArguments.
+    `module` applies it (runners/techniques/__init__.py says how). `packages` are what measuring needs, `preload` the
+    modules that a template imports for it, `capability` the least CUDA compute capability, measured or simulated.
+    `runners` and `shardings` are those that it works with (None: all); custom targets apply what they want themselves.
+    `excludes` are values of other settings that do not go with it, each with the reason and the way out: (setting,
+    values, text). `optim` is its name in TrainingArguments.
 
     `checked` says how the tests check it: "cpu" (trains real steps there), "simulated" (the size of the predicted
     effect), "gpu" (a test that needs a card). `proven` is on what card it was seen to behave as predicted, and where

@@ -48,7 +48,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     meter.built(
         lambda: {
             **build.describe(net, optimizer),
-            "optimizer_effective": f"{type(optimizer).__name__}({type(getattr(optimizer, 'optimizer', optimizer)).__name__})",
+            "optimizer_effective": _named(optimizer),
             "padding_fraction": data.padding_fraction,
             "runner_config": config,
         },
@@ -65,6 +65,11 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
             engine.step()
             micro += 1
         meter.step_end(loss)
+
+
+def _named(optimizer: Any) -> str:
+    """The classes of DeepSpeed's optimizer and of the one inside it."""
+    return f"{type(optimizer).__name__}({type(getattr(optimizer, 'optimizer', optimizer)).__name__})"
 
 
 def ds_config(trial: Trial) -> dict[str, Any]:

@@ -43,16 +43,16 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
         yield
         return
     if device.type == "cuda":
-        _capable(trial, torch.cuda.get_device_capability(device))
+        _capable(trial, device)
     with contextlib.ExitStack() as stack:
         for hook in hooks(trial, "around"):
             stack.enter_context(hook(trial, device))
         yield
 
 
-def _capable(trial: Trial, has: tuple[int, int]) -> None:
+def _capable(trial: Trial, device: torch.device) -> None:
     for entry in techniques.chosen(trial):
-        if entry.capability is not None and has < entry.capability:
+        if entry.capability is not None and (has := torch.cuda.get_device_capability(device)) < entry.capability:
             needed, found = (".".join(map(str, c)) for c in (entry.capability, has))
             raise InvalidTrial(f"{entry} needs compute capability {needed}, and this card has {found}")
 
