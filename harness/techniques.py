@@ -237,8 +237,16 @@ def chosen(trial: Trial) -> tuple[Technique, ...]:
     return tuple(entry for entry in found if entry is not None)
 
 
+def changed(trial: Trial) -> list[str]:
+    """What of a trial's techniques is not the default, as it is typed; precision is always given, so not among them."""
+    values = ((name, getattr(trial, name), default) for name, default in DEFAULTS.items())
+    return [f"{name}={text(value)}" for name, value, default in values if value != default]
+
+
 def unproven(trial: Trial) -> list[str]:
-    """The techniques of a trial, beyond the defaults, that no card has been seen to run as predicted."""
+    """The techniques of a trial, beyond the defaults, that no card has been seen to run as predicted; none on a CPU."""
+    if trial.device.name == "cpu":
+        return []
     return [str(t) for t in chosen(trial) if t.proven is None and t.name != DEFAULTS.get(t.axis)]
 
 

@@ -178,6 +178,7 @@ class Trial(_Frozen):
         parts = [self.model.name, self.runner.name, f"seq {self.seq_len}", f"batch {self.micro_batch}", self.precision]
         if self.sharding != "none":
             parts.insert(2, f"{self.sharding} x {self.world_size}")
+        parts += techniques.changed(self)
         if self.allocator.conf:
             parts.append(self.allocator.name)
         return " · ".join(parts)
