@@ -212,7 +212,8 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     gpu = find(device_name)
     if gpu is None:
         return None
-    return {"fp32": gpu.fp32, "tf32": gpu.tf32, "fp16": gpu.half, "bf16": gpu.bf16, "bf16_pure": gpu.bf16}[precision]
+    peaks = {"fp32": gpu.fp32, "tf32": gpu.tf32, "fp16": gpu.half}
+    return (peaks | dict.fromkeys(("bf16", "bf16_pure", "bf16_master"), gpu.bf16))[precision]
 
 
 def reported_bytes(gpu: Gpu) -> int | None:

@@ -137,6 +137,21 @@ AXES = (
     Axis("use_cache", str, "default", "the model's key-value cache, which training has no use for"),
 )
 
+BITSANDBYTES = (Package("bitsandbytes", "0.44"),)  # blocks of 2,048 elements before
+TORCHAO = (Package("torchao", "0.11"),)  # torchao.optim; prototypes before
+NO_DTENSOR = (("sharding", ("fsdp2",), "its kernels do not take FSDP2's sharded tensors; use optimizer=adamw_torch, or "
+               "sharding=zero2"),)  # fmt: skip
+NOT_PAGED = (("device", ("cpu",), "bitsandbytes pages nothing there; use the optimizer of that name without paged"),
+             ("offload_optimizer", (True,), "what is offloaded steps in host memory, where nothing is paged; leave one "
+              "of them out"))  # fmt: skip
+
+
+def _fused_under_deepspeed(trial: Trial) -> str | None:
+    if trial.runner.name == "deepspeed" and trial.device.name == "cpu":
+        return "optimizer adamw_torch_fused with deepspeed needs CUDA; on device=cpu use adamw_torch"
+    return None
+
+
 # fmt: off
 TECHNIQUES: tuple[Technique, ...] = (
     # precision
@@ -149,6 +164,14 @@ TECHNIQUES: tuple[Technique, ...] = (
               "master copies)", checked=("simulated",)),
     Technique("precision", "bf16_pure", "weights, gradients and optimizer state in bf16; no autocast",
               checked=("cpu", "simulated")),
+    Technique("precision", "bf16_master", "bf16 weights, fp32 master copies of them for the optimizer; no autocast",
+              module="vramsweep.runners.techniques.master", runners=("torch",), checked=("cpu", "simulated"), excludes=(
+        ("runner", ("deepspeed",), "DeepSpeed's bf16 is just that: use precision=bf16"),
+        ("runner", ("trainer",), "the Trainer keeps no master copies; use runner=torch, or precision=bf16, which keeps "
+         "the weights themselves in fp32"),
+        ("sharding", ("ddp", "fsdp2"), "the copies are not divided; use sharding=none, or runner=deepspeed with "
+         "precision=bf16, whose copies are")),
+              source="https://arxiv.org/abs/1710.03740"),
     # quantization
     Technique("quantization", "none", "weights as the precision says"),
     # adapter
@@ -178,9 +201,57 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("optimizer", "adamw_torch", "AdamW as torch chooses to run it: foreach on CUDA", optim="adamw_torch",
               module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
     Technique("optimizer", "adamw_torch_fused", "AdamW in one kernel, no temporaries", optim="adamw_torch_fused",
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated"),
+              rules=(_fused_under_deepspeed,)),
+    Technique("optimizer", "adamw_torch_foreach", "AdamW on all parameters at once, with temporaries of their size",
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
+    Technique("optimizer", "adamw_torch_loop", "AdamW parameter by parameter (foreach=False), small temporaries",
               module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
     Technique("optimizer", "sgd", "SGD without momentum: no state", optim="sgd",
               module="vramsweep.runners.techniques.sgd", checked=("cpu", "simulated")),
+    Technique("optimizer", "sgd_momentum", "SGD with a momentum of 0.9: one value a parameter",
+              module="vramsweep.runners.techniques.sgd", checked=("cpu", "simulated")),
+    Technique("optimizer", "adafactor", "transformers' Adafactor: a value a row and a column", optim="adafactor",
+              module="vramsweep.runners.techniques.adafactor", checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              source="https://arxiv.org/abs/1804.04235"),
+    Technique("optimizer", "adamw_bnb_8bit", "bitsandbytes' AdamW, state in 8 bits", optim="adamw_bnb_8bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
+              excludes=NO_DTENSOR, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "paged_adamw_8bit", "the same in managed memory, which moves between host and card",
+              optim="paged_adamw_8bit", module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES,
+              checked=("simulated", "gpu"), excludes=NO_DTENSOR + NOT_PAGED,
+              source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "paged_adamw_32bit", "bitsandbytes' AdamW, state in fp32, in managed memory",
+              optim="paged_adamw_32bit", module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES,
+              checked=("simulated", "gpu"), excludes=NO_DTENSOR + NOT_PAGED,
+              source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "lion_32bit", "bitsandbytes' Lion: one fp32 value a parameter", optim="lion_32bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
+              excludes=NO_DTENSOR, source="https://arxiv.org/abs/2302.06675"),
+    Technique("optimizer", "lion_8bit", "the same in 8 bits", optim="lion_8bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
+              excludes=NO_DTENSOR, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "paged_lion_8bit", "the same in managed memory", optim="paged_lion_8bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("simulated", "gpu"),
+              excludes=NO_DTENSOR + NOT_PAGED, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "adamw_torch_8bit", "torchao's AdamW, state in 8 bits, compiled", optim="adamw_torch_8bit",
+              module="vramsweep.runners.techniques.ao", packages=TORCHAO, capability=(7, 0),
+              checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              source="https://github.com/pytorch/ao/tree/main/torchao/optim"),
+    Technique("optimizer", "adamw_torch_4bit", "torchao's AdamW, state in 4 bits, compiled", optim="adamw_torch_4bit",
+              module="vramsweep.runners.techniques.ao", packages=TORCHAO, capability=(7, 0),
+              checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              source="https://github.com/pytorch/ao/tree/main/torchao/optim"),
+    Technique("optimizer", "deepspeed_fused_adam", "DeepSpeed's FusedAdam (ds_config's AdamW): no temporaries",
+              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed",), checked=("simulated", "gpu"),
+              excludes=(("device", ("cpu",), "its kernel needs CUDA; on device=cpu use adamw_torch"),
+                        ("offload_optimizer", (True,), "it steps on the card; use deepspeed_cpu_adam")),
+              source="https://deepspeed.readthedocs.io/en/latest/optimizers.html"),
+    Technique("optimizer", "deepspeed_cpu_adam", "DeepSpeedCPUAdam (ds_config's AdamW with offload)",
+              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed",), checked=("cpu", "simulated"),
+              excludes=(("offload_optimizer", (False,), "it steps in host memory; add offload_optimizer=true, or use "
+                         "deepspeed_fused_adam"),),
+              source="https://deepspeed.readthedocs.io/en/latest/optimizers.html"),
     # no_sync
     Technique("no_sync", True, "DistributedDataParallel.no_sync"),
     Technique("no_sync", False, "gradients are averaged after every accumulated pass", runners=("torch",),
@@ -275,15 +346,15 @@ def _known(trial: Trial, axis: Axis) -> str | None:
 
 
 def _fits(trial: Trial, entry: Technique) -> str | None:
-    if trial.runner.name not in entry.runners:
-        return f"{entry} needs runner={' or '.join(entry.runners)}, not {trial.runner.name}"
-    if entry.shardings is not None and trial.sharding not in entry.shardings:
-        return f"{entry} needs sharding={' or '.join(entry.shardings)}, not {trial.sharding}"
     for setting, excluded, why in entry.excludes:
         value = getattr(trial, setting)
         value = getattr(value, "name", value)  # a node: runner, device
         if value in excluded:
             return f"{entry} with {setting}={text(value)}: {why}"
+    if trial.runner.name not in entry.runners:
+        return f"{entry} needs runner={' or '.join(entry.runners)}, not {trial.runner.name}"
+    if entry.shardings is not None and trial.sharding not in entry.shardings:
+        return f"{entry} needs sharding={' or '.join(entry.shardings)}, not {trial.sharding}"
     if trial.device.name == "simulated" and entry.capability is not None:
         card = next((gpu for gpu in gpus.GPUS if gpu.name == trial.device.gpu), None)
         if card is not None and card.capability < entry.capability:

@@ -18,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import techniques
+from vramsweep.runners.techniques.bnb import label
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BF16_WEIGHTS = ("bf16_pure", "bf16_master")  # and no autocast
 POOL = 64  # distinct samples; steps cycle through them
 Samples = list[dict[str, torch.Tensor]]
 
@@ -51,11 +53,11 @@ def prepare(trial: Trial) -> None:
 
 
 def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The model in training mode on `device`. `dtype` defaults to the precision's: bf16_pure's weights are bf16.
+    """The model in training mode on `device`. `dtype` defaults to the precision's, fp32 but for `BF16_WEIGHTS`.
 
     Raises InvalidTrial if the architecture is unknown or the sequence is longer than the model's positions.
     """
-    dtype = dtype or (torch.bfloat16 if trial.precision == "bf16_pure" else torch.float32)
+    dtype = dtype or (torch.bfloat16 if trial.precision in BF16_WEIGHTS else torch.float32)
     config = _config(trial)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and trial.seq_len > limit:
@@ -103,10 +105,14 @@ def _config(trial: Trial) -> Any:
         raise InvalidTrial(f"model {axis.name}: transformers does not accept it: {error}") from None
 
 
-def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
+def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Any:
     """The trial's optimizer over those of the parameters that are trained."""
     kind, arguments = techniques.optimizer(trial, device)
-    return kind([parameter for parameter in parameters if parameter.requires_grad], **arguments)
+
+    def make(trained: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return kind(trained, **arguments)
+
+    return techniques.stepping(trial, make, [parameter for parameter in parameters if parameter.requires_grad])
 
 
 def autocast(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -184,5 +190,18 @@ def describe(net: Any, optim: Any) -> dict[str, Any]:
         "parameters": parameters(net),
         "trainable_parameters": parameters(net, trained=True),
         "attention_effective": getattr(getattr(net, "config", None), "_attn_implementation", None),
-        "optimizer_effective": type(optim).__name__,
+        "optimizer_effective": optimizer_name(optim),
     }
+
+
+def optimizer_name(optim: Any) -> str:
+    """Class of the optimizer (a stand-in's: the class it stands for), with that of the one inside in parentheses.
+
+    bitsandbytes' classes serve several values of the axis, so their state's kind is said too.
+    """
+    inner, name = getattr(optim, "optimizer", None), type(optim).__name__
+    if isinstance(inner, torch.optim.Optimizer):
+        return f"{name}({optimizer_name(inner)})"
+    if type(optim).__module__.startswith("bitsandbytes."):
+        return label(name, optim.args.optim_bits, optim.is_paged)
+    return str(getattr(optim, "stands_for", name))

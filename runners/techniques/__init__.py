@@ -6,7 +6,8 @@ A module has the functions that its technique needs, and no others:
 - `construct(trial, make, device, dtype)`: the bare model, in the place of `make(dtype)`, which builds it on the device
   in effect;
 - `model(trial, net, device)`: the built model, changed or wrapped, before ranks share it;
-- `optimizer(trial, device)`: (class, keyword arguments), as TrainingArguments' users know it.
+- `optimizer(trial, device)`: (class, keyword arguments), as TrainingArguments' users know it;
+- `stepping(trial, make, parameters)`: what steps in the plain loop, in the place of `make(parameters)`, the optimizer.
 
 On a device that is simulated a module needs no optional package: a stand-in allocates what the library's kernels do
 (standin.py).
@@ -76,3 +77,10 @@ def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Opti
     module = importlib.import_module(str(techniques.technique("optimizer", trial.optimizer).module))
     found: tuple[type[torch.optim.Optimizer], dict[str, Any]] = module.optimizer(trial, device)
     return found
+
+
+def stepping(trial: Trial, make: Callable[[list[Any]], Any], parameters: list[Any]) -> Any:
+    """The optimizer over these parameters: `make`'s, or what a technique puts around it."""
+    for hook in hooks(trial, "stepping"):
+        return hook(trial, make, parameters)
+    return make(parameters)
