@@ -152,6 +152,27 @@ def _fused_under_deepspeed(trial: Trial) -> str | None:
     return None
 
 
+def _adapted(trial: Trial) -> str | None:
+    if trial.adapter != "none":
+        return None
+    return f"quantization={trial.quantization}: frozen weights of 4 bits are not trained themselves; add adapter=lora"
+
+
+def _checkpoint(trial: Trial) -> str | None:
+    if trial.device.name == "simulated" or trial.weights == "pretrained":
+        return None
+    return (
+        f"quantization={trial.quantization} is measured from a quantised checkpoint: model=hub model.path=... "
+        "weights=pretrained (device=simulated predicts it for any model)"
+    )
+
+
+_PEFT = Package("peft", "0.17")
+_QLORA = (_PEFT, Package("bitsandbytes", "0.46.1"))
+_QLORA_GUIDE = "https://huggingface.co/docs/peft/developer_guides/quantization"
+_HALF = (("precision", ("bf16_pure",), "what is not quantised is cast to fp32; use bf16 or fp16"),)
+_WHOLE = ("none", "ddp", "zero0", "zero1", "zero2")  # shardings that leave each rank its own copy of the weights
+
 # fmt: off
 TECHNIQUES: tuple[Technique, ...] = (
     # precision
@@ -174,8 +195,28 @@ TECHNIQUES: tuple[Technique, ...] = (
               source="https://arxiv.org/abs/1710.03740"),
     # quantization
     Technique("quantization", "none", "weights as the precision says"),
+    Technique("quantization", "nf4", "linear layers but the output layer in bitsandbytes' 4 bits (NF4); the precision "
+              "says their dtype before and that of the arithmetic, what is not quantised is fp32 (peft's "
+              "prepare_model_for_kbit_training)", module="vramsweep.runners.techniques.nf4", packages=_QLORA,
+              preload=("bitsandbytes", "peft"), shardings=_WHOLE,
+              rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), source=_QLORA_GUIDE),
+    Technique("quantization", "nf4_double", "as nf4, and the blocks' scales in 8 bits (double quantisation)",
+              module="vramsweep.runners.techniques.nf4", packages=_QLORA, preload=("bitsandbytes", "peft"),
+              shardings=_WHOLE, rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"),
+              source=_QLORA_GUIDE),
+    Technique("quantization", "gptq", "linear layers but the output layer in GPTQ's 4 bits, groups of 128; the rest as "
+              "the precision's half", module="vramsweep.runners.techniques.gptq",
+              packages=(Package("gptqmodel", "7.0"), Package("optimum", "1.24")), preload=("gptqmodel",),
+              runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_adapted, _checkpoint),
+              checked=("simulated",),
+              excludes=(("precision", ("fp32", "tf32", "bf16_pure"), "its kernels work in half precision; use bf16 or "
+                         "fp16"),), source="https://huggingface.co/docs/transformers/quantization/gptq"),
     # adapter
     Technique("adapter", "none", "all weights are trained"),
+    Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are in "
+              "half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,), preload=("peft",),
+              shardings=(*_WHOLE, "fsdp2"), checked=("cpu", "simulated"),
+              source="https://huggingface.co/docs/peft/developer_guides/lora"),
     # attention
     Technique("attention", "sdpa", "torch's scaled_dot_product_attention, which picks a kernel", checked=("cpu",)),
     Technique("attention", "eager", "the formula, whose scores are stored", checked=("cpu", "simulated")),

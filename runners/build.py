@@ -69,15 +69,22 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
                 config, dtype=dtype, attn_implementation=trial.attention, trust_remote_code=False
             )
 
-    if trial.weights == "pretrained":
+    # no checkpoint is quantised where there are no values
+    loaded = trial.weights == "pretrained" and (trial.device.name != "simulated" or trial.quantization == "none")
+    if loaded:
+        special = techniques.pretrained(trial, device)
         net: Any = AutoModelForCausalLM.from_pretrained(
             str(trial.model.path),
-            config=config,
-            dtype=dtype,
-            attn_implementation=trial.attention,
-            trust_remote_code=False,
+            **{
+                "config": config,
+                "dtype": dtype,
+                "attn_implementation": trial.attention,
+                "trust_remote_code": False,
+                **special,
+            },
         )
-        net.to(device)
+        if not special:
+            net.to(device)
     else:
         net = techniques.construct(trial, make, device, dtype)
     if trial.runner.name != "trainer":  # which has its own say, and left the cache on before transformers 5
@@ -180,8 +187,14 @@ def _lines(name: str) -> list[str]:
 
 
 def parameters(net: torch.nn.Module, trained: bool = False) -> int:
-    """Number of parameters, or of those that are trained; shared ones once; under ZeRO-3 the whole ones, not shards."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in net.parameters() if p.requires_grad or not trained)
+    """Number of parameters, or of those that are trained; shared ones once; under ZeRO-3 the whole ones, not shards.
+
+    Packed weights count as those that they stand for.
+    """
+    packed = {id(m.weight): m.in_features * m.out_features for m in net.modules() if hasattr(m, "quant_state")}
+    buffers = sum(m.in_features * m.out_features for m in net.modules() if "qweight" in m._buffers)  # GPTQ
+    found = [p for p in net.parameters() if p.requires_grad or not trained]
+    return sum(packed.get(id(p), getattr(p, "ds_numel", p.numel())) for p in found) + (0 if trained else buffers)
 
 
 def describe(net: Any, optim: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ FREE = frozenset(("device", "empty", "empty_like", "empty_strided", "empty_permu
                   "resize_", "set_"))
 # The changed tensor is not read.
 OVERWRITING = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "_foreach_copy_",
-                         "_foreach_zero_"))
+                         "_foreach_zero_", "filled"))
 # The first tensor is touched only where the others point, so for no more bytes than they hold.
 SPARSE = frozenset(("embedding", "gather", "index", "index_select", "take", "nll_loss_forward", "index_put_",
                     "index_add_", "index_copy_", "scatter_", "scatter_add_"))

@@ -5,6 +5,7 @@ A module has the functions that its technique needs, and no others:
 - `around(trial, device)`: a context manager in which everything happens, from building to the last step;
 - `construct(trial, make, device, dtype)`: the bare model, in the place of `make(dtype)`, which builds it on the device
   in effect;
+- `pretrained(trial, device)`: arguments of `from_pretrained`, in the place of the dtype and of moving it to the device;
 - `model(trial, net, device)`: the built model, changed or wrapped, before ranks share it;
 - `optimizer(trial, device)`: (class, keyword arguments), as TrainingArguments' users know it;
 - `stepping(trial, make, parameters)`: what steps in the plain loop, in the place of `make(parameters)`, the optimizer.
@@ -63,6 +64,11 @@ def construct(trial: Trial, make: Make, device: torch.device, dtype: torch.dtype
     for hook in hooks(trial, "construct"):
         return hook(trial, make, device, dtype)
     return make(dtype)
+
+
+def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
+    """What a technique tells `from_pretrained`; empty where none loads in a way of its own."""
+    return {key: value for hook in hooks(trial, "pretrained") for key, value in hook(trial, device).items()}
 
 
 def applied(trial: Trial, net: Any, device: torch.device) -> Any:

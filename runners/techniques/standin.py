@@ -2,8 +2,8 @@
 and an optimizer made of it.
 
 `fused` does nothing. A stand-in makes the tensors that a library's kernel would return and has, with one call of
-`fused`, the kernel's traffic counted: `read` once, `changed` read and written. `Optimizer` is the same for optimizers,
-whose libraries differ in the state that they keep.
+`fused`, the kernel's traffic counted: `read` once, `changed` read and written; with `filled` written only. `Optimizer` is
+the same for optimizers, whose libraries differ in the state that they keep.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 _library = torch.library.Library("vramsweep", "DEF")
 _library.define("fused(Tensor[] read, Tensor(a!)[] changed) -> ()")
 _library.impl("fused", lambda read, changed: None, "CompositeExplicitAutograd")
+_library.define("filled(Tensor[] read, Tensor(a!)[] written) -> ()")
+_library.impl("filled", lambda read, written: None, "CompositeExplicitAutograd")
 
 
 def fused(read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
@@ -53,3 +55,8 @@ class Optimizer(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p].update(self.new_state(p))
                 self.update(p, p.grad, self.state[p])
+
+
+def filled(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+    """One kernel that reads tensors and writes others, whose values before do not matter."""
+    torch.ops.vramsweep.filled(list(read), list(written))
