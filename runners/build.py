@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import techniques
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 POOL = 64  # distinct samples; steps cycle through them
 Samples = list[dict[str, torch.Tensor]]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -39,26 +39,30 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
     """The model with Liger's kernels. Raises InvalidTrial for an architecture without any."""
     base = loss.causal(net)
-    kind = str(base.config.model_type)
     module = sys.modules[type(base).__module__]
     _before.append((module, dict(vars(module))))
-    own_loss = trial.loss == "default"
-    if trial.device.name == "simulated":
-        _known(kind, PREDICTED, "cannot be simulated for", "; use kernels=none, or measure on device=cuda")
-        card = gpus.named(trial.device.gpu)
-        liger_standin.patch(base, card.multiprocessors)
-        vars(module)["apply_rotary_pos_emb"] = liger_standin.rotary
-        if own_loss:
-            loss.without_logits(base, loss.fused_linear(trial))
-        return net
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    _known(kind, MODEL_TYPE_TO_APPLY_LIGER_FN, "has nothing for", "; use kernels=none")
-    _apply_liger_kernel_to_instance(model=base, fused_linear_cross_entropy=own_loss, cross_entropy=False)
+    (_stand_in if trial.device.name == "simulated" else _library)(trial, base)
     return net
 
 
-def _known(kind: str, known: Any, what: str, instead: str) -> None:
+def _library(trial: Trial, base: Any) -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    _known(base, MODEL_TYPE_TO_APPLY_LIGER_FN, "has nothing for", "use kernels=none")
+    own_loss = trial.loss == "default"
+    _apply_liger_kernel_to_instance(model=base, fused_linear_cross_entropy=own_loss, cross_entropy=False)
+
+
+def _stand_in(trial: Trial, base: Any) -> None:
+    _known(base, PREDICTED, "cannot be simulated for", "use kernels=none, or measure on device=cuda")
+    liger_standin.patch(base, gpus.named(trial.device.gpu).multiprocessors)
+    vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"] = liger_standin.rotary
+    if trial.loss == "default":
+        loss.without_logits(base, loss.fused_linear(trial))
+
+
+def _known(base: Any, known: Collection[str], lack: str, instead: str) -> None:
+    kind = str(base.config.model_type)
     if kind not in known:
-        raise InvalidTrial(f"kernels=liger {what} {kind} models, only for {', '.join(sorted(known))}{instead}")
+        raise InvalidTrial(f"kernels=liger {lack} {kind} models, only for {', '.join(sorted(known))}; {instead}")

@@ -37,12 +37,18 @@ class RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight, reciprocals = ctx.saved_tensors
         changed = grad.contiguous().view(rows.shape)
-        if not ctx.needs_input_grad[1]:
-            fused([rows, weight, reciprocals], [changed])
-            return changed.view(grad.shape), None, None
-        partial = torch.empty(ctx.multiprocessors, rows.shape[1], dtype=torch.float32, device=rows.device)
-        fused([rows, weight, reciprocals], [changed], [partial])
-        return changed.view(grad.shape), partial.sum(dim=0).to(weight.dtype), None
+        if ctx.needs_input_grad[1]:
+            return changed.view(grad.shape), _of_norm(rows, weight, reciprocals, changed, ctx.multiprocessors), None
+        fused([rows, weight, reciprocals], [changed])
+        return changed.view(grad.shape), None, None
+
+
+def _of_norm(
+    rows: torch.Tensor, weight: torch.Tensor, reciprocals: torch.Tensor, changed: torch.Tensor, multiprocessors: int
+) -> torch.Tensor:
+    partial = torch.empty(multiprocessors, rows.shape[1], dtype=torch.float32, device=rows.device)
+    fused([rows, weight, reciprocals], [changed], [partial])
+    return partial.sum(dim=0).to(weight.dtype)
 
 
 class SiluMul(torch.autograd.Function):
@@ -134,7 +140,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 logits = part @ weight.t()
                 if bias is not None:
                     logits = logits + bias
-            fused([targets[at]], [logits], [losses[at]])
+            row = losses[at]
+            fused([targets[at]], [logits], [row])
             if needed:
                 if direct and logits.dtype == grad_hidden.dtype:
                     torch.mm(logits, weight, out=grad_hidden[at])
@@ -196,7 +203,8 @@ def causal_loss(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """transformers/model/loss_utils.py, LigerForCausalLMLoss."""
-    targets = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+    labels = F.pad(labels, (0, 1), value=-100)
+    targets = labels[..., 1:].contiguous().view(-1)
     loss: torch.Tensor = FusedLinearCrossEntropy.apply(hidden.view(-1, width), weight, bias, targets, capability)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 

@@ -80,11 +80,7 @@ def chunked(
 
 def fused_linear(trial: Trial) -> Loss:
     """Liger's LigerForCausalLMLoss, or its stand-in, as a function of the output layer, hidden states and labels."""
-    if trial.device.name == "simulated":
-        capability = gpus.named(trial.device.gpu).capability
-        fused: Loss = functools.partial(liger_standin.causal_loss, capability)
-    else:
-        from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss as fused
+    fused = _stand_in(trial) if trial.device.name == "simulated" else _library()
 
     def loss(layer: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         head = layer.__self__
@@ -92,6 +88,17 @@ def fused_linear(trial: Trial) -> Loss:
         return fused(hidden, head.weight, labels, width, num_items_in_batch=num_items_in_batch, bias=head.bias)
 
     return loss
+
+
+def _library() -> Loss:
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+    loss: Loss = LigerForCausalLMLoss
+    return loss
+
+
+def _stand_in(trial: Trial) -> Loss:
+    return functools.partial(liger_standin.causal_loss, gpus.named(trial.device.gpu).capability)
 
 
 def without_logits(base: Any, loss: Loss) -> None:
