@@ -173,6 +173,31 @@ _QLORA_GUIDE = "https://huggingface.co/docs/peft/developer_guides/quantization"
 _HALF = (("precision", ("bf16_pure",), "what is not quantised is cast to fp32; use bf16 or fp16"),)
 _WHOLE = ("none", "ddp", "zero0", "zero1", "zero2")  # shardings that leave each rank its own copy of the weights
 
+LIGER = Package("liger-kernel", "0.8.5")
+TRITON = Package("triton", "3.0")
+TORCHAO = Package("torchao", "0.18.0")
+ALL_BUT_ZERO3 = ("none", "ddp", "fsdp2", "zero0", "zero1", "zero2")  # which gathers no weight outside its own layer
+NOT_SIMULATED = ("device", ("simulated",), "a compiler fuses operators and plans memory anew; compile=none predicts the "
+                 "eager figure")  # fmt: skip
+NO_GRAPHS = ("device", ("cpu",), "it launches CUDA graphs; on device=cpu use compile=default")
+
+
+def _fp8_alone(trial: Trial) -> str | None:
+    for axis in ("quantization", "adapter"):
+        if getattr(trial, axis) != "none":
+            return f"precision=fp8 with {axis}={getattr(trial, axis)} is not supported; use precision=bf16"
+    return None
+
+
+def _labels_are_left(trial: Trial) -> str | None:
+    if trial.runner.options.get("label_smoothing_factor"):
+        return (
+            f"runner.options.label_smoothing_factor takes the loss out of the model, and loss={trial.loss} would not be "
+            "used; leave one of them out"
+        )
+    return None
+
+
 # fmt: off
 TECHNIQUES: tuple[Technique, ...] = (
     # precision
@@ -193,6 +218,12 @@ TECHNIQUES: tuple[Technique, ...] = (
         ("sharding", ("ddp", "fsdp2"), "the copies are not divided; use sharding=none, or runner=deepspeed with "
          "precision=bf16, whose copies are")),
               source="https://arxiv.org/abs/1710.03740"),
+    Technique("precision", "fp8", "fp32 weights, autocast to bf16, and the products of linear layers in float8 (torchao's "
+              "dynamic tensorwise scaling; not the output layer, nor layers with a dimension that 16 does not divide)",
+              module="vramsweep.runners.techniques.fp8", packages=(TORCHAO,), preload=("torchao.float8",),
+              capability=(8, 9), runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_fp8_alone,),
+              excludes=(("device", ("cpu",), "it needs float8 tensor cores; on device=cpu use bf16"),),
+              checked=("simulated", "gpu"), source="https://docs.pytorch.org/ao/stable/workflows/training.html"),
     # quantization
     Technique("quantization", "none", "weights as the precision says"),
     Technique("quantization", "nf4", "linear layers but the output layer in bitsandbytes' 4 bits (NF4); the precision "
@@ -225,8 +256,23 @@ TECHNIQUES: tuple[Technique, ...] = (
         ("device", ("simulated",), "it cannot be simulated; sdpa runs the same flash kernel in half precision"))),
     # kernels
     Technique("kernels", "none", "the model's own"),
+    Technique("kernels", "liger", "Liger's RMSNorm, SwiGLU and rotary embedding, and with loss=default its fused linear "
+              "cross entropy", module="vramsweep.runners.techniques.liger", packages=(LIGER, TRITON),
+              preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
+              excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use kernels=none"),),
+              checked=("simulated", "gpu"), source="https://github.com/linkedin/Liger-Kernel"),
     # loss
-    Technique("loss", "default", "what the model and the kernels choose"),
+    Technique("loss", "default", "transformers' own, or Liger's with kernels=liger"),
+    Technique("loss", "plain", "transformers' own: logits of all tokens, made fp32", checked=("cpu", "simulated")),
+    Technique("loss", "no_upcast", "the same in the logits' own dtype", module="vramsweep.runners.techniques.loss",
+              rules=(_labels_are_left,), checked=("cpu", "simulated")),
+    Technique("loss", "chunked", "output layer and cross entropy of an eighth of the tokens at a time, computed again in "
+              "the backward pass", module="vramsweep.runners.techniques.loss", shardings=ALL_BUT_ZERO3,
+              rules=(_labels_are_left,), checked=("cpu", "simulated")),
+    Technique("loss", "fused_linear", "Liger's fused linear cross entropy", module="vramsweep.runners.techniques.loss",
+              packages=(LIGER, TRITON), preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
+              excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use loss=chunked"),),
+              rules=(_labels_are_left,), checked=("simulated", "gpu"), source="https://github.com/linkedin/Liger-Kernel"),
     # checkpointing
     Technique("checkpointing", "none", "nothing is recomputed"),
     Technique("checkpointing", "full", "each layer keeps its input and recomputes the rest",
@@ -236,6 +282,13 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("activation_offload", False, "it stays on the device"),
     # compile
     Technique("compile", "none", "eager"),
+    *(Technique("compile", mode, meaning, module="vramsweep.runners.techniques.compiled", runners=("torch", "trainer"),
+                shardings=("none",), excludes=(NOT_SIMULATED, *more), checked=checked,
+                source="https://docs.pytorch.org/docs/stable/generated/torch.compile.html")
+      for mode, meaning, more, checked in (
+          ("default", "torch.compile of the whole model", (), ("cpu", "gpu")),
+          ("reduce-overhead", "and its kernels launched as CUDA graphs", (NO_GRAPHS,), ("gpu",)),
+          ("max-autotune", "and matrix products tuned by trying", (NO_GRAPHS,), ("gpu",)))),
     # optimizer
     Technique("optimizer", "default", "AdamW as torch chooses to run it (the Trainer's own default: fused)",
               module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),

@@ -20,7 +20,7 @@ from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import techniques
 from vramsweep.runners.techniques.bnb import label
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 BF16_WEIGHTS = ("bf16_pure", "bf16_master")  # and no autocast
 POOL = 64  # distinct samples; steps cycle through them
 Samples = list[dict[str, torch.Tensor]]

@@ -173,7 +173,8 @@ def trace_key(trial: Trial, card: Gpu) -> str:
     """Names what a trace depends on: all of a trial that can change it, the card's generation, versions."""
     axes = trial.model_dump(mode="json", exclude={"allocator", "protocol", "repeat", "device"})
     versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
-    text = json.dumps([FORMAT, axes, card.capability, versions], sort_keys=True)
+    of_the_card = [card.capability, card.multiprocessors if trial.kernels == "liger" else None]
+    text = json.dumps([FORMAT, axes, of_the_card, versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -118,7 +118,7 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
         "per_device_train_batch_size": trial.micro_batch,
         "gradient_accumulation_steps": trial.grad_accum,
         "max_steps": trial.steps(),
-        "bf16": trial.precision == "bf16",
+        "bf16": build.AUTOCAST.get(trial.precision) is torch.bfloat16,
         "fp16": trial.precision == "fp16",
         "tf32": (trial.precision == "tf32" and trial.device.name == "cuda") or None,
         "use_cpu": trial.device.name != "cuda",

@@ -17,7 +17,7 @@ from torch import nn
 
 from vramsweep.harness.trial import Trial
 from vramsweep.runners.techniques import quantized
-from vramsweep.runners.techniques.standin import filled
+from vramsweep.runners.techniques.standin import fused
 
 BITS, GROUP = 4, 128
 PACKED = 32 // BITS  # weights in an int32
@@ -74,7 +74,7 @@ class QuantLinear(nn.Module):
         shape = (*x.shape[:-1], self.out_features)
         x = x.reshape(-1, x.shape[-1])
         weight = torch.empty(self.in_features, self.out_features, dtype=self.scales.dtype, device=x.device)
-        filled([self.qweight, self.qzeros, self.scales, self.g_idx], [weight])
+        fused([self.qweight, self.qzeros, self.scales, self.g_idx], made=[weight])
         if weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
         out = torch.matmul(x, weight).reshape(shape)

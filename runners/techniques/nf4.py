@@ -22,7 +22,7 @@ from torch import nn
 
 from vramsweep.harness.trial import Trial
 from vramsweep.runners.techniques import quantized
-from vramsweep.runners.techniques.standin import filled
+from vramsweep.runners.techniques.standin import fused
 
 BLOCK, NESTED_BLOCK = 64, 256
 FEW = 4  # tokens; backends/cuda/ops.py: _GEMM_4BIT_CUSTOM_FLOOR_M
@@ -142,7 +142,7 @@ def pack(weight: torch.Tensor, dynamic: torch.Tensor | None) -> tuple[nn.Paramet
     """
     absmax = torch.empty(_blocks(weight.numel(), BLOCK), device=weight.device)
     packed = torch.empty(((weight.numel() + 1) // 2, 1), dtype=torch.uint8, device=weight.device)
-    filled([weight], [absmax, packed])
+    fused([weight], made=[absmax, packed])
     code = torch.empty(16, device=weight.device)
     state = QuantState(absmax, code, BLOCK, weight.shape, weight.dtype)
     if dynamic is not None:
@@ -150,7 +150,7 @@ def pack(weight: torch.Tensor, dynamic: torch.Tensor | None) -> tuple[nn.Paramet
         centred = absmax - state.offset
         nested = torch.empty(_blocks(centred.numel(), NESTED_BLOCK), device=weight.device)
         state.absmax = torch.empty_like(centred, dtype=torch.uint8)
-        filled([centred, dynamic], [nested, state.absmax])
+        fused([centred, dynamic], made=[nested, state.absmax])
         state.state2 = QuantState(nested, dynamic.clone(), NESTED_BLOCK, centred.shape, centred.dtype)
     return nn.Parameter(packed, requires_grad=False), state
 
@@ -200,15 +200,15 @@ def _product(x: torch.Tensor, packed: torch.Tensor, bias: Any, state: QuantState
     """backends/cuda/ops.py: _dequant_linear_fallback; for few tokens the kernel that reads the packed weight."""
     if x.numel() // x.shape[-1] <= FEW:
         out = x.new_empty((*x.shape[:-1], state.shape[0]))
-        filled([x, packed, state.absmax], [out])
+        fused([x, packed, state.absmax], made=[out])
         return out
     absmax = state.absmax
     if state.state2 is not None:
         unnested = torch.empty_like(state.absmax, dtype=torch.float32)
-        filled([state.absmax, state.state2.absmax], [unnested])
+        fused([state.absmax, state.state2.absmax], made=[unnested])
         absmax = unnested + state.offset  # both stay until the product is done
     weight = torch.empty(state.shape, dtype=x.dtype, device=x.device)
-    filled([packed, absmax], [weight])
+    fused([packed, absmax], made=[weight])
     return F.linear(x, weight, bias)
 
 
@@ -217,8 +217,8 @@ def _unpacked(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     absmax = state.absmax
     if state.state2 is not None:
         absmax = torch.empty_like(state.absmax, dtype=torch.float32)
-        filled([state.absmax, state.state2.absmax], [absmax])
+        fused([state.absmax, state.state2.absmax], made=[absmax])
         absmax += state.offset
     weight = torch.empty(state.shape, dtype=state.dtype, device=packed.device)
-    filled([packed, absmax], [weight])
+    fused([packed, absmax], made=[weight])
     return weight

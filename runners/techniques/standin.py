@@ -1,9 +1,9 @@
-"""Stand-ins for compiled kernels where only memory and time are traced: an operator that reads and changes tensors,
-and an optimizer made of it.
+"""Stand-ins for compiled kernels where only memory and time are traced: operators that read and change tensors, and
+an optimizer made of them.
 
 `fused` does nothing. A stand-in makes the tensors that a library's kernel would return and has, with one call of
-`fused`, the kernel's traffic counted: `read` once, `changed` read and written; with `filled` written only. `Optimizer` is
-the same for optimizers, whose libraries differ in the state that they keep.
+`fused`, the kernel's traffic counted: `read` once, `changed` read and written, `made` written. `accumulate` is a matrix
+product added to what is there. `Optimizer` is for libraries that differ in the state that they keep.
 """
 
 from __future__ import annotations
@@ -12,17 +12,30 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("vramsweep", "DEF")
-_library.define("fused(Tensor[] read, Tensor(a!)[] changed) -> ()")
-_library.impl("fused", lambda read, changed: None, "CompositeExplicitAutograd")
-_library.define("filled(Tensor[] read, Tensor(a!)[] written) -> ()")
-_library.impl("filled", lambda read, written: None, "CompositeExplicitAutograd")
+_library.define("fused(Tensor[] read, Tensor(a!)[] changed, Tensor(b!)[] made) -> ()")
+_library.impl("fused", lambda read, changed, made: None, "CompositeExplicitAutograd")
+_library.define("accumulate(Tensor a, Tensor b, Tensor(a!) into) -> ()")
+_library.impl("accumulate", lambda a, b, into: None, "CompositeExplicitAutograd")
 
 
-def fused(read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
-    """One kernel that reads tensors and changes others in place."""
-    torch.ops.vramsweep.fused(list(read), list(changed))
+def fused(
+    read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor] = (), made: Sequence[torch.Tensor] = ()
+) -> None:
+    """One kernel that reads tensors, changes others in place and fills those that were just made."""
+    torch.ops.vramsweep.fused(list(read), list(changed), list(made))
+
+
+def accumulate(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> None:
+    """`into` (m, n) += `a` (m, k) @ `b` (k, n) in one kernel, whatever the dtypes (addmm with out_dtype)."""
+    torch.ops.vramsweep.accumulate(a, b, into)
+
+
+@register_flop_formula(torch.ops.vramsweep.accumulate, get_raw=True)
+def _product(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, *, out_val: Any = None) -> int:
+    return 2 * a.numel() * b.shape[1]
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -55,8 +68,3 @@ class Optimizer(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p].update(self.new_state(p))
                 self.update(p, p.grad, self.state[p])
-
-
-def filled(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-    """One kernel that reads tensors and writes others, whose values before do not matter."""
-    torch.ops.vramsweep.filled(list(read), list(written))
