@@ -163,6 +163,7 @@ _TRAINER_OWNED = {
     "max_steps": _PROTOCOL,
     "num_train_epochs": _PROTOCOL,
     "seed": "seed",
+    "use_cache": "use_cache",
     "use_cpu": "device",
     "no_cuda": "device",
     "deepspeed": "sharding",

@@ -213,7 +213,14 @@ COLUMNS: tuple[Column, ...] = (
     ),
 )  # fmt: skip
 
-TEXT_LISTS = ("notes", "throttle_reasons", "flags", "node_trials")  # every other list holds numbers
+TEXT_LISTS = (
+    "notes",
+    "throttle_reasons",
+    "flags",
+    "node_trials",
+    "attention_kernels",
+    "unproven",
+)  # every other list holds numbers
 # What a measurement depends on beside its trial.
 SYSTEM = ("gpu_name", "cpu_name", "torch_version", "transformers_version", "deepspeed_version")
 BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}

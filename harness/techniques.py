@@ -131,7 +131,7 @@ AXES = (
     Axis("compile", str, "none", "torch.compile, and in which mode"),
     Axis("optimizer", str, "default", "optimizer as asked for, mostly by its name in TrainingArguments (optim)"),
     Axis("no_sync", bool, True, "gradients are averaged with the last of the accumulated passes only (ddp)"),
-    Axis("padding", float, 0.0, "share of the tokens of synthetic samples that is padding"),
+    Axis("padding", float, 0.0, "share of the tokens of each synthetic sample that is padding"),
     Axis("padding_side", str, "right", "where padding stands"),
     Axis("packing", str, "none", "several documents in one sample"),
     Axis("use_cache", str, "default", "the model's key-value cache, which training has no use for"),
@@ -198,6 +198,83 @@ def _labels_are_left(trial: Trial) -> str | None:
     return None
 
 
+_ATTENTION = "vramsweep.runners.techniques.attention"
+_CHECKPOINTING = "vramsweep.runners.techniques.checkpointing"
+_SDP_BACKEND = "https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.SDPBackend.html"
+
+
+def _half_precision(trial: Trial) -> str | None:
+    if trial.device.name != "cpu" and trial.precision in ("fp32", "tf32"):
+        return (
+            f"attention={trial.attention} takes fp16 and bf16 only, not precision={trial.precision}; use bf16, or sdpa"
+        )
+    return None
+
+
+def _maskless(trial: Trial) -> str | None:
+    if trial.device.name == "cpu":  # where the flash kernel takes masks
+        return None
+    for given, asked in ((trial.padding > 0, "padding"), (trial.packing == "documents", "packing=documents")):
+        if given:
+            return f"attention=sdpa_flash takes no mask, which {asked} needs; use sdpa, sdpa_cudnn or flash_attention_2"
+    return None
+
+
+def _one_row(trial: Trial) -> str | None:
+    if trial.packing == "documents" and trial.micro_batch > 1:
+        return (
+            "attention=flash_attention_2 keeps the documents of one sample apart, not of several (transformers, "
+            "_is_packed_sequence); use micro_batch=1 with a longer seq_len, or sdpa"
+        )
+    return None
+
+
+def _not_compiled(trial: Trial) -> str | None:
+    if trial.compile != "none":
+        return f"activation_offload with compile={trial.compile}: the compiler decides what is saved; use compile=none"
+    return None
+
+
+def _accumulating(trial: Trial) -> str | None:
+    if trial.grad_accum == 1:
+        return "no_sync=false changes nothing with grad_accum=1, after whose only pass gradients are averaged anyway"
+    return None
+
+
+def _padded(trial: Trial) -> str | None:
+    if not trial.padding:
+        return None
+    if trial.data != "synthetic":
+        return f"padding={trial.padding} is of data=synthetic; the samples of a text have the padding that they need"
+    if trial.packing != "none":
+        return f"padding={trial.padding} with packing={trial.packing}: packed samples have none; give one of them"
+    if not 0 < round(trial.padding * trial.seq_len) < trial.seq_len:
+        return f"padding={trial.padding} of seq_len={trial.seq_len} is no token or all of them; change one of them"
+    return None
+
+
+def _to_the_left(trial: Trial) -> str | None:
+    if trial.packing != "none" or (trial.data == "synthetic" and not trial.padding):
+        return (
+            "padding_side=left changes nothing where samples have no padding; give padding=, or a text without packing"
+        )
+    return None
+
+
+def _full(trial: Trial) -> str | None:
+    if trial.packing == "documents" and trial.data == "synthetic" and trial.seq_len < 2:
+        return "packing=documents needs a seq_len of at least 2"
+    return None
+
+
+def _uncached(trial: Trial) -> str | None:
+    """transformers looks for documents where there is no cache only (masking_utils._preprocess_mask_arguments)."""
+    cached = trial.runner.name == "trainer" and (_numbers(version("transformers") or "5")) < (5,)
+    if trial.use_cache == "on" or (trial.use_cache == "default" and cached):
+        return "packing=documents: with a key-value cache transformers does not keep documents apart; use use_cache=off"
+    return None
+
+
 # fmt: off
 TECHNIQUES: tuple[Technique, ...] = (
     # precision
@@ -249,11 +326,24 @@ TECHNIQUES: tuple[Technique, ...] = (
               shardings=(*_WHOLE, "fsdp2"), checked=("cpu", "simulated"),
               source="https://huggingface.co/docs/peft/developer_guides/lora"),
     # attention
-    Technique("attention", "sdpa", "torch's scaled_dot_product_attention, which picks a kernel", checked=("cpu",)),
-    Technique("attention", "eager", "the formula, whose scores are stored", checked=("cpu", "simulated")),
-    Technique("attention", "flash_attention_2", "the flash-attn package", excludes=(
-        ("device", ("cpu",), "it needs CUDA; on device=cpu use sdpa"),
-        ("device", ("simulated",), "it cannot be simulated; sdpa runs the same flash kernel in half precision"))),
+    Technique("attention", "sdpa", "torch's scaled_dot_product_attention, which picks a kernel (attention_kernels says "
+              "which)", checked=("cpu", "simulated")),
+    Technique("attention", "sdpa_flash", "scaled_dot_product_attention with its flash kernel only", module=_ATTENTION, source=_SDP_BACKEND,
+              capability=(8, 0), checked=("cpu", "simulated", "gpu"), rules=(_half_precision, _maskless)),
+    Technique("attention", "sdpa_efficient", "scaled_dot_product_attention with its memory-efficient kernel only",
+              module=_ATTENTION, source=_SDP_BACKEND, capability=(5, 0), checked=("simulated", "gpu"), excludes=(
+                  ("device", ("cpu",), "torch has this kernel for CUDA only; on device=cpu use sdpa"),)),
+    Technique("attention", "sdpa_cudnn", "scaled_dot_product_attention with cuDNN's kernel only", module=_ATTENTION, source=_SDP_BACKEND,
+              capability=(8, 0), checked=("simulated", "gpu"), rules=(_half_precision,), excludes=(
+                  ("device", ("cpu",), "torch has this kernel for CUDA only; on device=cpu use sdpa"),)),
+    Technique("attention", "sdpa_math", "scaled_dot_product_attention as the formula, whose scores are stored", module=_ATTENTION, source=_SDP_BACKEND,
+              checked=("cpu", "simulated", "gpu")),
+    Technique("attention", "eager", "the formula in the model's own code, whose scores are stored",
+              checked=("cpu", "simulated")),
+    Technique("attention", "flash_attention_2", "the flash-attn package: no copies for shared heads, none of padding",
+              module=_ATTENTION, packages=(Package("flash-attn", "2.3"),), capability=(8, 0),
+              checked=("simulated", "gpu"), rules=(_half_precision, _one_row), source="https://github.com/Dao-AILab/"
+              "flash-attention", excludes=(("device", ("cpu",), "it needs CUDA; on device=cpu use sdpa"),)),
     # kernels
     Technique("kernels", "none", "the model's own"),
     Technique("kernels", "liger", "Liger's RMSNorm, SwiGLU and rotary embedding, and with loss=default its fused linear "
@@ -275,11 +365,20 @@ TECHNIQUES: tuple[Technique, ...] = (
               rules=(_labels_are_left,), checked=("simulated", "gpu"), source="https://github.com/linkedin/Liger-Kernel"),
     # checkpointing
     Technique("checkpointing", "none", "nothing is recomputed"),
-    Technique("checkpointing", "full", "each layer keeps its input and recomputes the rest",
-              module="vramsweep.runners.techniques.checkpointing", checked=("cpu", "simulated"),
-              source="https://docs.pytorch.org/docs/stable/checkpoint.html"),
+    Technique("checkpointing", "full", "each layer keeps its input and recomputes the rest", module=_CHECKPOINTING,
+              checked=("cpu", "simulated"), source="https://docs.pytorch.org/docs/stable/checkpoint.html"),
+    Technique("checkpointing", "selective", "each layer also keeps what chosen operators return (checkpointing_ops)",
+              module=_CHECKPOINTING, checked=("cpu", "simulated"), source="https://docs.pytorch.org/docs/stable/"
+              "checkpoint.html#torch.utils.checkpoint.create_selective_checkpoint_contexts"),
     # activation_offload
     Technique("activation_offload", False, "it stays on the device"),
+    Technique("activation_offload", True, "it is copied to pinned memory and back (save_on_cpu), but for weights",
+              module="vramsweep.runners.techniques.activation_offload",
+              shardings=("none", "ddp", "zero0", "zero1", "zero2"), rules=(_not_compiled,), checked=("simulated", "gpu"), source="https://docs.pytorch.org/docs/stable/autograd.html#torch.autograd."
+              "graph.save_on_cpu", excludes=(
+                  ("device", ("cpu",), "there all memory is the host's; simulate it, or measure on device=cuda"),
+                  ("checkpointing", ("selective",), "what its operators return is kept past autograd's hooks, on the "
+                   "device; use checkpointing=full or none"))),
     # compile
     Technique("compile", "none", "eager"),
     *(Technique("compile", mode, meaning, module="vramsweep.runners.techniques.compiled", runners=("torch", "trainer"),
@@ -349,11 +448,22 @@ TECHNIQUES: tuple[Technique, ...] = (
     # no_sync
     Technique("no_sync", True, "DistributedDataParallel.no_sync"),
     Technique("no_sync", False, "gradients are averaged after every accumulated pass", runners=("torch",),
-              shardings=("ddp",)),
+              shardings=("ddp",), checked=("cpu",), rules=(_accumulating,), source="https://docs.pytorch.org/docs/stable/"
+              "generated/torch.nn.parallel.DistributedDataParallel.html"),
     # data
-    Technique("padding_side", "right", "after the text"),
+    Technique("padding_side", "right", "after the text", checked=("cpu", "simulated"), rules=(_padded,)),
+    Technique("padding_side", "left", "before the text", checked=("cpu", "simulated"), rules=(_padded, _to_the_left)),
     Technique("packing", "none", "one document a sample"),
+    Technique("packing", "wrapped", "documents joined and cut at the sequence length, each token sees all before it",
+              checked=("cpu", "simulated")),
+    Technique("packing", "documents", "documents joined and cut; positions start anew with each, whose tokens see no "
+              "other", module="vramsweep.runners.techniques.packing", checked=("cpu", "simulated"),
+              rules=(_full, _uncached), source="https://huggingface.co/docs/transformers/main_classes/data_collator"),
     Technique("use_cache", "default", "the runner's own way: off, but for the Trainer before transformers 5"),
+    Technique("use_cache", "on", "the model makes one", checked=("cpu", "simulated"), excludes=(
+        ("checkpointing", ("full", "selective"), "transformers takes the cache from a checkpointed layer; use "
+         "use_cache=off"),)),
+    Technique("use_cache", "off", "the model makes none", checked=("cpu", "simulated")),
 )
 # fmt: on
 _BY_AXIS: dict[str, dict[Any, Technique]] = {}

@@ -1,7 +1,12 @@
 """Model, optimizer, data and precision, from the trial's axes.
 
 Random weights and synthetic token ids are the default: neither changes memory or speed. Pretrained weights and a text
-data set (padded and truncated to the sequence length, as users do) come from local folders or a hub.
+data set (padded and truncated to the sequence length, as users do, or packed) come from local folders or a hub.
+
+The share `padding` of every synthetic sample's tokens is padding, the same number in each. With packing=wrapped
+documents are joined, an end-of-text token after each, and cut at the sequence length, whatever is left over is dropped;
+packing=documents also starts the positions anew with each document, whose tokens see no other. A synthetic sample
+holds `DOCUMENTS` documents of one length, the last perhaps shorter.
 """
 
 from __future__ import annotations
@@ -18,11 +23,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import techniques
+from vramsweep.runners.techniques import attention
 from vramsweep.runners.techniques.bnb import label
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 BF16_WEIGHTS = ("bf16_pure", "bf16_master")  # and no autocast
 POOL = 64  # distinct samples; steps cycle through them
+DOCUMENTS = 4  # in a packed synthetic sample
+IGNORED = -100  # a label that the loss leaves out
 Samples = list[dict[str, torch.Tensor]]
 
 
@@ -66,7 +74,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     def make(dtype: torch.dtype) -> Any:
         with device:
             return AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=trial.attention, trust_remote_code=False
+                config, dtype=dtype, attn_implementation=attention.implementation(trial), trust_remote_code=False
             )
 
     # no checkpoint is quantised where there are no values
@@ -78,7 +86,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
             **{
                 "config": config,
                 "dtype": dtype,
-                "attn_implementation": trial.attention,
+                "attn_implementation": attention.implementation(trial),
                 "trust_remote_code": False,
                 **special,
             },
@@ -87,7 +95,9 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
             net.to(device)
     else:
         net = techniques.construct(trial, make, device, dtype)
-    if trial.runner.name != "trainer":  # which has its own say, and left the cache on before transformers 5
+    if trial.use_cache != "default":
+        net.config.use_cache = trial.use_cache == "on"
+    elif trial.runner.name != "trainer":  # which has its own say, and left the cache on before transformers 5
         net.config.use_cache = False
     net = techniques.applied(trial, net, device)
     net.train()
@@ -142,14 +152,41 @@ def data(trial: Trial) -> Data:
 
 
 def _samples(trial: Trial) -> Data:
-    if trial.data == "synthetic":
-        generator = torch.Generator().manual_seed(trial.seed)
-        ids = torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)
-        return Data([{"input_ids": row, "labels": row} for row in ids], 0.0, trial.device.name == "cuda")
-    return _text(trial)
+    samples = _synthetic(trial) if trial.data == "synthetic" else _text(trial)
+    masks = [sample["attention_mask"] for sample in samples if "attention_mask" in sample]
+    padding = 1 - float(torch.stack(masks).float().mean()) if masks else 0.0
+    return Data(samples, padding, trial.device.name == "cuda")
 
 
-def _text(trial: Trial) -> Data:
+def _synthetic(trial: Trial) -> Samples:
+    generator = torch.Generator().manual_seed(trial.seed)
+    ids = torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)
+    if trial.packing == "documents":
+        positions = torch.arange(trial.seq_len) % -(-trial.seq_len // DOCUMENTS)
+        return [_packed(row, positions) for row in ids]
+    kept = trial.seq_len - padded_tokens(trial.padding, trial.seq_len)
+    if kept == trial.seq_len:
+        return [{"input_ids": row, "labels": row} for row in ids]
+    mask = (torch.arange(trial.seq_len) < kept).long()
+    mask = mask.flip(0) if trial.padding_side == "left" else mask
+    return [_masked(row, mask) for row in ids]
+
+
+def padded_tokens(padding: float, length: int) -> int:
+    """How many of a synthetic sample's tokens are padding."""
+    return round(padding * length)
+
+
+def _masked(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+
+
+def _packed(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A document's first token follows from nothing (transformers' DataCollatorWithFlattening)."""
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, IGNORED)}
+
+
+def _text(trial: Trial) -> Samples:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(trial.model.path), trust_remote_code=False)
@@ -158,12 +195,31 @@ def _text(trial: Trial) -> Data:
     texts = _lines(trial.data)
     if not texts:
         raise InvalidTrial(f"data {trial.data} holds no text")
-    tokenizer.padding_side = "right"
+    if trial.packing != "none":
+        return _joined(trial, tokenizer(texts)["input_ids"], tokenizer.eos_token_id)
+    tokenizer.padding_side = trial.padding_side
     encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=trial.seq_len, return_tensors="pt")
-    ids, mask = encoded["input_ids"], encoded["attention_mask"]
-    labels = ids.masked_fill(mask == 0, -100)
-    samples = [{"input_ids": i, "attention_mask": m, "labels": t} for i, m, t in zip(ids, mask, labels, strict=True)]
-    return Data(samples, 1 - float(mask.float().mean()), trial.device.name == "cuda")
+    return [_masked(*sample) for sample in zip(encoded["input_ids"], encoded["attention_mask"], strict=True)]
+
+
+def _joined(trial: Trial, documents: list[list[int]], end: int | None) -> Samples:
+    """Documents one after the other, cut at the sequence length; a document that is cut goes on as one of its own."""
+    ended = [[*document, *([] if end is None else [end])] for document in documents]
+    ids = torch.tensor([token for document in ended for token in document])
+    positions = torch.tensor([place for document in ended for place in range(len(document))])
+    rows, length = len(ids) // trial.seq_len, trial.seq_len
+    if not rows:
+        raise InvalidTrial(f"data {trial.data} holds {len(ids)} tokens, which fill no sample of seq_len {length}")
+    cut = [ids[row * length : (row + 1) * length] for row in range(rows)]
+    if trial.packing == "wrapped":
+        return [{"input_ids": row, "labels": row} for row in cut]
+    samples = []
+    for row, sample in enumerate(cut):
+        places = positions[row * length : (row + 1) * length].clone()
+        first = int((places == 0).nonzero()[0]) if (places == 0).any() else length
+        places[:first] -= places[0].item()
+        samples.append(_packed(sample, places))
+    return samples
 
 
 def _lines(name: str) -> list[str]:

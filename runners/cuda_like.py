@@ -4,7 +4,8 @@ A CPU build of torch casts, attends, drops out and steps its optimizers in anoth
 these changes memory. `behave` puts CUDA's ways in place while a step is traced, for any model, without a compiler:
 
 - autocast: CUDA's policy with its cast cache (aten/src/ATen/autocast_mode.cpp) on the CPU's dispatch key;
-- scaled_dot_product_attention: the flash or memory-efficient kernel that the card would pick (sdp_utils.cpp);
+- scaled_dot_product_attention: the kernel that the card would pick, among those that are not switched off
+  (sdp_utils.cpp), and what flash attention's backward pass allocates for itself;
 - dropout and rms_norm: the fused kernels, which keep a byte mask and the reciprocal norms;
 - optimizers and gradient clipping: the foreach path, which is the default on CUDA;
 - GradScaler steps without looking at its found-inf flag, whose value does not exist;
@@ -23,7 +24,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,22 +61,26 @@ FP32_OUTPUT = frozenset((
 
 
 @contextlib.contextmanager
-def behave(capability: Capability) -> Iterator[None]:
-    """CUDA's behaviour on a card of this compute capability, for CPU tensors, until the context is left."""
+def behave(capability: Capability) -> Iterator[set[str]]:
+    """CUDA's behaviour on a card of this compute capability, for CPU tensors, until the context is left.
+
+    Yields the names of the attention kernels that have run: flash, efficient, math, cudnn.
+    """
     casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    attended: set[str] = set()
     library = torch.library.Library("aten", "IMPL")
     changed: list[tuple[Any, str, Any]] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are overridden is the purpose
-            for key, kernels in (("AutocastCPU", _autocast(casts)), ("AutogradCPU", _fused(capability))):
+            for key, kernels in (("AutocastCPU", _autocast(casts)), ("AutogradCPU", _fused(capability, attended))):
                 for name, kernel in kernels:
                     library.impl(name, kernel, key)
         for owner, name, value in _replacements(casts):
             changed.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
         with CudaIsHere():
-            yield
+            yield attended
     finally:
         for owner, name, value in reversed(changed):
             setattr(owner, name, value)
@@ -161,7 +166,7 @@ def _castable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
 
 
-def _fused(capability: Capability) -> Kernels:
+def _fused(capability: Capability, attended: set[str]) -> Kernels:
     """Composite operators that CUDA serves with one kernel."""
 
     def attention(
@@ -175,7 +180,10 @@ def _fused(capability: Capability) -> Kernels:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        return _attention(capability, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        asked = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        kernel = chosen_kernel(asked, capability)
+        attended.add(kernel)
+        return KERNELS[kernel](asked)
 
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         if p == 0 or not train or input.numel() == 0:
@@ -201,46 +209,151 @@ def _fused(capability: Capability) -> Kernels:
         yield "rms_norm", rms_norm
 
 
-def _attention(
-    capability: Capability,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-) -> torch.Tensor:
-    """What `scaled_dot_product_attention` runs on the card: flash, memory-efficient, or the plain formula.
+class Attention(NamedTuple):
+    """A call of scaled_dot_product_attention: (batch, heads, length, width)."""
 
-    Flash needs fp16 or bf16, no mask, heads of at most 256 and compute capability 8.0 (check_flash_*); the
-    memory-efficient kernel takes fp32 and masks, but no grouped heads, and bf16 only from 8.0.
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    gqa: bool
+
+    @property
+    def width(self) -> int:
+        return self.query.size(-1)
+
+    @property
+    def half(self) -> bool:
+        return self.query.dtype in (torch.float16, torch.bfloat16)
+
+    def fits_none(self) -> str | None:
+        """Why no fused kernel can serve the call; None if one might."""
+        tensors = (self.query, self.key, self.value)
+        if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1:
+            return "it needs query, key and value of four dimensions and one dtype"
+        if self.mask is not None and self.mask.requires_grad:
+            return "the mask requires a gradient"
+        return None
+
+
+def chosen_kernel(asked: Attention, capability: Capability) -> str:
+    """The kernel that runs on the card: the first of torch's order that is switched on and lacks nothing.
+
+    Raises RuntimeError, as torch does, where there is none.
     """
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    width = query.size(-1)
-    same = query.dtype == key.dtype == value.dtype and width == value.size(-1)
+    order = (
+        ("flash", torch._C._get_flash_sdp_enabled(), _flash_lacks),
+        ("efficient", torch._C._get_mem_efficient_sdp_enabled(), _efficient_lacks),
+        ("math", torch._C._get_math_sdp_enabled(), lambda asked, capability: None),
+        ("cudnn", torch._C._get_cudnn_sdp_enabled(), _cudnn_lacks),
+    )
+    reasons = []
+    for name, enabled, lacks in order:
+        if enabled and (reason := lacks(asked, capability)) is None:
+            return name
+        if enabled:
+            reasons.append(f"{name}: {reason}")
+    raise RuntimeError("\n".join(("No available kernel. Aborting execution.", *reasons)))
+
+
+def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
+    """can_use_flash_attention"""
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, and the card has {capability[0]}.{capability[1]}"
+    if not asked.half:
+        return f"it takes fp16 and bf16, not {asked.query.dtype}"
+    if asked.mask is not None:
+        return "it takes no mask"
+    if not asked.width == asked.value.size(-1) <= 256:
+        return "it takes heads of one width of at most 256"
+    return asked.fits_none()
+
+
+def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
+    """can_use_mem_efficient_attention"""
     modern = capability >= (8, 0)
-    four = query.dim() == key.dim() == value.dim() == 4
-    if four and same and half and modern and mask is None and width <= 256:
-        scale = 1 / math.sqrt(width) if scale is None else scale
-        padded = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value))
-        out: torch.Tensor = aten._scaled_dot_product_flash_attention(*padded, dropout, causal, scale=scale)[0]
-        return out[..., :width] if width % 8 else out
-    aligned = width % (16 // query.element_size() if modern else 4) == 0
-    known = query.dtype is torch.float32 or (half and (modern or query.dtype is torch.float16))
-    learned = mask is not None and mask.requires_grad
-    if four and same and known and aligned and not gqa and not learned:
-        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        bias = None if mask is None else _bias(mask, query, key)
-        efficient: torch.Tensor = aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, grad, dropout, causal, scale=scale
-        )[0]
-        return efficient
-    plain: torch.Tensor = aten._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa
+    if asked.gqa:
+        return "it takes no shared heads"
+    if asked.query.dtype is not torch.float32 and not (asked.half and (modern or asked.query.dtype is torch.float16)):
+        return f"it does not take {asked.query.dtype} on this card"
+    multiple = 16 // asked.query.element_size() if modern else 4
+    if asked.width != asked.key.size(-1) or asked.width % multiple or asked.value.size(-1) % multiple:
+        return f"it takes heads of a width that {multiple} divides"
+    return asked.fits_none()
+
+
+def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
+    """can_use_cudnn_attention; heads wider than 128 need a card of 9.0 or 10.x and a cuDNN of 2026"""
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, and the card has {capability[0]}.{capability[1]}"
+    if not asked.half:
+        return f"it takes fp16 and bf16, not {asked.query.dtype}"
+    widest = max(asked.width, asked.value.size(-1))
+    if widest > 128 or asked.width % 8 or asked.value.size(-1) % 8:
+        return "it takes heads of a width of at most 128 that 8 divides"
+    if asked.dropout * 16 % 1:
+        return f"it takes dropout in sixteenths, not {asked.dropout}"
+    return asked.fits_none()
+
+
+def _flash(asked: Attention) -> torch.Tensor:
+    width = asked.width
+    scale = 1 / math.sqrt(width) if asked.scale is None else asked.scale
+    padded = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in asked[:3])
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(*padded, asked.dropout, asked.causal, scale=scale)[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _efficient(asked: Attention) -> torch.Tensor:
+    bias = None if asked.mask is None else _bias(asked.mask, asked.query, asked.key)
+    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+        *asked[:3], bias, _saves(asked), asked.dropout, asked.causal, scale=asked.scale
     )[0]
-    return plain
+    return out
+
+
+def _cudnn(asked: Attention) -> torch.Tensor:
+    mask = asked.mask
+    if mask is not None and mask.dtype is torch.bool:  # convert_boolean_attn_mask_cudnn
+        mask = torch.zeros_like(mask, dtype=asked.query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    out: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
+        *asked[:3], mask, _saves(asked), asked.dropout, asked.causal, False, scale=asked.scale
+    )[0]
+    return out
+
+
+def _math(asked: Attention) -> torch.Tensor:
+    out: torch.Tensor = aten._scaled_dot_product_attention_math(
+        *asked[:5], asked.causal, None, scale=asked.scale, enable_gqa=asked.gqa
+    )[0]
+    return out
+
+
+KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
+
+
+def _saves(asked: Attention) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in asked[:3])
+
+
+def scratch(func: Any, args: Any) -> list[int]:
+    """Bytes that a kernel allocates for itself while it runs, one number an allocation.
+
+    The backward pass of flash attention has the rows' sums and the gradient of the query in fp32, for lengths rounded
+    up to 128, and dK and dV of every head where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/
+    flash_api.cpp).
+    """
+    if func is not aten._scaled_dot_product_flash_attention_backward.default:
+        return []
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * math.ceil(length / 128) * 128
+    multiple = 32 if width <= 128 else 64
+    every = batch * heads * key.size(2) * width * key.element_size()
+    return [4 * rows, 4 * rows * math.ceil(width / multiple) * multiple, *([every] * 2 if key.size(1) != heads else [])]
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -324,5 +437,5 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     # imported here, as a cold worker would import it only once the model is built, and then keep the original
     masks = importlib.import_module("transformers.masking_utils")
     if hasattr(masks, "find_packed_sequence_indices"):
-        # it asks for the values of the positions; our samples are never packed
+        # it asks for the values of the positions; a custom target's are taken as not packed, masks.py knows the others'
         yield masks, "find_packed_sequence_indices", lambda position_ids: None

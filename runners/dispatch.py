@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -218,3 +219,38 @@ def _recomputes() -> bool:
     """
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward and (torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled())
+
+
+class SdpaKernels(TorchFunctionMode):
+    """Which kernels `scaled_dot_product_attention` runs, in `seen`: flash, efficient, cudnn, math.
+
+    The fused ones are operators of their own. The plain formula is none, so a call in which no fused one ran is math.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        with _Fused() as fused:
+            out = func(*args, **(kwargs or {}))
+        self.seen |= fused.names or {"math"}
+        return out
+
+
+class _Fused(TorchDispatchMode):
+    """The fused attention kernels among the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented
+        name = func._opname
+        if name.startswith("_scaled_dot_product_") and name.removesuffix("_for_cpu").endswith("_attention"):
+            self.names.add(name.removeprefix("_scaled_dot_product_").partition("_")[0])
+        return func(*args, **(kwargs or {}))

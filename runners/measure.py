@@ -32,7 +32,7 @@ from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.gpus import peak_flops
 from vramsweep.harness.outcome import of_the_machine
 from vramsweep.harness.trial import Trial
-from vramsweep.runners.dispatch import FlopCount, LiveBytes
+from vramsweep.runners.dispatch import FlopCount, LiveBytes, SdpaKernels
 from vramsweep.runners.instruments import (
     COUNTERS,
     Clock,
@@ -259,7 +259,7 @@ class Measured:
 
 
 class Count:
-    """Untimed: FLOPs, those of the forward passes apart from the rest.
+    """Untimed: FLOPs, those of the forward passes apart from the rest, and attention's kernels.
 
     The model's are 3 x the forward passes' where all weights are trained. Frozen ones need no gradients: there they are
     all that was counted but for what was computed twice.
@@ -274,6 +274,7 @@ class Count:
         self.total: int | None = None
         self.repeated = 0  # of the total
         self.uncounted: set[str] = set()  # operators
+        self.kernels = SdpaKernels()
         self._uncounted_by_backward: set[str] = set()
         self._began: float | None = None
         self._context = contextlib.ExitStack()
@@ -281,6 +282,7 @@ class Count:
     def enter(self) -> None:
         self._began = time.perf_counter()
         self._count = count = self._context.enter_context(FlopCount())
+        self._context.enter_context(self.kernels)
         self._forward: list[int] = []
         self._since = 0
 
@@ -321,6 +323,7 @@ class Count:
             "peak_flops": peak,
             "mfu": None if of_model is None or used is None else used * of_model,
             "hfu": None if of_hardware is None or used is None else used * of_hardware,
+            "attention_kernels": sorted(self.kernels.seen) or None,
             "notes": notes or None,
         }
 

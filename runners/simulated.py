@@ -29,7 +29,7 @@ from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
 from vramsweep.harness.roofline import Work, estimate
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, techniques
+from vramsweep.runners import build, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
@@ -37,7 +37,7 @@ from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.trace import Mark, Trace, Tracer
 
-FORMAT = 4  # of a kept trace; raise it when traces change
+FORMAT = 5  # of a kept trace; raise it when traces change
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -127,7 +127,8 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
     build.prepare(trial)
     try:
         with (
-            behave(card.capability),
+            behave(card.capability) as attention,
+            masks.known(trial),
             backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
             tracer.record(),
             techniques.around(trial, torch.device("cpu")),
@@ -147,7 +148,7 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
             "torch.library.register_fake, or measure on device=cuda"
         ) from error
-    return tracer.trace, meter.details
+    return tracer.trace, meter.details | {"attention_kernels": sorted(attention) or None}
 
 
 def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
@@ -214,7 +215,8 @@ def columns(predicted: Prediction) -> dict[str, Any]:
 
 def speed(trial: Trial, trace: Trace, card: Gpu) -> dict[str, Any]:
     """The row's estimate of speed; nothing where a peak is unknown, or where ranks or the host would set the pace."""
-    alone = trial.world_size == 1 and not trial.offload_optimizer and not trial.offload_param
+    offloaded = trial.offload_optimizer or trial.offload_param or trial.activation_offload
+    alone = trial.world_size == 1 and not offloaded
     found = estimate(trace.kernels, card, trial.precision == "tf32") if alone else None
     if found is None or not found.step_s:
         return {}

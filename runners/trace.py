@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from vramsweep.harness.roofline import Work
-from vramsweep.runners.cuda_like import Capability
+from vramsweep.runners.cuda_like import Capability, scratch
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import work
 
@@ -145,9 +145,11 @@ class Tracer(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
             self._know("communication", tensors)
+        taken = [self._allocate(size) for size in scratch(func, args)]
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
             self._track(tensor)
+        self.trace.events += [-(number + 1) for number in reversed(taken)]
         if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
             self._kernels[asked] += 1
         self._zeros = weakref.ref(out) if func in ZEROS else None

@@ -128,6 +128,8 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
         "dataloader_pin_memory": trial.device.name == "cuda",
         "seed": trial.seed,
     }
+    if trial.use_cache != "default" and "use_cache" in TrainingArguments.__dataclass_fields__:  # since transformers 5
+        chosen["use_cache"] = trial.use_cache == "on"
     if trial.device.name == "simulated":
         chosen["logging_nan_inf_filter"] = False  # it asks for the loss's value in every step
     optim = technique("optimizer", trial.optimizer).optim

@@ -1,15 +1,95 @@
-"""Activation checkpointing, layer by layer, through the model's own `gradient_checkpointing_enable`."""
+"""Activation checkpointing of a model's layers: full, or selective, which keeps the results of chosen operators.
+
+Layers are transformers' own (`GradientCheckpointingLayer`), whose flag says whether one is checkpointed; the function
+that does it is torch.utils.checkpoint. Selective is `create_selective_checkpoint_contexts`: what the chosen operators
+return in a layer's forward pass is kept and given back when the layer is recomputed.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.mistakes import closest
+from vramsweep.harness.trial import InvalidTrial, Trial
+
+# The matrix products and the attention kernels: what is expensive to compute again. Batched products are left out, as
+# they are the scores of attention=eager. As torchtitan's, which leaves out every second product (torchtitan
+# distributed/activation_checkpoint.py).
+DEFAULT_OPS = (
+    "mm",
+    "addmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "flash_attn::_flash_attn_forward",  # flash_attention_2, and below what stands in for it
+    "flash_attn::_flash_attn_varlen_forward",
+    "vramsweep::flash_forward",
+)
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model, each of whose layers recomputes its activations in the backward pass."""
-    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": trial.checkpointing_reentrant})
+    """The model, each N-th of whose layers recomputes its activations in the backward pass."""
+    arguments: dict[str, Any] = {"use_reentrant": trial.checkpointing_reentrant}
+    if trial.checkpointing == "selective":
+        arguments["context_fn"] = _contexts(trial.checkpointing_ops)
+    if hasattr(net, "activation_checkpointing_enable"):  # its name since transformers 5.23
+        net.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
+    else:
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+    layers = [module for module in net.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers and trial.checkpointing_every > 1:
+        name = type(net).__name__
+        raise InvalidTrial(f"checkpointing_every: the layers of {name} are checkpointed all or none; use 1")
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % trial.checkpointing_every == 0
     return net
+
+
+def _contexts(names: str) -> Callable[[], Any]:
+    """What torch.utils.checkpoint takes as `context_fn`, asked once for each layer and forward pass.
+
+    An operator that was named and that no layer calls would keep nothing: InvalidTrial, from the second layer on.
+    """
+    asked = () if names == "default" else tuple(names.split("+"))
+    kept = {overload: name for name in asked or DEFAULT_OPS for overload in _overloads(name, bool(asked))}
+    missing = set(asked)
+    layers = 0
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator not in kept:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        missing.discard(kept[operator])
+        return CheckpointPolicy.MUST_SAVE
+
+    def contexts() -> Any:
+        nonlocal layers
+        layers += 1
+        if layers > 1 and missing:
+            raise InvalidTrial(
+                f"checkpointing_ops: no layer of this model calls {'+'.join(sorted(missing))} here; leave it out"
+            )
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
+@functools.cache
+def _overloads(name: str, must: bool) -> tuple[Any, ...]:
+    """An operator's overloads; none for one that is not there, or InvalidTrial if it must be."""
+    namespace, _, operator = name.rpartition("::")
+    packet = getattr(getattr(torch.ops, namespace or "aten"), operator, None)
+    if packet is not None:
+        return tuple(getattr(packet, overload) for overload in packet.overloads())
+    if not must:
+        return ()
+    there = {full.partition(".")[0].removeprefix("aten::") for full in torch._C._dispatch_get_all_op_names()}
+    near = closest(name, there)
+    meant = f"; did you mean {near}?" if near else ""
+    raise InvalidTrial(f"checkpointing_ops: torch has no operator {name}{meant}")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 from conftest import ROOT, TARGETS, Run, tiny
-from transformers import TrainingArguments
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator import recording, restore
@@ -117,8 +116,7 @@ def test_phases_are_predicted_whoever_starts_the_backward_pass(tmp_path: Path, f
 
 def test_gpt2_with_the_trainer_s_defaults_of_transformers_4(tmp_path: Path) -> None:
     """A user's measurement on torch 2.9.1, transformers 4.57.3, whose Trainer leaves the model's key/value cache on."""
-    cached = {"use_cache": True} if "use_cache" in TrainingArguments.__dataclass_fields__ else {}  # not an option there
-    values = tiny(seq_len=512, micro_batch=8, runner={"name": "trainer", "options": cached}, device=DEVICE)
+    values = tiny(seq_len=512, micro_batch=8, runner={"name": "trainer"}, use_cache="on", device=DEVICE)
     values["model"] = yaml.safe_load((ROOT / "conf/model/gpt2.yaml").read_text())
     trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("rtx3090-24gb"), tmp_path, hf_trainer)
     peak = predict.replay(trace, AllocatorConfig(), None).peak

@@ -1,0 +1,61 @@
+"""What autograd saves in the model's forward pass waits in host memory until the backward pass asks for it.
+
+As torch.autograd.graph.save_on_cpu with pinned memory, whose copies run on the computing stream (TRL and torchtune
+offload in the same way, with streams of their own for speed), but for what lives as long as the model does, parameters
+and buffers, and for tensors below 1 KiB (TRL's and torchtune's `min_offload_size`), which stay where they are. Weights
+that autocast has cast are copies and go along. With checkpointing=full what is saved is the layers' inputs.
+
+Simulated, host memory is device meta, which is not traced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from vramsweep.harness.trial import Trial
+
+SMALL = 1024  # bytes
+
+
+def model(trial: Trial, net: Any, device: torch.device) -> Any:
+    """The model, whose forward pass saves in host memory."""
+    return offloaded(net, torch.device("meta" if trial.device.name == "simulated" else "cpu"))
+
+
+def offloaded(net: torch.nn.Module, host: torch.device) -> torch.nn.Module:
+    """The model with hooks that hold, from the start of its forward pass to its end, what autograd saves on `host`."""
+    lasting: set[int] = set()  # storages
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+        small = tensor.numel() * tensor.element_size() < SMALL
+        if small or tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in lasting:
+            return tensor.device, tensor
+        if host.type == "meta":
+            return tensor.device, torch.empty(tensor.shape, dtype=tensor.dtype, device=host)
+        pinned = tensor.device.type == "cuda"
+        away = torch.empty(tensor.shape, dtype=tensor.dtype, device=host, pin_memory=pinned)
+        return tensor.device, away.copy_(tensor, non_blocking=pinned)
+
+    def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        device, tensor = packed
+        if tensor.device.type == "meta":
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return tensor.to(device, non_blocking=True)
+
+    hooks: list[saved_tensors_hooks] = []
+
+    def enter(*_: Any) -> None:
+        if not lasting:
+            lasting.update(t.untyped_storage()._cdata for t in (*net.parameters(), *net.buffers()))
+        hooks.append(saved_tensors_hooks(pack, unpack))
+        hooks[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        hooks.pop().__exit__()
+
+    net.register_forward_pre_hook(enter)
+    net.register_forward_hook(leave, always_call=True)
+    return net

@@ -1,0 +1,93 @@
+"""Attention: one kernel of torch's scaled_dot_product_attention (`sdpa_*`), or the flash-attn package.
+
+A forced kernel (SDPBackend) is the only one that torch may choose. Where it cannot serve a call torch refuses, and so
+do cuda_like's kernels: the trial is invalid, with torch's reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners.techniques import flash_attention
+
+BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
+REFUSED = ("No available kernel", "No viable backend")  # select_sdp_backend and scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def around(trial: Trial, device: torch.device) -> Iterator[None]:
+    """The kernel that the trial asks for, and no other."""
+    if trial.attention == "flash_attention_2":
+        with flash_attention.stands_in() if trial.device.name == "simulated" else _supported():
+            yield
+        return
+    with _torch_s_reasons() as reasons:
+        try:
+            with sdpa_kernel(BACKENDS[trial.attention]):
+                yield
+        except RuntimeError as error:
+            if not str(error).startswith(REFUSED):
+                raise
+            told = [text for line in (*str(error).splitlines()[1:], *reasons) if (text := line.strip())]
+            why = f" ({'; '.join(dict.fromkeys(told))})" if told else ""
+            raise InvalidTrial(
+                f"attention={trial.attention} cannot serve this model's attention{why}; use attention=sdpa, for which "
+                "torch chooses a kernel that can"
+            ) from error
+
+
+def model(trial: Trial, net: Any, device: torch.device) -> Any:
+    """The model; simulated, it calls what stands in for flash-attn."""
+    if trial.attention == "flash_attention_2" and trial.device.name == "simulated":
+        flash_attention.call(net)
+    return net
+
+
+def implementation(trial: Trial) -> str:
+    """What transformers builds the model with: it refuses flash_attention_2 where there is no card."""
+    if trial.attention in BACKENDS:
+        return "sdpa"
+    return "eager" if trial.attention == "flash_attention_2" and trial.device.name == "simulated" else trial.attention
+
+
+@contextlib.contextmanager
+def _supported() -> Iterator[None]:
+    """transformers' refusal of a model or of a card, as a reason."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        if "flash" not in first.lower():
+            raise
+        raise InvalidTrial(f"attention=flash_attention_2: {first}; use attention=sdpa") from error
+
+
+@contextlib.contextmanager
+def _torch_s_reasons() -> Iterator[list[str]]:
+    """What torch warns of kernels while it looks for one; it warns only if it finds none."""
+    found: list[str] = []
+    show = warnings.showwarning
+
+    def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        text = str(message).partition("(Triggered internally")[0]
+        if "attention" in text.lower() and "not used because" not in text:
+            found.append(text)
+        show(message, *args, **kwargs)
+
+    warnings.showwarning = note
+    try:
+        yield found
+    finally:
+        warnings.showwarning = show

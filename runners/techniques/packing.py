@@ -1,0 +1,18 @@
+"""Documents of one sample that see nothing of each other, as the positions of its tokens tell the model."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from vramsweep.harness.trial import InvalidTrial, Trial
+
+
+def model(trial: Trial, net: Any, device: torch.device) -> Any:
+    """The model. Raises InvalidTrial for one that takes no positions, which would see all documents as one."""
+    base = net.get_base_model() if hasattr(net, "get_base_model") else net
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise InvalidTrial(f"packing=documents: {type(base).__name__} takes no position_ids; use packing=wrapped")
+    return net
