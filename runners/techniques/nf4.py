@@ -174,8 +174,8 @@ class Linear4bit(nn.Module):
             if bias.dtype != x.dtype:
                 bias.data = bias.data.to(x.dtype)
             bias = bias.to(self.compute_dtype)
-        out: torch.Tensor = MatMul4Bit.apply(x, self.weight, bias, self.quant_state)  # type: ignore[no-untyped-call]
-        return out.to(dtype)
+        # without a name for the product, which would outlive `x`
+        return MatMul4Bit.apply(x, self.weight, bias, self.quant_state).to(dtype)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class MatMul4Bit(torch.autograd.Function):
