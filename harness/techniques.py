@@ -137,7 +137,6 @@ AXES = (
 )
 
 
-
 def _adapted(trial: Trial) -> str | None:
     if trial.adapter != "none":
         return None
@@ -191,8 +190,8 @@ TECHNIQUES: tuple[Technique, ...] = (
                          "fp16"),), source="https://huggingface.co/docs/transformers/quantization/gptq"),
     # adapter
     Technique("adapter", "none", "all weights are trained"),
-    Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are in "
-              "half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,), preload=("peft",),
+    Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are "
+              "in half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,), preload=("peft",),
               shardings=(*_WHOLE, "fsdp2"), checked=("cpu", "simulated"),
               source="https://huggingface.co/docs/peft/developer_guides/lora"),
     # attention

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.runners import build, dispatch, run, simulated, torch_loop
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.predict import replay
-from vramsweep.runners.techniques import gptq, lora, nf4, quantized
+from vramsweep.runners.techniques import gptq, lora, nf4
 from vramsweep.runners.trace import Trace, Tracer
 
 A100 = gpus.named("a100-80gb")
@@ -383,3 +382,178 @@ def test_gptq_s_tensors() -> None:
         "wf_unsqueeze_neg_one": ((1, 8, 1), torch.int32),
     }
     assert not list(layer.parameters())
+
+
+def test_gptq_keeps_unpacked_weights_until_the_backward_pass(tmp_path: Path) -> None:
+    """As gptqmodel's layer does, whose product autograd knows (nn_modules/qlinear/torch.py: _forward_eager)."""
+    over = LORA | {"precision": "bf16", "quantization": "gptq"}
+    trace, details = traced(tmp_path, **over)
+    plain, known = traced(tmp_path, **(LORA | {"precision": "bf16"}))
+    assert details["parameters"] == known["parameters"] - 256  # their biases are buffers
+    weights = 2 * 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)  # of two layers, in half precision
+    assert total(plain, "parameters") - total(trace, "parameters") > 1.5 * weights
+    kept, repeated = (
+        replay(traced(tmp_path, **over, checkpointing=c)[0], AllocatorConfig(), None).peak["allocated"]
+        for c in ("none", "full")
+    )
+    assert kept - repeated > weights / 2 - 2 * 64 * 160
+
+
+def test_gptq_s_layer_is_the_library_s() -> None:
+    pytest.importorskip("gptqmodel")
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+
+    theirs = TorchLinear(
+        bits=4, group_size=128, sym=True, desc_act=False, in_features=256, out_features=200, bias=True
+    )  # fmt: skip
+    theirs.post_init()
+    theirs.dequantize_weight = lambda num_itr=1: TorchLinear.dequantize_weight(theirs, num_itr)  # not compiled
+    ours = gptq.QuantLinear(256, 200, True, torch.device("cpu"))
+    found: list[Any] = []
+    for layer in (theirs.train(), ours):
+        saved: list[Any] = []
+
+        def keep(tensor: torch.Tensor, into: list[Any] = saved) -> torch.Tensor:
+            into.append((tensor.shape, tensor.dtype))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer(torch.zeros(2, 3, 256, dtype=torch.float16, requires_grad=True))
+        found.append((saved, sorted((name, b.shape, b.dtype) for name, b in layer.named_buffers())))
+    assert found[0] == found[1]
+
+
+def measured(folder: Path, values: Any = None, **over: Any) -> dict[str, Any]:
+    row = run.run(trial.parse(with_model(values, **over)), folder)
+    assert row is not None
+    return row
+
+
+def test_model_flops_of_frozen_weights(tmp_path: Path) -> None:
+    """Independent of recomputation and of how weights are stored; the count that finds them is 3 x forward for all."""
+    pytest.importorskip("peft")
+    plain = measured(tmp_path)
+    lora_, again = (measured(tmp_path, **LORA, checkpointing=c) for c in ("none", "full"))
+    attention = 2 * 2 * 2 * 32 * 64  # a token and layer: two products of the forward pass; a fifth of the backward's 5
+    assert plain["hardware_flops_per_token"] - plain["model_flops_per_token"] == attention / 2
+    assert lora_["hardware_flops_per_token"] - lora_["model_flops_per_token"] == attention / 2
+    assert again["hardware_flops_per_token"] > again["model_flops_per_token"] + attention
+    adapters = 2 * 2 * 8 * sum(a + b for a, b in [(64, 64), (64, 64), (64, 32), (64, 32), *[(64, 160)] * 3])
+    linear = 2 * 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)
+    into_first = 2 * (64 * 64 + 2 * 64 * 32) + 2 * 8 * 3 * 64  # the embedding needs no gradient
+    head = 2 * 512 * 64
+    expected = 2 * (linear + head) + 3 * attention + 3 * adapters - into_first
+    assert lora_["model_flops_per_token"] == pytest.approx(expected, rel=1e-4)
+    if techniques.version("bitsandbytes"):
+        packed = measured(tmp_path, **NF4, checkpointing="full")
+        assert packed["model_flops_per_token"] == again["model_flops_per_token"]
+        assert packed["hardware_flops_per_token"] == again["hardware_flops_per_token"]
+        assert packed["notes"] is None
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_repeated_flops_are_all_beyond_three_forward_passes(checkpointing: str, reentrant: bool) -> None:
+    if checkpointing == "none" and reentrant:
+        pytest.skip("belongs to checkpointing")
+    chosen = trial.parse(tiny(checkpointing=checkpointing, checkpointing_reentrant=reentrant))
+    net = build.model(chosen, torch.device("cpu"))
+    with dispatch.FlopCount() as count:
+        loss = net(**build.data(chosen).batch(0, 2)).loss
+        forward = count.total
+        loss.backward()
+    assert count.total - count.repeated == 3 * forward
+    assert count.repeated > (0.5 * forward if checkpointing == "full" else 0)
+
+
+def test_quantised_checkpoints_load_as_users_load_them(tmp_path: Path, trained: list[nn.Module]) -> None:
+    pytest.importorskip("peft")
+    bnb = pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    AutoModelForCausalLM.from_config(LlamaConfig(**ODD["config"])).save_pretrained(tmp_path / "model")
+    hub = {"name": "saved", "path": str(tmp_path / "model"), "model_type": None, "config": {}}
+    row = measured(tmp_path, hub, **DOUBLE, weights="pretrained", runner={"name": "trainer"})
+    random = measured(tmp_path, ODD, **DOUBLE, runner={"name": "trainer"})
+    layers = [[m for m in net.modules() if isinstance(m, bnb.nn.Linear4bit)] for net in trained]
+    assert len(layers[0]) == len(layers[1]) == 21
+    for name in ("parameters", "trainable_parameters", "model_flops_per_token"):
+        assert row[name] == random[name]
+    state = [{n: (p.dtype, p.shape) for n, p in net.named_parameters()} for net in trained]
+    assert state[0] == state[1]
+
+
+def test_what_does_not_go_together_is_invalid_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "adapter=lora" in invalid(quantization="nf4", precision="bf16", device=DEVICE)
+    assert "cast to fp32" in invalid(quantization="nf4", precision="bf16_pure", device=DEVICE, **LORA)
+    assert "half precision" in invalid(quantization="gptq", precision="fp32", device=DEVICE, **LORA)
+    assert "zero3" in invalid(**LORA, sharding="zero3", runner={"name": "deepspeed"}, precision="bf16")
+    assert "fsdp2" in invalid(**NF4, sharding="fsdp2", world_size=2, device=DEVICE)
+    monkeypatch.setattr(techniques, "version", lambda package: None)
+    assert "pip install 'peft>=" in invalid(**LORA)
+    assert "pip install 'bitsandbytes>=" in invalid(**NF4) or "pip install 'peft>=" in invalid(**NF4)
+    assert "pip install 'gptqmodel>=" in invalid(**LORA, quantization="gptq", precision="bf16", weights="pretrained")
+    monkeypatch.setattr(techniques, "version", lambda package: "99.0")
+    found = invalid(**LORA, quantization="gptq", precision="bf16")
+    assert "quantised checkpoint" in found and "weights=pretrained" in found
+
+
+@pytest.mark.parametrize(("names", "lacks"), [("q_proj+nothing", "'nothing'"), ("embed_tokens", "'embed_tokens'")])
+def test_targets_that_are_no_linear_layers_are_invalid(tmp_path: Path, names: str, lacks: str) -> None:
+    with pytest.raises(trial.InvalidTrial, match=f"no linear layer called {lacks}; it has down_proj"):
+        traced(tmp_path, **LORA, lora_target_modules=names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", [LORA | {"precision": "bf16"}, DOUBLE], ids=["lora", "nf4_double"])
+def test_two_real_ranks_average_the_adapters_gradients_only(run_sweep: Run, over: dict[str, Any]) -> None:
+    pytest.importorskip("peft")
+    (row,) = run_sweep(tiny(**over, sharding="ddp", world_size=2), isolation="cold")
+    assert row["outcome"] == "ok", row["reason"]
+    assert row["trainable_parameters"] < 0.2 * row["parameters"]
+    assert row["loss_last"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+def test_fsdp_shards_frozen_weights_and_adapters(run_sweep: Run, precision: str) -> None:
+    pytest.importorskip("peft")
+    over = LORA | {"sharding": "fsdp2", "world_size": 2, "precision": precision}
+    real, predicted = run_sweep(tiny(**over), tiny(**over, device=DEVICE), isolation="cold")
+    assert [real["outcome"], predicted["outcome"]] == ["ok", "ok"], (real["reason"], predicted["reason"])
+    adapters, weights = real["trainable_parameters"], real["parameters"] - real["trainable_parameters"]
+    size = 4 if precision == "bf16" else 2
+    assert predicted["peak_parameters_bytes"] == (size * weights + 4 * adapters) / 2
+    assert predicted["peak_optimizer_state_bytes"] == 2 * 4 * adapters / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+@pytest.mark.parametrize("over", [LORA, NF4], ids=["lora", "nf4"])
+def test_deepspeed_trains_the_adapters_only(run_sweep: Run, stage: str, over: dict[str, Any]) -> None:
+    """Its bf16 has everything in bf16 beside fp32 copies of what is trained."""
+    pytest.importorskip("peft")
+    small = {"zero_optimization": {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}}
+    values = over | {"runner": {"name": "deepspeed", "options": small}, "sharding": stage, "precision": "bf16"}
+    cpu = values | ({"precision": "fp32"} if stage == "zero0" else {})  # DeepSpeed runs no other there
+    real, predicted = run_sweep(tiny(**cpu), tiny(**values, device=DEVICE), isolation="cold")
+    assert [real["outcome"], predicted["outcome"]] == ["ok", "ok"], (real["reason"], predicted["reason"])
+    assert real["trainable_parameters"] == predicted["trainable_parameters"] < 0.2 * real["parameters"]
+    assert predicted["peak_optimizer_state_bytes"] == 12 * real["trainable_parameters"]
+
+
+@pytest.mark.gpu
+def test_on_a_card_each_needs_less_than_the_one_before(run_sweep: Run) -> None:
+    """With a model of some size, and no less than its tensors, which are predicted."""
+    values = {"device": {"name": "cuda"}, "seq_len": 256, "micro_batch": 2, "precision": "bf16"}
+    chosen: list[dict[str, Any]] = [{}, LORA, NF4, DOUBLE]
+    trials = [with_model(shipped("qwen0.5b"), **(values | over)) for over in chosen]
+    rows = run_sweep(*trials, isolation="warm")
+    assert [row["outcome"] for row in rows] == ["ok"] * 4, [row["reason"] for row in rows]
+    peaks = [row["optimizer_peak_allocated_bytes"] for row in rows]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+    names = [gpu.name for gpu in gpus.GPUS if rows[0]["gpu_name"] in gpu.devices]
+    card = {"name": "simulated", "gpu": names[0] if names else "a100-80gb"}
+    predicted = run_sweep(*[t | {"device": card} for t in trials], isolation="warm")
+    for row, said in zip(rows, predicted, strict=True):
+        assert row["peak_allocated_bytes"] == pytest.approx(said["peak_allocated_bytes"], rel=0.05)
