@@ -151,7 +151,6 @@ def _fused_under_deepspeed(trial: Trial) -> str | None:
         return "optimizer adamw_torch_fused with deepspeed needs CUDA; on device=cpu use adamw_torch"
     return None
 
-
 def _adapted(trial: Trial) -> str | None:
     if trial.adapter != "none":
         return None
@@ -321,8 +320,8 @@ TECHNIQUES: tuple[Technique, ...] = (
                          "fp16"),), source="https://huggingface.co/docs/transformers/quantization/gptq"),
     # adapter
     Technique("adapter", "none", "all weights are trained"),
-    Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are in "
-              "half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,), preload=("peft",),
+    Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are "
+              "in half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,), preload=("peft",),
               shardings=(*_WHOLE, "fsdp2"), checked=("cpu", "simulated"),
               source="https://huggingface.co/docs/peft/developer_guides/lora"),
     # attention

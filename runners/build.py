@@ -77,9 +77,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
                 config, dtype=dtype, attn_implementation=attention.implementation(trial), trust_remote_code=False
             )
 
-    # no checkpoint is quantised where there are no values
-    loaded = trial.weights == "pretrained" and (trial.device.name != "simulated" or trial.quantization == "none")
-    if loaded:
+    if trial.weights == "pretrained":
         special = techniques.pretrained(trial, device)
         net: Any = AutoModelForCausalLM.from_pretrained(
             str(trial.model.path),
@@ -247,10 +245,12 @@ def parameters(net: torch.nn.Module, trained: bool = False) -> int:
 
     Packed weights count as those that they stand for.
     """
-    packed = {id(m.weight): m.in_features * m.out_features for m in net.modules() if hasattr(m, "quant_state")}
-    buffers = sum(m.in_features * m.out_features for m in net.modules() if "qweight" in m._buffers)  # GPTQ
+    modules: list[Any] = list(net.modules())
+    packed = {id(m.weight): m.in_features * m.out_features for m in modules if hasattr(m, "quant_state")}
     found = [p for p in net.parameters() if p.requires_grad or not trained]
-    return sum(packed.get(id(p), getattr(p, "ds_numel", p.numel())) for p in found) + (0 if trained else buffers)
+    total: int = sum(packed.get(id(p), getattr(p, "ds_numel", p.numel())) for p in found)
+    buffers: int = sum(m.in_features * m.out_features for m in modules if "qweight" in m._buffers)  # GPTQ's
+    return total if trained else total + buffers
 
 
 def describe(net: Any, optim: Any) -> dict[str, Any]:

@@ -154,7 +154,8 @@ FORMULAS: ChainMap[Any, Any] = ChainMap(_OURS, flop_registry)
 # Namespaces whose operators multiply no matrices: torch's own, collectives, bookkeeping, bitsandbytes' unpacking and
 # optimizers. Those of aten and bitsandbytes that do are below.
 PRODUCTLESS = frozenset(("aten", "prim", "prims", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "_dtensor",
-                         "_c10d_functional_autograd", "rngprims", "profiler", "inductor", "streams", "bitsandbytes"))  # fmt: skip
+                         "_c10d_functional_autograd", "rngprims", "profiler", "inductor", "streams",
+                         "bitsandbytes"))  # fmt: skip
 # Operators that multiply matrices in a way for which nobody has a formula.
 FORMULALESS = frozenset((
     "_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "miopen_rnn",

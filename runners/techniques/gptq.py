@@ -1,8 +1,8 @@
 """GPTQ-quantised base weights: 4 bits, groups of 128, symmetric or not and in whichever order, which changes no size.
 
-Measured from a checkpoint that is quantised already, with gptqmodel and optimum. Simulated from any model with layers of
-ours, which stand for gptqmodel's TorchLinear (its Triton layer trains as that one does): the weight is unpacked by one
-compiled kernel, and autograd keeps it until the product's backward pass, whoever unpacked it (gptqmodel 7.7:
+Measured from a checkpoint that is quantised already, with gptqmodel and optimum. Simulated from any model with layers
+of ours, which stand for gptqmodel's TorchLinear (its Triton layer trains as that one does): the weight is unpacked by
+one compiled kernel, and autograd keeps it until the product's backward pass (gptqmodel 7.7:
 nn_modules/qlinear/torch.py: _forward_eager, __init__.py: dequantize_weight and _register_gptq_buffers).
 """
 
@@ -47,7 +47,7 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
 
 
 class QuantLinear(nn.Module):
-    """gptqmodel's layer of 4 bits and groups of 128: buffers, no parameters; its scales, and so its product, in fp16."""
+    """gptqmodel's layer of 4 bits and groups of 128: buffers, no parameters; scales and unpacked weights in fp16."""
 
     compute_dtype = torch.float16
     qweight: torch.Tensor
@@ -60,15 +60,20 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         groups = math.ceil(in_features / GROUP)
-        whole = {"dtype": torch.int32, "device": device}
-        half = {"dtype": torch.float16, "device": device}
-        self.register_buffer("qweight", torch.empty(math.ceil(in_features / PACKED), out_features, **whole))
-        self.register_buffer("qzeros", torch.empty(groups, math.ceil(out_features / PACKED), **whole))
-        self.register_buffer("scales", torch.empty(groups, out_features, **half))
-        self.register_buffer("g_idx", torch.empty(in_features, **whole))
-        self.register_buffer("bias", torch.empty(out_features, **half) if bias else None)
-        self.register_buffer("wf_unsqueeze_zero", torch.empty(1, 1, PACKED, **whole))
-        self.register_buffer("wf_unsqueeze_neg_one", torch.empty(1, PACKED, 1, **whole))
+
+        def keep(name: str, dtype: torch.dtype, *shape: int) -> None:
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device))
+
+        keep("qweight", torch.int32, math.ceil(in_features / PACKED), out_features)
+        keep("qzeros", torch.int32, groups, math.ceil(out_features / PACKED))
+        keep("scales", torch.float16, groups, out_features)
+        keep("g_idx", torch.int32, in_features)
+        if bias:
+            keep("bias", torch.float16, out_features)
+        else:
+            self.bias = None
+        keep("wf_unsqueeze_zero", torch.int32, 1, 1, PACKED)
+        keep("wf_unsqueeze_neg_one", torch.int32, 1, PACKED, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:-1], self.out_features)

@@ -34,7 +34,7 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
     return adapted
 
 
-def targets(net: nn.Module, asked: str) -> list[str]:
+def targets(net: Any, asked: str) -> list[str]:
     """Names of the layers that get adapters: all linear ones but the output layer, or those whose names end so.
 
     Raises InvalidTrial for names that match no layer or another than a linear one.
@@ -67,7 +67,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _with_peft(trial: Trial, net: Any, names: list[str]) -> Any:
-    from peft import LoraConfig, get_peft_model  # type: ignore[attr-defined,unused-ignore]
+    from peft import LoraConfig, get_peft_model
 
     modules = dict(net.named_modules())
     config = LoraConfig(
@@ -130,16 +130,16 @@ class Adapter(nn.Module):
 
     def _forward_plain(self, x: torch.Tensor) -> torch.Tensor:
         """peft/tuners/lora/layer.py: Linear.forward, and gptq.py: GPTQLoraLinear.forward."""
-        result = self.base_layer(x)
+        result: torch.Tensor = self.base_layer(x)
         dtype = result.dtype
         x = x.to(self.lora_A.weight.dtype)
         result = result + self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
-        result = result.to(dtype)
-        return result
+        result = result.to(dtype)  # peft's way, which says what lives until when
+        return result  # noqa: RET504
 
     def _forward_4bit(self, x: torch.Tensor) -> torch.Tensor:
         """peft/tuners/lora/bnb.py: Linear4bit.forward."""
-        result = self.base_layer(x)
+        result: torch.Tensor = self.base_layer(x)
         result = result.clone()
         alone = not torch.is_autocast_enabled()
         dtype = result.dtype
@@ -149,4 +149,4 @@ class Adapter(nn.Module):
         if alone:
             output = output.to(dtype)
         result = result + output
-        return result
+        return result  # noqa: RET504

@@ -3,10 +3,10 @@
 Simulated runs have layers of ours that hold the tensors that bitsandbytes holds and allocate what its kernels do
 (bitsandbytes 0.50: functional.py, nn/modules.py, autograd/_functions.py, backends/cuda/ops.py).
 
-Not covered: the kernel that multiplies with packed weights and so needs no temporaries in the forward pass. bitsandbytes
-takes it for at most 4 tokens, and by a table of measurements (`_gemm_4bit_use_custom_cuda`) for up to 512, in small
-layers for up to 1,536. From 5 tokens on the stand-in always unpacks the weight, as bitsandbytes before 0.50 did: at most
-one layer's weight too much, and the backward pass unpacks it in any case.
+Not covered: the kernel that multiplies with packed weights and so needs no temporaries in the forward pass.
+bitsandbytes takes it for at most 4 tokens, and by a table of measurements (`_gemm_4bit_use_custom_cuda`) for up to 512,
+in small layers for up to 1,536. From 5 tokens on the stand-in always unpacks the weight, as bitsandbytes before 0.50
+did: at most one layer's weight too much, and the backward pass unpacks it in any case.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
     if trial.device.name == "simulated":
         quantized.prepare(net)
         return net
-    from peft import prepare_model_for_kbit_training  # type: ignore[attr-defined,unused-ignore]
+    from peft import prepare_model_for_kbit_training
 
     return prepare_model_for_kbit_training(net, use_gradient_checkpointing=False)
 
@@ -79,7 +79,7 @@ def _count_products() -> None:
 def _with_library(trial: Trial, net: Any, device: torch.device) -> Any:
     """As `from_pretrained` does (transformers/integrations/bitsandbytes.py), with random values."""
     import bitsandbytes
-    from transformers.quantizers import AutoHfQuantizer
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     _count_products()
     quantizer = AutoHfQuantizer.from_config(_config(trial))
@@ -126,7 +126,7 @@ class QuantState:
     blocksize: int
     shape: torch.Size
     dtype: torch.dtype
-    offset: torch.Tensor | None = None
+    offset: Any = None  # a tensor of one number, with `state2`
     state2: QuantState | None = None
     quant_type: str = "nf4"
 
@@ -173,13 +173,13 @@ class Linear4bit(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = x.dtype
         x = x.to(self.compute_dtype)
-        bias = self.bias
+        bias: torch.Tensor | None = self.bias
         if bias is not None:
             if bias.dtype != x.dtype:
                 bias.data = bias.data.to(x.dtype)
             bias = bias.to(self.compute_dtype)
-        out: torch.Tensor = MatMul4Bit.apply(x, self.weight, bias, self.quant_state)  # type: ignore[no-untyped-call]
-        return out.to(dtype)
+        # without a name for the product, which would outlive `x`
+        return MatMul4Bit.apply(x, self.weight, bias, self.quant_state).to(dtype)  # type: ignore[no-any-return]
 
 
 class MatMul4Bit(torch.autograd.Function):
