@@ -40,7 +40,7 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
         except RuntimeError as error:
             if not str(error).startswith(REFUSED):
                 raise
-            told = [text for line in (*str(error).splitlines()[1:], *reasons) if (text := line.strip())]
+            told = [text for line in (*str(error).splitlines()[1:], *reasons) if (text := line.strip(" ."))]
             why = f" ({'; '.join(dict.fromkeys(told))})" if told else ""
             raise InvalidTrial(
                 f"attention={trial.attention} cannot serve this model's attention{why}; use attention=sdpa, for which "
@@ -76,13 +76,13 @@ def _supported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torch_s_reasons() -> Iterator[list[str]]:
-    """What torch warns of kernels while it looks for one; it warns only if it finds none."""
+    """What torch warns of its kernels (sdp_utils), which it does where it finds none."""
     found: list[str] = []
     show = warnings.showwarning
 
     def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        text = str(message).partition("(Triggered internally")[0]
-        if "attention" in text.lower() and "not used because" not in text:
+        text, _, where = str(message).partition("(Triggered internally at ")
+        if "sdp_utils" in where and "not used because" not in text:
             found.append(text)
         show(message, *args, **kwargs)
 
