@@ -326,7 +326,7 @@ TECHNIQUES: tuple[Technique, ...] = (
               source="https://huggingface.co/docs/peft/developer_guides/lora"),
     # attention
     Technique("attention", "sdpa", "torch's scaled_dot_product_attention, which picks a kernel (attention_kernels says "
-              "which)", checked=("cpu", "simulated")),
+              "which)", module=_ATTENTION, checked=("cpu", "simulated")),
     Technique("attention", "sdpa_flash", "scaled_dot_product_attention with its flash kernel only", module=_ATTENTION, source=_SDP_BACKEND,
               capability=(8, 0), checked=("cpu", "simulated", "gpu"), rules=(_half_precision, _maskless)),
     Technique("attention", "sdpa_efficient", "scaled_dot_product_attention with its memory-efficient kernel only",
@@ -338,7 +338,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("attention", "sdpa_math", "scaled_dot_product_attention as the formula, whose scores are stored", module=_ATTENTION, source=_SDP_BACKEND,
               checked=("cpu", "simulated", "gpu")),
     Technique("attention", "eager", "the formula in the model's own code, whose scores are stored",
-              checked=("cpu", "simulated")),
+              module=_ATTENTION, checked=("cpu", "simulated")),
     Technique("attention", "flash_attention_2", "the flash-attn package: no copies for shared heads, none of padding",
               module=_ATTENTION, packages=(Package("flash-attn", "2.3"),), capability=(8, 0),
               checked=("simulated", "gpu"), rules=(_half_precision, _one_row), source="https://github.com/Dao-AILab/"

@@ -23,29 +23,20 @@ BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
 }
-REFUSED = ("No available kernel", "No viable backend")  # select_sdp_backend and scaled_dot_product_attention
+REFUSED_BY_TORCH = ("No available kernel", "No viable backend")  # select_sdp_backend, scaled_dot_product_attention
+REFUSED_BY_TRANSFORMERS = ("attention implementation", "Flash Attention", "FlashAttention", "flash_attn")
 
 
 @contextlib.contextmanager
 def around(trial: Trial, device: torch.device) -> Iterator[None]:
-    """The kernel that the trial asks for, and no other."""
-    if trial.attention == "flash_attention_2":
-        with flash_attention.stands_in() if trial.device.name == "simulated" else _supported():
-            yield
-        return
-    with _torch_s_reasons() as reasons:
-        try:
-            with sdpa_kernel(BACKENDS[trial.attention]):
-                yield
-        except RuntimeError as error:
-            if not str(error).startswith(REFUSED):
-                raise
-            told = [text for line in (*str(error).splitlines()[1:], *reasons) if (text := line.strip())]
-            why = f" ({'; '.join(dict.fromkeys(told))})" if told else ""
-            raise InvalidTrial(
-                f"attention={trial.attention} cannot serve this model's attention{why}; use attention=sdpa, for which "
-                "torch chooses a kernel that can"
-            ) from error
+    """The attention that the trial asks for, and no other."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_supported(trial))
+        if trial.attention in BACKENDS:
+            stack.enter_context(_forced(trial))
+        elif trial.attention == "flash_attention_2" and trial.device.name == "simulated":
+            stack.enter_context(flash_attention.stands_in())
+        yield
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
@@ -63,26 +54,45 @@ def implementation(trial: Trial) -> str:
 
 
 @contextlib.contextmanager
-def _supported() -> Iterator[None]:
+def _supported(trial: Trial) -> Iterator[None]:
     """transformers' refusal of a model or of a card, as a reason."""
     try:
         yield
     except (ImportError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        if "flash" not in first.lower():
+        first = (str(error).strip().splitlines() or [""])[0].partition(". ")[0]
+        if not any(said in first for said in REFUSED_BY_TRANSFORMERS):
             raise
-        raise InvalidTrial(f"attention=flash_attention_2: {first}; use attention=sdpa") from error
+        other = "eager" if trial.attention.startswith("sdpa") else "sdpa"
+        raise InvalidTrial(f"attention={trial.attention}: {first}; use attention={other}") from error
+
+
+@contextlib.contextmanager
+def _forced(trial: Trial) -> Iterator[None]:
+    """One kernel only, and torch's refusal as a reason."""
+    with _torch_s_reasons() as reasons:
+        try:
+            with sdpa_kernel(BACKENDS[trial.attention]):
+                yield
+        except RuntimeError as error:
+            if not str(error).startswith(REFUSED_BY_TORCH):
+                raise
+            told = [text for line in (*str(error).splitlines()[1:], *reasons) if (text := line.strip(" ."))]
+            why = f" ({'; '.join(dict.fromkeys(told))})" if told else ""
+            raise InvalidTrial(
+                f"attention={trial.attention} cannot serve this model's attention{why}; use attention=sdpa, for which "
+                "torch chooses a kernel that can"
+            ) from error
 
 
 @contextlib.contextmanager
 def _torch_s_reasons() -> Iterator[list[str]]:
-    """What torch warns of kernels while it looks for one; it warns only if it finds none."""
+    """What torch warns of its kernels (sdp_utils), which it does where it finds none."""
     found: list[str] = []
     show = warnings.showwarning
 
     def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        text = str(message).partition("(Triggered internally")[0]
-        if "attention" in text.lower() and "not used because" not in text:
+        text, _, where = str(message).partition("(Triggered internally at ")
+        if "sdp_utils" in where and "not used because" not in text:
             found.append(text)
         show(message, *args, **kwargs)
 

@@ -1,8 +1,9 @@
 """A worker as a program of its own, with something made different: `python patched_worker.py FOLDER [WHAT ...]`.
 
 more: rank 1 holds 64 MiB more than rank 0. fail: it runs out of memory in the step whose FLOPs are counted, where
-rank 0 would wait for it for ever. fp16: DeepSpeed takes any CPU for one with half precision. A test cannot fork ranks
-itself: its process has run tensor operations.
+rank 0 would wait for it for ever. fp16: DeepSpeed takes any CPU for one with half precision. averages: rank 0 writes a
+line to the folder's file `averages` for each bucket of gradients that is averaged. A test cannot fork ranks itself: its
+process has run tensor operations.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from vramsweep.runners import build, measure, worker
 
@@ -31,8 +34,23 @@ def enter(count: measure.Count, original: Any = measure.Count.enter) -> None:
     original(count)
 
 
+class Averaging(DistributedDataParallel):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_comm_hook(None, averaged)
+
+
+def averaged(state: Any, bucket: Any) -> Any:
+    if os.environ["RANK"] == "0":
+        with (Path(sys.argv[1]) / "averages").open("a") as file:
+            file.write("one\n")
+    return allreduce_hook(None, bucket)
+
+
 if __name__ == "__main__":
     folder, *what = sys.argv[1:]
+    if "averages" in what:
+        torch.nn.parallel.DistributedDataParallel = Averaging  # type: ignore[misc]
     if "more" in what:
         build.data = data
     if "fail" in what:

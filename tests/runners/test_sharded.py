@@ -175,3 +175,25 @@ def test_ddp_holds_everything_and_a_copy_of_the_gradients_in_buckets(run_sweep: 
     assert two["runner_config"]["bucket_cap_mb"] == 25
     elapsed = sum(accumulated["step_times_s"])
     assert accumulated["tokens_per_s"] == pytest.approx(2 * 2 * 2 * 32 * 2 / elapsed)
+
+
+@pytest.mark.slow
+def test_gradients_are_averaged_with_the_last_accumulated_pass_or_with_each(tmp_path: Path) -> None:
+    """Two real ranks; one bucket holds all gradients of the tiny model, from the second step on."""
+    counts = []
+    for name, over in (("last", {}), ("each", {"no_sync": False})):
+        folder = tmp_path / name
+        folder.mkdir()
+        row = patched(folder, tiny(sharding="ddp", world_size=2, grad_accum=4, **over), "averages")
+        counts.append(len((folder / "averages").read_text().splitlines()))
+        assert row["measured_steps"] == 2
+    steps = 1 + 1 + 2 + 1  # warm-up, probe, measured, counted
+    assert counts[0] == steps
+    assert counts[1] == 4 * steps
+
+
+def test_averaging_after_every_pass_needs_several() -> None:
+    with pytest.raises(trial.InvalidTrial, match="changes nothing with grad_accum=1"):
+        trial.parse(tiny(sharding="ddp", world_size=2, no_sync=False))
+    with pytest.raises(trial.InvalidTrial, match="needs sharding=ddp"):
+        trial.parse(tiny(grad_accum=2, no_sync=False))
