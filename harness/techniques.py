@@ -188,6 +188,16 @@ def _fp8_alone(trial: Trial) -> str | None:
     return None
 
 
+def _fp8_tokens(trial: Trial) -> str | None:
+    tokens = trial.micro_batch * trial.seq_len
+    if tokens % 16:
+        return (
+            f"precision=fp8 needs a multiple of 16 tokens in a micro-batch, for its products with gradients, not {tokens}; "
+            "change seq_len or micro_batch"
+        )
+    return None
+
+
 def _labels_are_left(trial: Trial) -> str | None:
     if trial.runner.options.get("label_smoothing_factor"):
         return (
@@ -297,7 +307,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("precision", "fp8", "fp32 weights, autocast to bf16, and the products of linear layers in float8 (torchao's "
               "dynamic tensorwise scaling; not the output layer, nor layers with a dimension that 16 does not divide)",
               module="vramsweep.runners.techniques.fp8", packages=(TORCHAO,), preload=("torchao.float8",),
-              capability=(8, 9), runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_fp8_alone,),
+              capability=(8, 9), runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_fp8_alone, _fp8_tokens),
               excludes=(("device", ("cpu",), "it needs float8 tensor cores; on device=cpu use bf16"),),
               checked=("simulated", "gpu"), source="https://docs.pytorch.org/ao/stable/workflows/training.html"),
     # quantization

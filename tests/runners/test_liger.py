@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import Run, merged, tiny
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.trial import InvalidTrial
-from vramsweep.runners import simulated, torch_loop, trace
+from vramsweep.runners import build, simulated, torch_loop, trace
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.techniques import liger, loss
 from vramsweep.runners.trace import Trace
@@ -105,3 +104,88 @@ def test_the_stand_ins_allocate_what_the_library_does(tmp_path: Path, library: A
     theirs, expected = traced(tmp_path, **over)
     assert sizes(ours) == sizes(theirs)
     assert predicted.peak == expected.peak
+
+
+def test_the_norms_gradient_takes_a_row_for_each_multiprocessor(tmp_path: Path) -> None:
+    """Of two cards of one generation, which otherwise trace alike."""
+    large, small = gpus.named("h100-80gb"), gpus.named("h100-pcie-80gb")
+    counts = {card: Counter(traced(tmp_path, card.name, **PLAIN)[0].sizes) for card in (large, small)}
+    width, norms, steps = 64, 2 * 2 + 1, 3
+    assert counts[large] - counts[small] == Counter({4 * width * 132: norms * steps})
+    assert counts[small] - counts[large] == Counter({4 * width * 114: norms * steps})
+    keys = {
+        (kernels, card): simulated.trace_key(trial.parse(tiny(device={"name": "simulated", "gpu": card.name}, kernels=kernels)), card)
+        for kernels in ("none", "liger")
+        for card in (large, small)
+    }  # fmt: skip
+    assert keys["none", large] == keys["none", small]
+    assert len(set(keys.values())) == 3
+
+
+def test_what_it_saves(tmp_path: Path) -> None:
+    """The logits, and more: the product of gate and up is all that is kept of the activation function."""
+    peaks = {
+        name: traced(tmp_path, precision="bf16", model={"config": {"vocab_size": 32_768}}, **over)[1].peak["allocated"]
+        for name, over in (("none", {}), ("kernels", {**PLAIN, "loss": "plain"}), ("all", PLAIN))
+    }
+    logits = 2 * 96 * 32_768
+    assert peaks["none"] > peaks["kernels"]
+    assert peaks["kernels"] - peaks["all"] > 8 * logits
+
+
+def test_transformers_is_put_back(tmp_path: Path) -> None:
+    from transformers.models.qwen2 import modeling_qwen2
+
+    before = dict(vars(modeling_qwen2))
+    traced(tmp_path, **PLAIN)
+    assert vars(modeling_qwen2) == before
+
+
+@pytest.mark.parametrize(
+    ("over", "reason"),
+    [
+        ({"device": {"name": "cpu"}}, "use kernels=none"),
+        ({"sharding": "zero3", "runner": {"name": "deepspeed"}}, "needs sharding="),
+        (
+            {"runner": {"name": "trainer", "options": {"use_liger_kernel": True}}},
+            "belongs to the axis kernels",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said(over: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidTrial, match=reason):
+        trial.parse(tiny(**merged({"device": {"name": "simulated", "gpu": "a100-80gb"}} | PLAIN, over)))
+
+
+def test_models_that_it_does_not_know(tmp_path: Path) -> None:
+    gpt2 = {"model_type": "gpt2", "config": {"n_embd": 64, "n_layer": 1, "n_head": 2}}
+    with pytest.raises(InvalidTrial, match="gpt2 models, only for llama, mistral, qwen2, qwen3"):
+        traced(tmp_path, model=gpt2, **PLAIN)
+    pytest.importorskip("liger_kernel")
+    net = build.model(trial.parse(tiny(model=gpt2)), torch.device("cpu"))
+    with pytest.raises(InvalidTrial, match="has nothing for gpt2 models"):
+        liger._library(trial.parse(tiny()), net)
+
+
+MIDDLING = {
+    "precision": "bf16",
+    "seq_len": 1024,
+    "micro_batch": 4,
+    "model": {"config": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 32_000}},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("over", [PLAIN, {"loss": "fused_linear"}, {**PLAIN, "loss": "chunked"}], ids=str)
+def test_on_a_card(run_sweep: Run, over: dict[str, Any]) -> None:
+    """It trains as without it, and holds what is predicted, to what a trace does not show."""
+    plain, row = run_sweep(*(tiny(**merged(MIDDLING, {"device": {"name": "cuda"}, **o})) for o in ({}, over)))
+    if row["outcome"] == "invalid":
+        pytest.skip(row["reason"])
+    assert row["outcome"] == plain["outcome"] == "ok", row["reason"]
+    assert row["loss_last"] == pytest.approx(plain["loss_last"], rel=0.01)
+    card = gpus.find(row["gpu_name"])
+    if card is not None:
+        device = {"name": "simulated", "gpu": card.name}
+        (predicted,) = run_sweep(tiny(**merged(MIDDLING, {"device": device, **over})))
+        assert row["peak_allocated_bytes"] == pytest.approx(predicted["peak_allocated_bytes"], rel=0.1)
