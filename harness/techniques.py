@@ -151,6 +151,7 @@ def _fused_under_deepspeed(trial: Trial) -> str | None:
         return "optimizer adamw_torch_fused with deepspeed needs CUDA; on device=cpu use adamw_torch"
     return None
 
+
 def _adapted(trial: Trial) -> str | None:
     if trial.adapter != "none":
         return None
