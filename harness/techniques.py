@@ -560,12 +560,13 @@ def _known(trial: Trial, axis: Axis) -> str | None:
 
 
 def _fits(trial: Trial, entry: Technique) -> str | None:
+    elsewhere = trial.runner.name not in entry.runners
     for setting, excluded, why in entry.excludes:
         value = getattr(trial, setting)
         value = getattr(value, "name", value)  # a node: runner, device
-        if value in excluded:
+        if value in excluded and (setting == "runner" or not elsewhere):
             return f"{entry} with {setting}={text(value)}: {why}"
-    if trial.runner.name not in entry.runners:
+    if elsewhere:
         return f"{entry} needs runner={' or '.join(entry.runners)}, not {trial.runner.name}"
     if entry.shardings is not None and trial.sharding not in entry.shardings:
         return f"{entry} needs sharding={' or '.join(entry.shardings)}, not {trial.sharding}"

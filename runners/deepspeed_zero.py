@@ -143,9 +143,8 @@ def heeded(config: Mapping[str, Any]) -> None:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         hint = _closest(str(first["loc"][-1]), _fields()) if first["type"] == "extra_forbidden" else ""
-        raise InvalidTrial(
-            f"runner.options: DeepSpeed's {error.title} does not take {key}: {first['msg']}{hint}"
-        ) from None
+        text = f"runner.options: DeepSpeed's {error.title} does not take {key}: {first['msg']}{hint}"
+        raise InvalidTrial(text) from None
     except deepspeed.DeepSpeedConfigError as error:
         raise InvalidTrial(f"runner.options: {error}") from None
     ignored = next(_ignored(asked), None)

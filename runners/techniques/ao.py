@@ -13,9 +13,13 @@ tries a kernel's settings in the first step.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from vramsweep.harness.trial import Trial
 from vramsweep.runners.techniques import standin
@@ -79,3 +83,35 @@ def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Opti
     import torchao.optim
 
     return getattr(torchao.optim, of.__name__), given
+
+
+@contextlib.contextmanager
+def around(trial: Trial, device: torch.device) -> Iterator[None]:
+    """Steps in which every operator is watched (runners/dispatch.py) step the optimizer unwatched: its `torch.compile`
+    refuses to run otherwise. What they have made is shown afterwards."""
+    if trial.device.name == "simulated":
+        yield
+        return
+    from torchao.optim.adam import _AdamBase
+
+    step = _AdamBase.step
+
+    def unwatched(self: Any, closure: Any = None) -> Any:
+        if not _get_current_dispatch_mode_stack():
+            return step(self, closure)
+        with _disable_current_modes():
+            loss = step(self, closure)
+        for tensor in (tensor for state in self.state.values() for tensor in state.values()):
+            for plain in _parts(tensor):
+                plain.detach()
+        return loss
+
+    with mock.patch.object(_AdamBase, "step", unwatched):
+        yield
+
+
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

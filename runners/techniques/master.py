@@ -34,7 +34,7 @@ class MasterWeights:
             p.grad = None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        torch._foreach_copy_(self.parameters, self.masters)
+        torch._foreach_copy_([*self.parameters], self.masters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the weights' gradients; the copies' are forgotten with each step."""
