@@ -102,6 +102,7 @@ def _columns(argv: Sequence[str]) -> int:
 
 def _techniques(argv: Sequence[str]) -> int:
     from vramsweep.harness import techniques
+    from vramsweep.harness.techniques import tables
 
     parser = argparse.ArgumentParser(
         prog="vramsweep techniques",
@@ -115,11 +116,11 @@ def _techniques(argv: Sequence[str]) -> int:
     if arguments.axis is not None and arguments.axis not in names:
         raise UserError(f"techniques {arguments.axis}: there is no such setting; settings: {', '.join(names)}")
     if arguments.markdown:
-        print(techniques.markdown_table(), end="")
+        print(tables.markdown_table(), end="")
         return 0
     shown = [axis for axis in techniques.AXES if arguments.axis in (None, axis.name)]
     if arguments.json:
-        print(json.dumps([techniques.described(axis) for axis in shown], indent=1))
+        print(json.dumps([tables.described(axis) for axis in shown], indent=1))
         return 0
     console = Console()
     for axis in shown:
@@ -129,7 +130,7 @@ def _techniques(argv: Sequence[str]) -> int:
         table.add_column(no_wrap=True, min_width=24)
         table.add_column(ratio=1)
         for entry in techniques.entries(axis.name):
-            table.add_row(f"  {techniques.text(entry.name)}", escape(techniques.sentence(entry)))
+            table.add_row(f"  {techniques.text(entry.name)}", escape(tables.sentence(entry)))
         if table.row_count:
             console.print(table)
     return 0

@@ -119,7 +119,7 @@ def without_logits(base: Any, loss: Loss) -> None:
         hidden, passed.hidden = passed.hidden, None
         if logits is not hidden:
             raise InvalidTrial(
-                f"{type(base).__name__} changes its logits after the output layer, so that they are needed; use loss=plain"
+                f"{type(base).__name__} changes its logits after the output layer, which needs them; use loss=plain"
             )
         return loss(layer, hidden, labels, num_items_in_batch)
 

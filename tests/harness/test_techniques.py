@@ -13,7 +13,7 @@ from conftest import ROOT, tiny
 from vramsweep.analysis import groups
 from vramsweep.harness import cli, registry, row, techniques
 from vramsweep.harness import trial as trials
-from vramsweep.harness.techniques import AXES, TECHNIQUES, Package, Technique
+from vramsweep.harness.techniques import AXES, TECHNIQUES, Package, Technique, tables
 
 CONFIG = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
 RUNNERS = {runner.name for runner in registry.RUNNERS}
@@ -129,7 +129,7 @@ def test_unproven_names_what_no_card_has_run(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_terminal_and_the_documentation_list_every_technique(capsys: pytest.CaptureFixture[str]) -> None:
-    assert techniques.markdown_table() in (ROOT / "docs" / "techniques.md").read_text(), (
+    assert tables.markdown_table() in (ROOT / "docs" / "techniques.md").read_text(), (
         "replace the tables by the output of: python -m harness techniques --markdown"
     )
     assert cli.main(["techniques"]) == 0

@@ -114,7 +114,9 @@ def test_the_norms_gradient_takes_a_row_for_each_multiprocessor(tmp_path: Path) 
     assert counts[large] - counts[small] == Counter({4 * width * 132: norms * steps})
     assert counts[small] - counts[large] == Counter({4 * width * 114: norms * steps})
     keys = {
-        (kernels, card): simulated.trace_key(trial.parse(tiny(device={"name": "simulated", "gpu": card.name}, kernels=kernels)), card)
+        (kernels, card): simulated.trace_key(
+            trial.parse(tiny(device={"name": "simulated", "gpu": card.name}, kernels=kernels)), card
+        )
         for kernels in ("none", "liger")
         for card in (large, small)
     }  # fmt: skip

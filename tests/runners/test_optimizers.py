@@ -196,7 +196,9 @@ def test_bf16_master_has_half_weights_and_copies_beside_the_state(tmp_path: Path
     assert total(trace) == copies + state(real.optimizer, counters=name == "adamw_torch_fused")
     assert total(trace, "parameters") == stored(real.parameters) == copies // 2 == 2 * details["parameters"]
     assert total(trace, "gradients") == 3 * (2 + 4) * details["parameters"]  # three steps, in bf16 and cast
-    assert details["optimizer_effective"] == build.optimizer_name(real) == f"MasterWeights({EFFECTIVE.get(name, 'AdamW')})"
+    assert (
+        details["optimizer_effective"] == build.optimizer_name(real) == f"MasterWeights({EFFECTIVE.get(name, 'AdamW')})"
+    )
     row = run.run(trial.parse(values("odd", optimizer=name, precision="bf16_master")), tmp_path)
     assert row is not None and math.isfinite(row["loss_last"])
 
@@ -421,9 +423,7 @@ def deepspeed(sharding: str, **over: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["zero0", "zero2", "zero3"])
-def test_deepspeed_s_fused_adam_has_its_python_code_s_state_and_no_temporaries(
-    run_sweep: Run, sharding: str
-) -> None:
+def test_deepspeed_s_fused_adam_has_its_python_code_s_state_and_no_temporaries(run_sweep: Run, sharding: str) -> None:
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.ops.op_builder import FusedAdamBuilder
 

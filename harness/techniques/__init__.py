@@ -1,0 +1,119 @@
+"""Settings that trade memory, time or exactness: an axis each, and an entry for every value that an axis can take.
+
+A new technique is an entry in one of the modules here, a module under runners/techniques/ that applies it, and a test.
+A new axis is an entry in `AXES`, a field of harness.trial.Trial and a line in conf/config.yaml; its column, its place
+in figures and its default in ids follow. Trials are checked here, workers import what the entries name.
+
+Not covered: who drives the loop and how ranks divide the work (registry.py), the allocator (allocator/config.py), how
+the techniques are shown (tables.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vramsweep.harness import gpus
+from vramsweep.harness.techniques import activations, layers, optimizers, samples, weights
+from vramsweep.harness.techniques.entry import Axis, Package, Technique, text, version
+
+if TYPE_CHECKING:
+    from vramsweep.harness.trial import Trial
+
+__all__ = ["AXES", "DEFAULTS", "TECHNIQUES", "Axis", "Package", "Technique", "text", "version"]
+
+_MODULES = (weights, layers, activations, optimizers, samples)  # in the order in which they are applied
+AXES: tuple[Axis, ...] = tuple(axis for module in _MODULES for axis in module.AXES)
+TECHNIQUES: tuple[Technique, ...] = tuple(entry for module in _MODULES for entry in module.TECHNIQUES)
+_BY_AXIS: dict[str, dict[Any, Technique]] = {}
+for _entry in TECHNIQUES:
+    _BY_AXIS.setdefault(_entry.axis, {})[_entry.name] = _entry
+DEFAULTS = {axis.name: axis.default for axis in AXES if axis.default is not None}
+
+
+def values(axis: str) -> tuple[Any, ...]:
+    """The names of an axis's techniques; empty for one that takes a number or a text."""
+    return tuple(_BY_AXIS.get(axis, ()))
+
+
+def entries(axis: str) -> tuple[Technique, ...]:
+    """The entries of an axis; empty for one that takes a number or a text."""
+    return tuple(_BY_AXIS.get(axis, {}).values())
+
+
+def technique(axis: str, name: Any) -> Technique:
+    """The entry of one value of an axis. Raises KeyError for one that is not there."""
+    return _BY_AXIS[axis][name]
+
+
+def chosen(trial: Trial) -> tuple[Technique, ...]:
+    """The entries of the trial's values, in the order of the axes; those of a custom target are its own to apply."""
+    found = (_BY_AXIS[axis.name].get(getattr(trial, axis.name)) for axis in AXES if axis.name in _BY_AXIS)
+    return tuple(entry for entry in found if entry is not None)
+
+
+def changed(trial: Trial) -> list[str]:
+    """What of a trial's techniques is not the default, as it is typed; precision is always given, so not among them."""
+    values = ((name, getattr(trial, name), default) for name, default in DEFAULTS.items())
+    return [f"{name}={text(value)}" for name, value, default in values if value != default]
+
+
+def unproven(trial: Trial) -> list[str]:
+    """The techniques of a trial, beyond the defaults, that no card has been seen to run as predicted; none on a CPU."""
+    if trial.device.name == "cpu":
+        return []
+    return [str(t) for t in chosen(trial) if t.proven is None and t.name != DEFAULTS.get(t.axis)]
+
+
+def rules(trial: Trial) -> Iterator[str | None]:
+    """What the tables say against a trial, reason by reason; None where they say nothing."""
+    for axis in AXES:
+        yield _known(trial, axis)
+    if trial.runner.name == "custom":
+        return
+    for entry in chosen(trial):
+        yield _fits(trial, entry)
+        for rule in entry.rules:
+            yield rule(trial)
+
+
+def _known(trial: Trial, axis: Axis) -> str | None:
+    value = getattr(trial, axis.name)
+    allowed = values(axis.name)
+    if allowed and value not in allowed:
+        return f"{axis.name}={value}: there is no such {axis.name}; choose one of {', '.join(map(str, allowed))}"
+    if axis.of is not None and value != axis.default and trial.runner.name != "custom":
+        other, needed = axis.of
+        if getattr(trial, other) not in needed:
+            return f"{axis.name} belongs to {other}={' or '.join(needed)}, not {other}={getattr(trial, other)}"
+    return None
+
+
+def _fits(trial: Trial, entry: Technique) -> str | None:
+    elsewhere = trial.runner.name not in entry.runners
+    for setting, excluded, why in entry.excludes:
+        value = getattr(trial, setting)
+        value = getattr(value, "name", value)  # a node: runner, device
+        if value in excluded and (setting == "runner" or not elsewhere):
+            return f"{entry} with {setting}={text(value)}: {why}"
+    if elsewhere:
+        return f"{entry} needs runner={' or '.join(entry.runners)}, not {trial.runner.name}"
+    if entry.shardings is not None and trial.sharding not in entry.shardings:
+        return f"{entry} needs sharding={' or '.join(entry.shardings)}, not {trial.sharding}"
+    if trial.device.name == "simulated" and entry.capability is not None:
+        card = next((gpu for gpu in gpus.GPUS if gpu.name == trial.device.gpu), None)
+        if card is not None and card.capability < entry.capability:
+            needed, has = (".".join(map(str, c)) for c in (entry.capability, card.capability))
+            return f"{entry} needs compute capability {needed}, and {card.name} has {has}"
+    if trial.device.name != "simulated":
+        lacking = next((said for package in entry.packages if (said := package.missing())), None)
+        if lacking:
+            return f"{entry} needs {lacking} (device=simulated predicts without)"
+    return None
+
+
+def preloads(trial: Trial) -> tuple[Technique, ...]:
+    """The techniques for which a template had better import something before it forks the trial's worker."""
+    if trial.runner.name == "custom" or trial.device.name == "simulated":
+        return ()
+    return tuple(entry for entry in chosen(trial) if entry.preload)

@@ -1,0 +1,104 @@
+"""How weights are updated: the optimizer, and when ranks average gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vramsweep.harness.techniques.entry import Axis, Package, Technique
+
+if TYPE_CHECKING:
+    from vramsweep.harness.trial import Trial
+
+AXES = (
+    Axis("optimizer", str, "default", "optimizer as asked for, mostly by its name in TrainingArguments (optim)"),
+    Axis("no_sync", bool, True, "gradients are averaged with the last of the accumulated passes only (ddp)"),
+)
+
+BITSANDBYTES = (Package("bitsandbytes", "0.44"),)  # blocks of 2,048 elements before
+TORCHAO = (Package("torchao", "0.11"),)  # torchao.optim; prototypes before
+NO_DTENSOR = (("sharding", ("fsdp2",), "its kernels do not take FSDP2's sharded tensors; use optimizer=adamw_torch, or "
+               "sharding=zero2"),)  # fmt: skip
+NOT_PAGED = (("device", ("cpu",), "bitsandbytes pages nothing there; use the optimizer of that name without paged"),
+             ("offload_optimizer", (True,), "what is offloaded steps in host memory, where nothing is paged; leave one "
+              "of them out"))  # fmt: skip
+TORCHAO = (Package("torchao", "0.11"),)  # torchao.optim; prototypes before
+
+
+def _fused_under_deepspeed(trial: Trial) -> str | None:
+    if trial.runner.name == "deepspeed" and trial.device.name == "cpu":
+        return "optimizer adamw_torch_fused with deepspeed needs CUDA; on device=cpu use adamw_torch"
+    return None
+
+
+def _accumulating(trial: Trial) -> str | None:
+    if trial.grad_accum == 1:
+        return "no_sync=false changes nothing with grad_accum=1, after whose only pass gradients are averaged anyway"
+    return None
+
+
+# fmt: off
+TECHNIQUES: tuple[Technique, ...] = (
+    # optimizer
+    Technique("optimizer", "default", "AdamW as torch chooses to run it (the Trainer's own default: fused)",
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
+    Technique("optimizer", "adamw_torch", "AdamW as torch chooses to run it: foreach on CUDA", optim="adamw_torch",
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
+    Technique("optimizer", "adamw_torch_fused", "AdamW in one kernel, no temporaries", optim="adamw_torch_fused",
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated"),
+              rules=(_fused_under_deepspeed,)),
+    Technique("optimizer", "adamw_torch_foreach", "AdamW on all parameters at once, with temporaries of their size",
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
+    Technique("optimizer", "adamw_torch_loop", "AdamW parameter by parameter (foreach=False), small temporaries",
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
+    Technique("optimizer", "sgd", "SGD without momentum: no state", optim="sgd",
+              module="vramsweep.runners.techniques.sgd", checked=("cpu", "simulated")),
+    Technique("optimizer", "sgd_momentum", "SGD with a momentum of 0.9: one value a parameter",
+              module="vramsweep.runners.techniques.sgd", checked=("cpu", "simulated")),
+    Technique("optimizer", "adafactor", "transformers' Adafactor: a value a row and a column", optim="adafactor",
+              module="vramsweep.runners.techniques.adafactor", checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              source="https://arxiv.org/abs/1804.04235"),
+    Technique("optimizer", "adamw_bnb_8bit", "bitsandbytes' AdamW, state in 8 bits", optim="adamw_bnb_8bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
+              excludes=NO_DTENSOR, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "paged_adamw_8bit", "the same in managed memory, which moves between host and card",
+              optim="paged_adamw_8bit", module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES,
+              checked=("simulated", "gpu"), excludes=NO_DTENSOR + NOT_PAGED,
+              source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "paged_adamw_32bit", "bitsandbytes' AdamW, state in fp32, in managed memory",
+              optim="paged_adamw_32bit", module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES,
+              checked=("simulated", "gpu"), excludes=NO_DTENSOR + NOT_PAGED,
+              source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "lion_32bit", "bitsandbytes' Lion: one fp32 value a parameter", optim="lion_32bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
+              excludes=NO_DTENSOR, source="https://arxiv.org/abs/2302.06675"),
+    Technique("optimizer", "lion_8bit", "the same in 8 bits", optim="lion_8bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
+              excludes=NO_DTENSOR, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "paged_lion_8bit", "the same in managed memory", optim="paged_lion_8bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("simulated", "gpu"),
+              excludes=NO_DTENSOR + NOT_PAGED, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "adamw_torch_8bit", "torchao's AdamW, state in 8 bits, compiled", optim="adamw_torch_8bit",
+              module="vramsweep.runners.techniques.ao", packages=TORCHAO, capability=(7, 0),
+              checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              source="https://github.com/pytorch/ao/tree/main/torchao/optim"),
+    Technique("optimizer", "adamw_torch_4bit", "torchao's AdamW, state in 4 bits, compiled", optim="adamw_torch_4bit",
+              module="vramsweep.runners.techniques.ao", packages=TORCHAO, capability=(7, 0),
+              checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              source="https://github.com/pytorch/ao/tree/main/torchao/optim"),
+    Technique("optimizer", "deepspeed_fused_adam", "DeepSpeed's FusedAdam (ds_config's AdamW): no temporaries",
+              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed",), checked=("simulated", "gpu"),
+              excludes=(("device", ("cpu",), "its kernel needs CUDA; on device=cpu use adamw_torch"),
+                        ("offload_optimizer", (True,), "it steps on the card; use deepspeed_cpu_adam")),
+              source="https://deepspeed.readthedocs.io/en/latest/optimizers.html"),
+    Technique("optimizer", "deepspeed_cpu_adam", "DeepSpeedCPUAdam (ds_config's AdamW with offload)",
+              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed",), checked=("cpu", "simulated"),
+              excludes=(("offload_optimizer", (False,), "it steps in host memory; add offload_optimizer=true, or use "
+                         "deepspeed_fused_adam"),),
+              source="https://deepspeed.readthedocs.io/en/latest/optimizers.html"),
+    # no_sync
+    Technique("no_sync", True, "DistributedDataParallel.no_sync"),
+    Technique("no_sync", False, "gradients are averaged after every accumulated pass", runners=("torch",),
+              shardings=("ddp",), checked=("cpu",), rules=(_accumulating,), source="https://docs.pytorch.org/docs/stable/"
+              "generated/torch.nn.parallel.DistributedDataParallel.html"),
+)
+# fmt: on
