@@ -16,13 +16,16 @@ import torch
 from conftest import Run, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness import gpus, machine, registry, techniques, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.roofline import Work
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, predict, run, simulated
 from vramsweep.runners.dispatch import LiveBytes
+from vramsweep.runners.kernels import work
 from vramsweep.runners.techniques import ao, bnb
 from vramsweep.runners.trace import Trace
 
@@ -55,10 +58,10 @@ EFFECTIVE = {
 }
 
 
-def values(model: str, **over: Any) -> dict[str, Any]:
+def values(which: str, **over: Any) -> dict[str, Any]:
     """The tiny trial, or the same of the odd model."""
     chosen = tiny(**over)
-    if model == "odd":
+    if which == "odd":
         chosen["model"] = ODD
     return chosen
 
@@ -69,14 +72,18 @@ def library(name: str) -> None:
         pytest.importorskip(PACKAGE[name])
 
 
-def traced(folder: Path, model: str = "tiny", **over: Any) -> tuple[Trace, dict[str, Any]]:
-    chosen = trial.parse(values(model, device=A100, **over))
+def traced(folder: Path, which: str = "tiny", **over: Any) -> tuple[Trace, dict[str, Any]]:
+    chosen = trial.parse(values(which, device=A100, **over))
     runner = importlib.import_module(registry.runner(chosen.runner.name).module)
     return simulated.trace_trial(chosen, gpus.named("a100-80gb"), folder, runner)
 
 
 def total(trace: Trace, category: str = "optimizer_state") -> int:
-    return sum(size for size, name in zip(trace.sizes, trace.categories, strict=True) if name == category)
+    """Bytes of all storages that there ever were of a category; of state those that are left."""
+    events = trace.events[: trace.marks[-1].end] if category == "optimizer_state" else []
+    freed = {-event - 1 for event in events if event < 0}
+    sizes = zip(trace.sizes, trace.categories, strict=True)
+    return sum(size for n, (size, name) in enumerate(sizes) if name == category and n not in freed)
 
 
 def stored(tensors: Iterable[Any], device: str = "cpu") -> int:
@@ -158,31 +165,24 @@ def test_real_compiled_steps(tmp_path: Path, name: str) -> None:
     assert at_rest == pytest.approx(total(traced(tmp_path, "odd", optimizer=name)[0]), rel=0.02)
 
 
-def learned(chosen: Trial, folder: Path) -> list[torch.Tensor]:
-    """The weights before and after the trial's steps on a CPU, as two vectors."""
-    nets: list[Any] = []
-    model = build.model
-
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        nets.append(model(*args, **kwargs))
-        nets.append(torch.cat([p.detach().flatten().float() for p in nets[0].parameters()]))
-        return nets[0]
-
-    with mock.patch.object(build, "model", kept):
-        run.run(chosen, folder)
-    assert all(torch.isfinite(p).all() for p in nets[0].parameters())
-    return [nets[1], torch.cat([p.detach().flatten().float() for p in nets[0].parameters()])]
-
-
-def test_bf16_master_trains_where_bf16_alone_rounds_every_step_away(tmp_path: Path) -> None:
+def test_bf16_master_trains_where_bf16_alone_rounds_every_step_away() -> None:
     """Steps of 1e-5 are far less than half the distance of bf16 numbers near most weights, but they add up."""
 
     def changed(precision: str) -> float:
-        chosen = values("tiny", precision=precision, protocol={"warmup_steps": 20, "measured_steps": 2})
-        before, after = learned(trial.parse(chosen), tmp_path)
-        return float((before != after).float().mean())
+        chosen = trial.parse(tiny(precision=precision))
+        torch.manual_seed(0)
+        net = build.model(chosen, CPU)
+        weight = net.model.embed_tokens.weight
+        before = weight.detach().clone()
+        optimizer = build.optimizer(chosen, net.parameters(), CPU)
+        for _ in range(40):
+            for parameter in net.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        assert weight.dtype is torch.bfloat16 and torch.isfinite(weight).all()
+        return float((before != weight).float().mean())
 
-    assert changed("bf16_master") > 1.5 * changed("bf16_pure") > 0
+    assert changed("bf16_master") > 0.95 > 0.3 > changed("bf16_pure") > 0
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,14 @@ def test_bf16_master_has_half_weights_and_copies_beside_the_state(tmp_path: Path
     assert total(trace) == copies + state(real.optimizer, counters=name == "adamw_torch_fused")
     assert total(trace, "parameters") == stored(real.parameters) == copies // 2 == 2 * details["parameters"]
     assert total(trace, "gradients") == 3 * (2 + 4) * details["parameters"]  # three steps, in bf16 and cast
+<<<<<<< HEAD
     assert (
         details["optimizer_effective"] == build.optimizer_name(real) == f"MasterWeights({EFFECTIVE.get(name, 'AdamW')})"
     )
+=======
+    wrapped = f"MasterWeights({EFFECTIVE.get(name, 'AdamW')})"
+    assert details["optimizer_effective"] == build.optimizer_name(real) == wrapped
+>>>>>>> wt-opt
     row = run.run(trial.parse(values("odd", optimizer=name, precision="bf16_master")), tmp_path)
     assert row is not None and math.isfinite(row["loss_last"])
 
@@ -251,15 +256,40 @@ def step_temporaries(trace: Trace) -> int:
     return most
 
 
-def test_kernels_without_temporaries(tmp_path: Path) -> None:
-    """And with as many launches as bitsandbytes has parameters, reading gradients and changing all else once."""
-    for name in ("adamw_torch_fused", "adamw_bnb_8bit", "lion_32bit", "lion_8bit", "paged_adamw_32bit"):
-        assert step_temporaries(traced(tmp_path, **LARGE, optimizer=name)[0]) == 0, name
-    trace, details = traced(tmp_path, optimizer="lion_32bit")
-    without, _ = traced(tmp_path, optimizer="sgd")
-    ours = [(work, count) for work, count in trace.kernels if work not in dict(without.kernels)]
-    assert sum(count for _, count in ours) == trace.categories.count("parameters")
-    assert sum(work.nbytes * count for work, count in ours) == 4 * details["parameters"] * 5  # g; p and state both ways
+@pytest.mark.parametrize(
+    "name", ["adamw_torch_fused", "adamw_bnb_8bit", "lion_32bit", "lion_8bit", "paged_adamw_32bit"]
+)
+def test_kernels_without_temporaries(tmp_path: Path, name: str) -> None:
+    assert step_temporaries(traced(tmp_path, **LARGE, optimizer=name)[0]) == 0
+
+
+class Kernels(TorchDispatchMode):
+    """What each operator asks of a card."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: list[Work] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        asked = work(func, args, kwargs or {}, out, (8, 0))
+        self.work += [asked] if asked is not None else []
+        return out
+
+
+def test_a_kernel_a_parameter_reads_the_gradient_and_changes_parameter_and_state() -> None:
+    """As bitsandbytes launches them (optimizer.py, `step`)."""
+    kind, given = bnb.optimizer(trial.parse(tiny(device=A100, optimizer="adamw_bnb_8bit")), CPU)
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (100, 25_600)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = kind(parameters, **given)
+    optimizer.step()
+    with Kernels() as kernels:
+        optimizer.step()
+    small = 4 * 100 * (1 + 2 + 2 * 2)
+    large = 25_600 * (4 + 2 * 4 + 2 * 2) + 2 * 2 * 4 * 100 + 2 * 4 * 256
+    assert [(asked.nbytes, asked.launches) for asked in kernels.work] == [(small, 1), (large, 1)]
 
 
 @pytest.mark.parametrize(("shape", "bits", "times"), [((512, 64), 8, 8), ((512, 256), 8, 0), ((8192,), 8, 0),
@@ -306,12 +336,14 @@ def on_fake_cuda(name: str) -> tuple[int, int]:
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in replaced:
             stack.enter_context(mock.patch.object(owner, attribute, value))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        parameters = [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in SHAPES]
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            parameters = [torch.nn.Parameter(torch.empty(shape, device="cuda")) for shape in SHAPES]
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+        # its tables are made with values
         optimizer = family(parameters, optim_bits=8 if "8bit" in name else 32, is_paged=name.startswith("paged"))
-        optimizer.step()
+        with mode:
+            optimizer.step()
         return state(optimizer, "cuda"), state(optimizer, "meta")
 
 
@@ -506,6 +538,11 @@ def test_what_deepspeed_reads_is_left_alone() -> None:
 
 
 CUDA = {"device": {"name": "cuda"}}
+LAMB = {"optimizer": {"type": "Lamb"}}
+
+
+def hf(**options: Any) -> dict[str, Any]:
+    return {"runner": {"name": "trainer", "options": options}}
 
 
 @pytest.mark.parametrize(
@@ -518,25 +555,20 @@ CUDA = {"device": {"name": "cuda"}}
         (deepspeed("zero2", optimizer="adamw_torch_fused"), "on device=cpu use adamw_torch"),
         (CUDA | deepspeed("zero2", options={"optimizer": {"type": "AdamW"}}), "optimizer=deepspeed_fused_adam"),
         (CUDA | deepspeed("zero2", options={"optimizer": {"type": "Adam"}}, offload_optimizer=True), "cpu_adam"),
-        ({"device": A100} | deepspeed("zero2", options={"optimizer": {"type": "Lamb"}}), "type Lamb cannot be simulated"),
-        (CUDA | deepspeed("zero2", options={"optimizer": {"type": "Lamb"}}, optimizer="sgd"), "contradicts optimizer=sgd"),
+        ({"device": A100} | deepspeed("zero2", options=LAMB), "type Lamb cannot be simulated"),
+        (CUDA | deepspeed("zero2", options=LAMB, optimizer="sgd"), "contradicts optimizer=sgd"),
         ({"optimizer": "paged_adamw_8bit"}, "pages nothing there"),
         ({"optimizer": "adafactor", "sharding": "fsdp2"}, "FSDP2's sharded tensors"),
-        ({"precision": "bf16_master", "runner": {"name": "trainer"}}, "the Trainer keeps no master copies"),
+        ({"precision": "bf16_master", **hf()}, "the Trainer keeps no master copies"),
         (deepspeed("zero2", precision="bf16_master"), "DeepSpeed's bf16 is just that"),
         ({"precision": "bf16_master", "sharding": "ddp"}, "the copies are not divided"),
-        ({"runner": {"name": "trainer", "options": {"optim": "adamw_8bit"}}}, "give optimizer=adamw_bnb_8bit"),
-        ({"runner": {"name": "trainer", "options": {"optim": "galore_adamw"}}, "device": A100}, "cannot be simulated"),
-        ({"optimizer": "sgd", "runner": {"name": "trainer", "options": {"optim_args": "momentum=0.5"}}}, "sgd_momentum"),
-        ({"optimizer": "sgd_momentum", "runner": {"name": "trainer", "options": {"optim_args": "x=1"}}}, "does not reach"),
-        (
-            {"optimizer": "adamw_torch_4bit", "device": A100,
-             "runner": {"name": "trainer", "options": {"optim_args": "block_size=128"}}},
-            "leave it out, or measure",
-        ),
-        ({"optimizer": "adamw_torch_8bit", "device": {"name": "simulated", "gpu": "voodoo2"}}, "voodoo2"),
+        (hf(optim="adamw_8bit"), "give optimizer=adamw_bnb_8bit"),
+        ({"device": A100, **hf(optim="galore_adamw")}, "cannot be simulated"),
+        ({"optimizer": "sgd", **hf(optim_args="momentum=0.5")}, "optimizer=sgd_momentum"),
+        ({"optimizer": "sgd_momentum", **hf(optim_args="x=1")}, "does not reach"),
+        ({"optimizer": "adamw_torch_4bit", "device": A100, **hf(optim_args="block_size=128")}, "leave it out"),
     ],
-)  # fmt: skip
+)
 def test_combinations_that_would_not_do_what_they_say(over: dict[str, Any], said: str) -> None:
     with (
         mock.patch.object(techniques.Package, "missing", lambda self: None),
@@ -549,7 +581,7 @@ def test_the_axis_lacks_some_of_torch_s_own_and_they_are_simulated_all_the_same(
     for name, effective in (("adagrad", "Adagrad"), ("rmsprop", "RMSprop")):
         trace, details = traced(tmp_path, runner={"name": "trainer", "options": {"optim": name}})
         assert details["optimizer_effective"] == effective
-        assert total(trace) == 4 * details["parameters"]  # a value a parameter
+        assert total(trace) == pytest.approx(4 * details["parameters"], rel=1e-3)  # a value a parameter, and counters
 
 
 @pytest.mark.gpu
@@ -591,6 +623,6 @@ def _as_predicted(run_sweep: Run, over: dict[str, Any], **settings: Any) -> None
 
 
 def test_replaying_stays_consistent_where_state_is_on_the_host(tmp_path: Path) -> None:
-    trace, _ = traced(tmp_path, optimizer="paged_adamw_32bit", model="odd")
+    trace, _ = traced(tmp_path, "odd", optimizer="paged_adamw_32bit")
     predicted = predict.replay(trace, AllocatorConfig(), None)
     assert sum(predicted.breakdown.values()) == predicted.peak["allocated"]
