@@ -14,9 +14,11 @@ ARGS ?=
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
 READY :=
+TECHNIQUES :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+TECHNIQUES := $(VENV)/.techniques
 endif
 
 GRID = -m model=$(MODEL) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
@@ -34,6 +36,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools wheel
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The optional packages that measure techniques; the long tests compare with them.
+$(VENV)/.techniques: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,techniques]'
 	@touch $@
 
 setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt
@@ -62,7 +69,7 @@ test: $(READY)  ## run the tests, in under five minutes: the pure core and one p
 	$(PY) -m pytest -m 'gpu and not slow' -rs
 	$(PY) -m pytest -m 'not gpu and not slow' -n 2 --dist worksteal
 
-test-all: $(READY)  ## the same and the long ones, as CI does: wheel, ranks, browser
+test-all: $(READY) $(TECHNIQUES)  ## the same and the long ones, as CI does: wheel, ranks, browser, libraries of techniques
 	$(PY) -m pytest -m gpu -rs
 	$(PY) -m pytest -m 'not gpu' -n 2 --dist worksteal
 

@@ -21,6 +21,7 @@ from vramsweep.analysis.metrics import show_bytes
 from vramsweep.harness.command import command
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME
+from vramsweep.harness.techniques import AXES
 
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
 _MACHINE = (
@@ -53,9 +54,19 @@ def machine(table: Table) -> dict[str, str]:
 
 def asked(table: Table) -> dict[str, str]:
     """What was asked for: the axes and their values."""
-    names = [c.name for c in BY_NAME.values() if c.group == "axes" and c.type is not dict]
-    left_out = ("parameters", "foreign", "allocator_conf_effective", "attention_effective", "repeat")
-    return {name: text for name in names if name not in left_out and (text := values(table.frame, name))}
+    names = [c.name for c in BY_NAME.values() if c.group == "axes" and c.type not in (dict, list)]
+    left_out = (
+        "parameters", "trainable_parameters", "foreign", "allocator_conf_effective", "attention_effective",
+        "optimizer_effective", "repeat",
+    )  # fmt: skip
+    idle = {axis.name for axis in AXES} - _in_use(table.frame)
+    return {name: text for name in names if name not in (*left_out, *idle) and (text := values(table.frame, name))}
+
+
+def _in_use(frame: pd.DataFrame) -> set[str]:
+    """Techniques that some row does not have at the default, and the settings of those."""
+    changed = {a.name for a in AXES if a.default is None or (frame[a.name].notna() & frame[a.name].ne(a.default)).any()}
+    return changed | {a.name for a in AXES if a.of is not None and frame[a.of[0]].isin(a.of[1]).any()}
 
 
 def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: int = 10) -> list[str]:
@@ -180,11 +191,15 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     found = list(table.warnings)
     frame = table.ok(
         "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_iqr_s",
-        "step_median_s",
+        "step_median_s", "unproven",
     )  # fmt: skip
     simulated = int(frame["device"].eq("simulated").fillna(False).sum())
     if simulated:
         found.append(f"{_rows(simulated)} of {len(frame):,} {_are(simulated)} predicted by the simulator, not measured")
+    unproven = frame["unproven"].dropna()
+    if len(unproven):
+        names = ", ".join(sorted({name for of_row in unproven for name in of_row}))
+        found.append(f"unproven, as no card has run it as predicted yet: {names} (in {_rows(len(unproven))})")
     foreign = int(frame["foreign"].notna().sum())
     if foreign:
         found.append(f"{_rows(foreign)} of {len(frame):,} {_are(foreign)} imported from {values(frame, 'foreign')}")
@@ -261,6 +276,9 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
     ):  # fmt: skip
         if text := values(frame, column):
             parts.append(phrase.format(text))
+    in_use = [f"{name} {text}" for name in sorted(_in_use(frame) - {"precision"}) if (text := values(frame, name))]
+    if in_use:
+        parts.append(f"Techniques: {'; '.join(in_use)}.")
     steps = values(frame, "measured_steps")
     if steps and frame["foreign"].isna().all():
         warm = values(frame, "warmup_steps") or "no"

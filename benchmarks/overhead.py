@@ -97,7 +97,7 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
     trial = trials.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))
     place = torch.device(device)
     net = build.model(trial, place)
-    optimizer = build.optimizer(trial, net.parameters())
+    optimizer = build.optimizer(trial, net.parameters(), place)
     data = build.data(trial)
 
     def step(index: int) -> torch.Tensor:

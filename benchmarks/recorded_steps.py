@@ -75,7 +75,7 @@ def train(trial: trials.Trial, device: torch.device) -> None:
     """A few steps of the plain loop."""
     build.prepare(trial)
     net = build.model(trial, device)
-    optimizer = build.optimizer(trial, net.parameters())
+    optimizer = build.optimizer(trial, net.parameters(), device)
     data = build.data(trial)
     for index in range(STEPS):
         batch = {k: v.to(device) for k, v in data.batch(index, trial.micro_batch).items()}

@@ -105,7 +105,7 @@ def _techniques(argv: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(
         prog="vramsweep techniques",
-        description="Settings that trade memory, time or exactness: their values, what each needs, how far it is proven.",
+        description="Settings that trade memory, time or exactness: their values, needs, and how far each is proven.",
     )
     parser.add_argument("axis", nargs="?", help="only the values of this setting, such as optimizer")
     parser.add_argument("--json", action="store_true")

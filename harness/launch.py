@@ -253,8 +253,15 @@ def _detected() -> str:
     return _session.detected
 
 
-# conf/config.yaml's default device; registered on import, as Hydra imports our plugin whenever it composes
+def _target(target: str | None) -> str:
+    """`path/to/file.py:build` as a model's name: file.build. Where none is given another rule says so."""
+    path, _, function = (target or "").rpartition(":")
+    return f"{Path(path).stem}.{function}" if path else "target"
+
+
+# What conf/ refers to; registered on import, as Hydra imports our plugin whenever it composes
 OmegaConf.register_new_resolver("vramsweep.device", _detected, replace=True)
+OmegaConf.register_new_resolver("vramsweep.target", _target, replace=True)
 
 
 def _preset(args: argparse.Namespace) -> list[str]:

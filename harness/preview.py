@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import gpus, machine, outcome, plan, registry
+from vramsweep.harness import gpus, machine, outcome, plan, registry, techniques
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import Launcher, environment
 from vramsweep.harness.errors import UserError
@@ -83,6 +83,9 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
         print(f"{p.trial_id}  {_state(p, todo):<8}  {label}{f'  {p.reason}' if p.reason else ''}")
     counts = Counter(_state(p, todo) for p in planned)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
+    unproven = sorted({name for p in pending if p.trial for name in techniques.unproven(p.trial)})
+    if unproven:
+        print(f"unproven, as no card has run it as predicted yet: {', '.join(unproven)}")
     if others:
         print(f"{other_systems(others)}; any_system=true counts them")
     print(f"estimated time: {'unknown' if seconds is None else duration(seconds)} ({basis})", flush=True)

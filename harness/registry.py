@@ -110,30 +110,27 @@ def _deepspeed_precision(trial: Trial) -> str | None:
 def _deepspeed_simulated(trial: Trial) -> str | None:
     if trial.device.name != "simulated":
         return None
-    if "optimizer" in trial.runner.options:
-        return (
-            "runner.options.optimizer: DeepSpeed's own optimizers are compiled kernels and cannot be simulated; leave "
-            "it out for torch's, or measure on device=cuda"
-        )
     if trial.offload_param:
         return "offload_param cannot be simulated; offload_optimizer can, or measure on device=cuda"
-    if trial.offload_optimizer and trial.optimizer == "adamw_torch_fused":
-        return (
-            "optimizer=adamw_torch_fused with offload_optimizer cannot be simulated: the step runs on the host, where fake "
-            "tensors have no fused kernel; use optimizer=adamw_torch, or measure on device=cuda"
-        )
     return None
 
 
 def _deepspeed_optimizer(trial: Trial) -> str | None:
-    if "optimizer" in trial.runner.options and trial.optimizer != "default":
+    """The axis has DeepSpeed's Adam; its other optimizers are options, which have kernels of their own."""
+    asked = trial.runner.options.get("optimizer")
+    if asked is None:
+        return None
+    kind = str(asked.get("type") if isinstance(asked, Mapping) else asked)
+    if kind.lower() in ("adam", "adamw"):
+        own = "deepspeed_cpu_adam" if trial.offload_optimizer else "deepspeed_fused_adam"
+        return f"runner.options.optimizer of type {kind} belongs to the axis optimizer: give optimizer={own}"
+    if trial.optimizer != "default":
         return f"runner.options.optimizer contradicts optimizer={trial.optimizer}; give one of them"
-    return None
-
-
-def _deepspeed_fused_on_cpu(trial: Trial) -> str | None:
-    if trial.device.name == "cpu" and trial.optimizer == "adamw_torch_fused":
-        return "optimizer adamw_torch_fused with deepspeed needs CUDA; on device=cpu use adamw_torch"
+    if trial.device.name == "simulated":
+        return (
+            f"runner.options.optimizer of type {kind} cannot be simulated; leave it out for torch's AdamW, choose one "
+            "with optimizer=, or measure on device=cuda"
+        )
     return None
 
 
@@ -175,15 +172,40 @@ _TRAINER_OWNED = {
 }
 
 
+# Optimizers of TrainingArguments that the axis lacks and that are torch's own code, so that they can be traced.
+_TRACED = ("adagrad", "rmsprop")
+
+
 def _trainer_optimizer(trial: Trial) -> str | None:
     asked = trial.runner.options.get("optim")
     if asked is None:
         return None
-    axis = next((t.name for t in techniques.TECHNIQUES if t.optim == str(asked)), None)
+    name = {"adamw_8bit": "adamw_bnb_8bit"}.get(str(asked), str(asked))  # an alias in TrainingArguments
+    axis = next((t.name for t in techniques.entries("optimizer") if t.optim == name), None)
     if axis is not None:
         return f"runner.options.optim={asked} belongs to the axis optimizer: give optimizer={axis}"
     if trial.optimizer != "default":
         return f"runner.options.optim={asked} contradicts optimizer={trial.optimizer}; give one of them"
+    if trial.device.name == "simulated" and name not in _TRACED:
+        known = ", ".join(map(str, techniques.values("optimizer")))
+        return (
+            f"runner.options.optim={asked} cannot be simulated: it is another package's code; measure it on "
+            f"device=cuda, or choose from optimizer={known}"
+        )
+    return None
+
+
+def _trainer_optim_args(trial: Trial) -> str | None:
+    """TrainingArguments' optim_args reach only what TrainingArguments make."""
+    if "optim_args" not in trial.runner.options or "optim" in trial.runner.options:
+        return None
+    entry = techniques.technique("optimizer", trial.optimizer)
+    if trial.optimizer == "sgd" and "momentum" in str(trial.runner.options["optim_args"]):
+        return "runner.options.optim_args: momentum belongs to the axis optimizer: give optimizer=sgd_momentum"
+    if trial.optimizer != "default" and entry.optim is None:
+        return f"runner.options.optim_args does not reach {entry}, which TrainingArguments lacks; leave it out"
+    if entry.packages and trial.device.name == "simulated":
+        return f"runner.options.optim_args with {entry} cannot be simulated; leave it out, or measure on device=cuda"
     return None
 
 
@@ -210,7 +232,7 @@ RUNNERS = (
         simulated=("none",),
         owned=_TRAINER_OWNED,
         options=None,
-        rules=(_trainer_optimizer,),
+        rules=(_trainer_optimizer, _trainer_optim_args),
     ),
     Runner(
         "deepspeed",
@@ -242,7 +264,7 @@ RUNNERS = (
             "zero_optimization.cpu_offload_param": "offload_param",
         },
         options=None,
-        rules=(_deepspeed_precision, _deepspeed_optimizer, _deepspeed_simulated, _deepspeed_fused_on_cpu),
+        rules=(_deepspeed_precision, _deepspeed_optimizer, _deepspeed_simulated),
     ),
     Runner(
         "custom",

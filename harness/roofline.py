@@ -23,7 +23,7 @@ LAUNCH_S = 4e-6
 class Work:
     """What one operator asks of the card. `kind` names the arithmetic its `flops` are done in, "" where there are none.
 
-    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16; any other has no known peak. `nbytes` is what is
+    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. `nbytes` is what is
     read and written.
     """
 
@@ -84,4 +84,5 @@ def _peaks(gpu: Gpu, tf32: bool) -> dict[str, float | None]:
         "3xtf32": gpu.fp32 if gpu.tf32 is None else gpu.tf32 / 3,
         "half": gpu.half,
         "bf16": gpu.bf16,
+        "fp8": gpu.fp8,
     }

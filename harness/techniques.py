@@ -57,10 +57,11 @@ class Package:
 class Technique:
     """One value of an axis.
 
-    `module` applies it (runners/techniques/__init__.py says how). `packages` are what measuring needs, `preload`
-    the modules that a template imports for it, `capability` the least CUDA compute capability, measured or simulated. `runners` and `shardings` are those that it works with (None:
-    all); custom targets apply what they want themselves. `excludes` are values of other settings that do not go with
-    it, each with the reason and the way out: (setting, values, text). `optim` is its name in TrainingArguments.
+    `module` applies it (runners/techniques/__init__.py says how). `packages` are what measuring needs, `preload` the
+    modules that a template imports for it, `capability` the least CUDA compute capability, measured or simulated.
+    `runners` and `shardings` are those that it works with (None: all); custom targets apply what they want themselves.
+    `excludes` are values of other settings that do not go with it, each with the reason and the way out: (setting,
+    values, text). `optim` is its name in TrainingArguments.
 
     `checked` says how the tests check it: "cpu" (trains real steps there), "simulated" (the size of the predicted
     effect), "gpu" (a test that needs a card). `proven` is on what card it was seen to behave as predicted, and where
@@ -135,6 +136,76 @@ AXES = (
     Axis("packing", str, "none", "several documents in one sample"),
     Axis("use_cache", str, "default", "the model's key-value cache, which training has no use for"),
 )
+
+BITSANDBYTES = (Package("bitsandbytes", "0.44"),)  # blocks of 2,048 elements before
+TORCHAO = (Package("torchao", "0.11"),)  # torchao.optim; prototypes before
+NO_DTENSOR = (("sharding", ("fsdp2",), "its kernels do not take FSDP2's sharded tensors; use optimizer=adamw_torch, or "
+               "sharding=zero2"),)  # fmt: skip
+NOT_PAGED = (("device", ("cpu",), "bitsandbytes pages nothing there; use the optimizer of that name without paged"),
+             ("offload_optimizer", (True,), "what is offloaded steps in host memory, where nothing is paged; leave one "
+              "of them out"))  # fmt: skip
+
+
+def _fused_under_deepspeed(trial: Trial) -> str | None:
+    if trial.runner.name == "deepspeed" and trial.device.name == "cpu":
+        return "optimizer adamw_torch_fused with deepspeed needs CUDA; on device=cpu use adamw_torch"
+    return None
+
+def _adapted(trial: Trial) -> str | None:
+    if trial.adapter != "none":
+        return None
+    return f"quantization={trial.quantization}: frozen weights of 4 bits are not trained themselves; add adapter=lora"
+
+
+def _checkpoint(trial: Trial) -> str | None:
+    if trial.device.name == "simulated" or trial.weights == "pretrained":
+        return None
+    return (
+        f"quantization={trial.quantization} is measured from a quantised checkpoint: model=hub model.path=... "
+        "weights=pretrained (device=simulated predicts it for any model)"
+    )
+
+
+_PEFT = Package("peft", "0.17")
+_QLORA = (_PEFT, Package("bitsandbytes", "0.46.1"))
+_QLORA_GUIDE = "https://huggingface.co/docs/peft/developer_guides/quantization"
+_HALF = (("precision", ("bf16_pure",), "what is not quantised is cast to fp32; use bf16 or fp16"),)
+_WHOLE = ("none", "ddp", "zero0", "zero1", "zero2")  # shardings that leave each rank its own copy of the weights
+
+LIGER = Package("liger-kernel", "0.8.5")
+TRITON = Package("triton", "3.0")
+TORCHAO = Package("torchao", "0.18.0")
+ALL_BUT_ZERO3 = ("none", "ddp", "fsdp2", "zero0", "zero1", "zero2")  # which gathers no weight outside its own layer
+NOT_SIMULATED = ("device", ("simulated",), "a compiler fuses operators and plans memory anew; compile=none predicts the "
+                 "eager figure")  # fmt: skip
+NO_GRAPHS = ("device", ("cpu",), "it launches CUDA graphs; on device=cpu use compile=default")
+
+
+def _fp8_alone(trial: Trial) -> str | None:
+    for axis in ("quantization", "adapter"):
+        if getattr(trial, axis) != "none":
+            return f"precision=fp8 with {axis}={getattr(trial, axis)} is not supported; use precision=bf16"
+    return None
+
+
+def _fp8_tokens(trial: Trial) -> str | None:
+    tokens = trial.micro_batch * trial.seq_len
+    if tokens % 16:
+        return (
+            f"precision=fp8 needs a multiple of 16 tokens in a micro-batch, for its products with gradients, not {tokens}; "
+            "change seq_len or micro_batch"
+        )
+    return None
+
+
+def _labels_are_left(trial: Trial) -> str | None:
+    if trial.runner.options.get("label_smoothing_factor"):
+        return (
+            f"runner.options.label_smoothing_factor takes the loss out of the model, and loss={trial.loss} would not be "
+            "used; leave one of them out"
+        )
+    return None
+
 
 _ATTENTION = "vramsweep.runners.techniques.attention"
 _CHECKPOINTING = "vramsweep.runners.techniques.checkpointing"
@@ -225,10 +296,44 @@ TECHNIQUES: tuple[Technique, ...] = (
               "master copies)", checked=("simulated",)),
     Technique("precision", "bf16_pure", "weights, gradients and optimizer state in bf16; no autocast",
               checked=("cpu", "simulated")),
+    Technique("precision", "bf16_master", "bf16 weights, fp32 master copies of them for the optimizer; no autocast",
+              module="vramsweep.runners.techniques.master", runners=("torch",), checked=("cpu", "simulated"), excludes=(
+        ("runner", ("deepspeed",), "DeepSpeed's bf16 is just that: use precision=bf16"),
+        ("runner", ("trainer",), "the Trainer keeps no master copies; use runner=torch, or precision=bf16, which keeps "
+         "the weights themselves in fp32"),
+        ("sharding", ("ddp", "fsdp2"), "the copies are not divided; use sharding=none, or runner=deepspeed with "
+         "precision=bf16, whose copies are")),
+              source="https://arxiv.org/abs/1710.03740"),
+    Technique("precision", "fp8", "fp32 weights, autocast to bf16, and the products of linear layers in float8 (torchao's "
+              "dynamic tensorwise scaling; not the output layer, nor layers with a dimension that 16 does not divide)",
+              module="vramsweep.runners.techniques.fp8", packages=(TORCHAO,), preload=("torchao.float8",),
+              capability=(8, 9), runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_fp8_alone, _fp8_tokens),
+              excludes=(("device", ("cpu",), "it needs float8 tensor cores; on device=cpu use bf16"),),
+              checked=("simulated", "gpu"), source="https://docs.pytorch.org/ao/stable/workflows/training.html"),
     # quantization
     Technique("quantization", "none", "weights as the precision says"),
+    Technique("quantization", "nf4", "linear layers but the output layer in bitsandbytes' 4 bits (NF4); the precision "
+              "says their dtype before and that of the arithmetic, what is not quantised is fp32 (peft's "
+              "prepare_model_for_kbit_training)", module="vramsweep.runners.techniques.nf4", packages=_QLORA,
+              preload=("bitsandbytes", "peft"), shardings=_WHOLE,
+              rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), source=_QLORA_GUIDE),
+    Technique("quantization", "nf4_double", "as nf4, and the blocks' scales in 8 bits (double quantisation)",
+              module="vramsweep.runners.techniques.nf4", packages=_QLORA, preload=("bitsandbytes", "peft"),
+              shardings=_WHOLE, rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"),
+              source=_QLORA_GUIDE),
+    Technique("quantization", "gptq", "linear layers but the output layer in GPTQ's 4 bits, groups of 128; the rest as "
+              "the precision's half", module="vramsweep.runners.techniques.gptq",
+              packages=(Package("gptqmodel", "7.0"), Package("optimum", "1.24")), preload=("gptqmodel",),
+              runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_adapted, _checkpoint),
+              checked=("simulated",),
+              excludes=(("precision", ("fp32", "tf32", "bf16_pure"), "its kernels work in half precision; use bf16 or "
+                         "fp16"),), source="https://huggingface.co/docs/transformers/quantization/gptq"),
     # adapter
     Technique("adapter", "none", "all weights are trained"),
+    Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are "
+              "in half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,), preload=("peft",),
+              shardings=(*_WHOLE, "fsdp2"), checked=("cpu", "simulated"),
+              source="https://huggingface.co/docs/peft/developer_guides/lora"),
     # attention
     Technique("attention", "sdpa", "torch's scaled_dot_product_attention, which picks a kernel (attention_kernels says "
               "which)", module=_ATTENTION, checked=("cpu", "simulated")),
@@ -250,8 +355,23 @@ TECHNIQUES: tuple[Technique, ...] = (
               "flash-attention", excludes=(("device", ("cpu",), "it needs CUDA; on device=cpu use sdpa"),)),
     # kernels
     Technique("kernels", "none", "the model's own"),
+    Technique("kernels", "liger", "Liger's RMSNorm, SwiGLU and rotary embedding, and with loss=default its fused linear "
+              "cross entropy", module="vramsweep.runners.techniques.liger", packages=(LIGER, TRITON),
+              preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
+              excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use kernels=none"),),
+              checked=("simulated", "gpu"), source="https://github.com/linkedin/Liger-Kernel"),
     # loss
-    Technique("loss", "default", "what the model and the kernels choose"),
+    Technique("loss", "default", "transformers' own, or Liger's with kernels=liger"),
+    Technique("loss", "plain", "transformers' own: logits of all tokens, made fp32", checked=("cpu", "simulated")),
+    Technique("loss", "no_upcast", "the same in the logits' own dtype", module="vramsweep.runners.techniques.loss",
+              rules=(_labels_are_left,), checked=("cpu", "simulated")),
+    Technique("loss", "chunked", "output layer and cross entropy of an eighth of the tokens at a time, computed again in "
+              "the backward pass", module="vramsweep.runners.techniques.loss", shardings=ALL_BUT_ZERO3,
+              rules=(_labels_are_left,), checked=("cpu", "simulated")),
+    Technique("loss", "fused_linear", "Liger's fused linear cross entropy", module="vramsweep.runners.techniques.loss",
+              packages=(LIGER, TRITON), preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
+              excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use loss=chunked"),),
+              rules=(_labels_are_left,), checked=("simulated", "gpu"), source="https://github.com/linkedin/Liger-Kernel"),
     # checkpointing
     Technique("checkpointing", "none", "nothing is recomputed"),
     Technique("checkpointing", "full", "each layer keeps its input and recomputes the rest", module=_CHECKPOINTING,
@@ -270,15 +390,70 @@ TECHNIQUES: tuple[Technique, ...] = (
                    "device; use checkpointing=full or none"))),
     # compile
     Technique("compile", "none", "eager"),
+    *(Technique("compile", mode, meaning, module="vramsweep.runners.techniques.compiled", runners=("torch", "trainer"),
+                shardings=("none",), excludes=(NOT_SIMULATED, *more), checked=checked,
+                source="https://docs.pytorch.org/docs/stable/generated/torch.compile.html")
+      for mode, meaning, more, checked in (
+          ("default", "torch.compile of the whole model", (), ("cpu", "gpu")),
+          ("reduce-overhead", "and its kernels launched as CUDA graphs", (NO_GRAPHS,), ("gpu",)),
+          ("max-autotune", "and matrix products tuned by trying", (NO_GRAPHS,), ("gpu",)))),
     # optimizer
     Technique("optimizer", "default", "AdamW as torch chooses to run it (the Trainer's own default: fused)",
               module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
     Technique("optimizer", "adamw_torch", "AdamW as torch chooses to run it: foreach on CUDA", optim="adamw_torch",
               module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
     Technique("optimizer", "adamw_torch_fused", "AdamW in one kernel, no temporaries", optim="adamw_torch_fused",
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated"),
+              rules=(_fused_under_deepspeed,)),
+    Technique("optimizer", "adamw_torch_foreach", "AdamW on all parameters at once, with temporaries of their size",
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
+    Technique("optimizer", "adamw_torch_loop", "AdamW parameter by parameter (foreach=False), small temporaries",
               module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
     Technique("optimizer", "sgd", "SGD without momentum: no state", optim="sgd",
               module="vramsweep.runners.techniques.sgd", checked=("cpu", "simulated")),
+    Technique("optimizer", "sgd_momentum", "SGD with a momentum of 0.9: one value a parameter",
+              module="vramsweep.runners.techniques.sgd", checked=("cpu", "simulated")),
+    Technique("optimizer", "adafactor", "transformers' Adafactor: a value a row and a column", optim="adafactor",
+              module="vramsweep.runners.techniques.adafactor", checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              source="https://arxiv.org/abs/1804.04235"),
+    Technique("optimizer", "adamw_bnb_8bit", "bitsandbytes' AdamW, state in 8 bits", optim="adamw_bnb_8bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
+              excludes=NO_DTENSOR, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "paged_adamw_8bit", "the same in managed memory, which moves between host and card",
+              optim="paged_adamw_8bit", module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES,
+              checked=("simulated", "gpu"), excludes=NO_DTENSOR + NOT_PAGED,
+              source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "paged_adamw_32bit", "bitsandbytes' AdamW, state in fp32, in managed memory",
+              optim="paged_adamw_32bit", module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES,
+              checked=("simulated", "gpu"), excludes=NO_DTENSOR + NOT_PAGED,
+              source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "lion_32bit", "bitsandbytes' Lion: one fp32 value a parameter", optim="lion_32bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
+              excludes=NO_DTENSOR, source="https://arxiv.org/abs/2302.06675"),
+    Technique("optimizer", "lion_8bit", "the same in 8 bits", optim="lion_8bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
+              excludes=NO_DTENSOR, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "paged_lion_8bit", "the same in managed memory", optim="paged_lion_8bit",
+              module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("simulated", "gpu"),
+              excludes=NO_DTENSOR + NOT_PAGED, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+    Technique("optimizer", "adamw_torch_8bit", "torchao's AdamW, state in 8 bits, compiled", optim="adamw_torch_8bit",
+              module="vramsweep.runners.techniques.ao", packages=TORCHAO, capability=(7, 0),
+              checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              source="https://github.com/pytorch/ao/tree/main/torchao/optim"),
+    Technique("optimizer", "adamw_torch_4bit", "torchao's AdamW, state in 4 bits, compiled", optim="adamw_torch_4bit",
+              module="vramsweep.runners.techniques.ao", packages=TORCHAO, capability=(7, 0),
+              checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              source="https://github.com/pytorch/ao/tree/main/torchao/optim"),
+    Technique("optimizer", "deepspeed_fused_adam", "DeepSpeed's FusedAdam (ds_config's AdamW): no temporaries",
+              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed",), checked=("simulated", "gpu"),
+              excludes=(("device", ("cpu",), "its kernel needs CUDA; on device=cpu use adamw_torch"),
+                        ("offload_optimizer", (True,), "it steps on the card; use deepspeed_cpu_adam")),
+              source="https://deepspeed.readthedocs.io/en/latest/optimizers.html"),
+    Technique("optimizer", "deepspeed_cpu_adam", "DeepSpeedCPUAdam (ds_config's AdamW with offload)",
+              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed",), checked=("cpu", "simulated"),
+              excludes=(("offload_optimizer", (False,), "it steps in host memory; add offload_optimizer=true, or use "
+                         "deepspeed_fused_adam"),),
+              source="https://deepspeed.readthedocs.io/en/latest/optimizers.html"),
     # no_sync
     Technique("no_sync", True, "DistributedDataParallel.no_sync"),
     Technique("no_sync", False, "gradients are averaged after every accumulated pass", runners=("torch",),
@@ -346,8 +521,16 @@ def chosen(trial: Trial) -> tuple[Technique, ...]:
     return tuple(entry for entry in found if entry is not None)
 
 
+def changed(trial: Trial) -> list[str]:
+    """What of a trial's techniques is not the default, as it is typed; precision is always given, so not among them."""
+    values = ((name, getattr(trial, name), default) for name, default in DEFAULTS.items())
+    return [f"{name}={text(value)}" for name, value, default in values if value != default]
+
+
 def unproven(trial: Trial) -> list[str]:
-    """The techniques of a trial, beyond the defaults, that no card has been seen to run as predicted."""
+    """The techniques of a trial, beyond the defaults, that no card has been seen to run as predicted; none on a CPU."""
+    if trial.device.name == "cpu":
+        return []
     return [str(t) for t in chosen(trial) if t.proven is None and t.name != DEFAULTS.get(t.axis)]
 
 
@@ -376,15 +559,15 @@ def _known(trial: Trial, axis: Axis) -> str | None:
 
 
 def _fits(trial: Trial, entry: Technique) -> str | None:
-    if trial.runner.name not in entry.runners:
-        return f"{entry} needs runner={' or '.join(entry.runners)}, not {trial.runner.name}"
-    if entry.shardings is not None and trial.sharding not in entry.shardings:
-        return f"{entry} needs sharding={' or '.join(entry.shardings)}, not {trial.sharding}"
     for setting, excluded, why in entry.excludes:
         value = getattr(trial, setting)
         value = getattr(value, "name", value)  # a node: runner, device
         if value in excluded:
             return f"{entry} with {setting}={text(value)}: {why}"
+    if trial.runner.name not in entry.runners:
+        return f"{entry} needs runner={' or '.join(entry.runners)}, not {trial.runner.name}"
+    if entry.shardings is not None and trial.sharding not in entry.shardings:
+        return f"{entry} needs sharding={' or '.join(entry.shardings)}, not {trial.sharding}"
     if trial.device.name == "simulated" and entry.capability is not None:
         card = next((gpu for gpu in gpus.GPUS if gpu.name == trial.device.gpu), None)
         if card is not None and card.capability < entry.capability:

@@ -178,6 +178,7 @@ class Trial(_Frozen):
         parts = [self.model.name, self.runner.name, f"seq {self.seq_len}", f"batch {self.micro_batch}", self.precision]
         if self.sharding != "none":
             parts.insert(2, f"{self.sharding} x {self.world_size}")
+        parts += techniques.changed(self)
         if self.allocator.conf:
             parts.append(self.allocator.name)
         return " · ".join(parts)
@@ -320,7 +321,13 @@ def _simulated(trial: Trial) -> str | None:
     if trial.device.gpu not in {gpu.name for gpu in GPUS}:
         names = ", ".join(sorted(gpu.name for gpu in GPUS))
         return f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of {names}"
-    if allocator_config.parse(trial.allocator.conf).backend != "native":
+    conf = allocator_config.parse(trial.allocator.conf)
+    if conf.throw_on_cudamalloc_oom:
+        return (
+            f"allocator {trial.allocator.name}: throw_on_cudamalloc_oom cannot be simulated; leave it out, it only "
+            "changes how a failure is met"
+        )
+    if conf.backend != "native":
         return (
             f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
             "simulated; measure it on device=cuda"
@@ -334,7 +341,8 @@ def _allocator(trial: Trial) -> str | None:
     conf = allocator_config.parse(trial.allocator.conf)
     if trial.record and (trial.device.name != "cuda" or conf.backend != "native"):
         return "record=true needs device=cuda and PyTorch's native allocator: no other keeps a history of its events"
-    found = allocator_config.problems(conf, techniques.version("torch"))
+    torch = techniques.version("torch")
+    found = allocator_config.unknown_options(conf, torch) if torch is not None else []
     return f"allocator {trial.allocator.name}: {found[0]}" if found else None
 
 

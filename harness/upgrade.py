@@ -1,7 +1,7 @@
 """Trials and rows of earlier versions in today's layout, so that what they say still counts where it is still right.
 
-Version 1 (until 0.1): ranks, ZeRO's stage and offloads were the runner's, FSDP2 was a runner, checkpointing was a yes or
-no, optimizers had names of our own, and ids hashed the whole resolved trial, names and defaults too.
+Version 1 (until 0.1): ranks, ZeRO's stage and offloads were the runner's, FSDP2 was a runner, checkpointing was a yes
+or no, optimizers had names of our own, and ids hashed the whole resolved trial, names and defaults too.
 """
 
 from __future__ import annotations

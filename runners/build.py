@@ -24,8 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import techniques
 from vramsweep.runners.techniques import attention
+from vramsweep.runners.techniques.bnb import label
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+BF16_WEIGHTS = ("bf16_pure", "bf16_master")  # and no autocast
 POOL = 64  # distinct samples; steps cycle through them
 DOCUMENTS = 4  # in a packed synthetic sample
 IGNORED = -100  # a label that the loss leaves out
@@ -59,11 +61,11 @@ def prepare(trial: Trial) -> None:
 
 
 def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The model in training mode on `device`. `dtype` defaults to the precision's: bf16_pure's weights are bf16.
+    """The model in training mode on `device`. `dtype` defaults to the precision's, fp32 but for `BF16_WEIGHTS`.
 
     Raises InvalidTrial if the architecture is unknown or the sequence is longer than the model's positions.
     """
-    dtype = dtype or (torch.bfloat16 if trial.precision == "bf16_pure" else torch.float32)
+    dtype = dtype or (torch.bfloat16 if trial.precision in BF16_WEIGHTS else torch.float32)
     config = _config(trial)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and trial.seq_len > limit:
@@ -76,14 +78,19 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
             )
 
     if trial.weights == "pretrained":
+        special = techniques.pretrained(trial, device)
         net: Any = AutoModelForCausalLM.from_pretrained(
             str(trial.model.path),
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.implementation(trial),
-            trust_remote_code=False,
+            **{
+                "config": config,
+                "dtype": dtype,
+                "attn_implementation": attention.implementation(trial),
+                "trust_remote_code": False,
+                **special,
+            },
         )
-        net.to(device)
+        if not special:
+            net.to(device)
     else:
         net = techniques.construct(trial, make, device, dtype)
     if trial.use_cache != "default":
@@ -113,10 +120,14 @@ def _config(trial: Trial) -> Any:
         raise InvalidTrial(f"model {axis.name}: transformers does not accept it: {error}") from None
 
 
-def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
+def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Any:
     """The trial's optimizer over those of the parameters that are trained."""
     kind, arguments = techniques.optimizer(trial, device)
-    return kind([parameter for parameter in parameters if parameter.requires_grad], **arguments)
+
+    def make(trained: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return kind(trained, **arguments)
+
+    return techniques.stepping(trial, make, [parameter for parameter in parameters if parameter.requires_grad])
 
 
 def autocast(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -230,8 +241,16 @@ def _lines(name: str) -> list[str]:
 
 
 def parameters(net: torch.nn.Module, trained: bool = False) -> int:
-    """Number of parameters, or of those that are trained; shared ones once; under ZeRO-3 the whole ones, not shards."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in net.parameters() if p.requires_grad or not trained)
+    """Number of parameters, or of those that are trained; shared ones once; under ZeRO-3 the whole ones, not shards.
+
+    Packed weights count as those that they stand for.
+    """
+    modules: list[Any] = list(net.modules())
+    packed = {id(m.weight): m.in_features * m.out_features for m in modules if hasattr(m, "quant_state")}
+    found = [p for p in net.parameters() if p.requires_grad or not trained]
+    total: int = sum(packed.get(id(p), getattr(p, "ds_numel", p.numel())) for p in found)
+    buffers: int = sum(m.in_features * m.out_features for m in modules if "qweight" in m._buffers)  # GPTQ's
+    return total if trained else total + buffers
 
 
 def describe(net: Any, optim: Any) -> dict[str, Any]:
@@ -240,5 +259,18 @@ def describe(net: Any, optim: Any) -> dict[str, Any]:
         "parameters": parameters(net),
         "trainable_parameters": parameters(net, trained=True),
         "attention_effective": getattr(getattr(net, "config", None), "_attn_implementation", None),
-        "optimizer_effective": type(optim).__name__,
+        "optimizer_effective": optimizer_name(optim),
     }
+
+
+def optimizer_name(optim: Any) -> str:
+    """Class of the optimizer (a stand-in's: the class it stands for), with that of the one inside in parentheses.
+
+    bitsandbytes' classes serve several values of the axis, so their state's kind is said too.
+    """
+    inner, name = getattr(optim, "optimizer", None), type(optim).__name__
+    if isinstance(inner, torch.optim.Optimizer):
+        return f"{name}({optimizer_name(inner)})"
+    if type(optim).__module__.startswith("bitsandbytes."):
+        return label(name, optim.args.optim_bits, optim.is_paged)
+    return str(getattr(optim, "stands_for", name))

@@ -371,10 +371,14 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     autocast = torch.amp.autocast_mode.autocast
     enter = autocast.__init__
     clear = torch.clear_autocast_cache
+    enabled = torch.is_autocast_enabled
 
     def autocast_on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         dtype = torch.float16 if dtype is None and device_type == "cuda" else dtype
         enter(self, "cpu" if device_type == "cuda" else device_type, dtype, *args, **kwargs)
+
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return enabled("cpu" if device_type == "cuda" else device_type)
 
     def clear_casts() -> None:
         casts.clear()
@@ -420,6 +424,7 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     yield torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", load_on_host
     yield autocast, "__init__", autocast_on_cpu
     yield torch, "clear_autocast_cache", clear_casts
+    yield torch, "is_autocast_enabled", is_autocast_enabled
     yield torch.autograd, "_engine_run_backward", run_backward_here
     yield torch.Tensor, "record_stream", lambda tensor, stream: None
     yield torch.utils, "swap_tensors", swap

@@ -151,10 +151,12 @@ for _names, _formula in (
 # By operator; what a user registers with torch.utils.flop_counter.register_flop_formula counts too.
 FORMULAS: ChainMap[Any, Any] = ChainMap(_OURS, flop_registry)
 
-# Namespaces whose operators multiply no matrices: torch's own, collectives, bookkeeping. aten's that do are below.
+# Namespaces whose operators multiply no matrices: torch's own, collectives, bookkeeping, bitsandbytes' unpacking and
+# optimizers. Those of aten and bitsandbytes that do are below.
 PRODUCTLESS = frozenset(("aten", "prim", "prims", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "_dtensor",
-                         "_c10d_functional_autograd", "rngprims", "profiler", "inductor", "streams"))  # fmt: skip
-# Operators of aten that multiply matrices in a way for which nobody has a formula.
+                         "_c10d_functional_autograd", "rngprims", "profiler", "inductor", "streams",
+                         "bitsandbytes"))  # fmt: skip
+# Operators that multiply matrices in a way for which nobody has a formula.
 FORMULALESS = frozenset((
     "_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "miopen_rnn",
     "miopen_rnn_backward", "quantized_lstm", "quantized_gru", "_trilinear", "_foreach_mm", "_int_mm", "_scaled_mm_v2",
@@ -166,7 +168,8 @@ FORMULALESS = frozenset((
     "cudnn_convolution_add_relu", "cudnn_convolution_transpose", "_native_multi_head_attention",
     "_cudnn_attention_forward", "_cudnn_attention_backward", "_scaled_dot_product_fused_attention_overrideable",
     "_scaled_dot_product_fused_attention_overrideable_backward", "_triton_multi_head_attention",
-    "_triton_scaled_dot_attention",
+    "_triton_scaled_dot_attention", "gemm_4bit", "gemv_4bit", "int8_linear_matmul", "int8_scaled_mm",
+    "int8_mixed_scaled_mm",
 ))  # fmt: skip
 
 
@@ -176,11 +179,15 @@ class FlopCount(TorchDispatchMode):
     Source of the formulas: torch.utils.flop_counter. An operator without one is decomposed if it can be; if not, it
     counts nothing, and if it may multiply matrices its name is in `uncounted`. Attention is counted in full, causal or
     not. A kernel that is launched past torch's operators (an extension called from an autograd.Function) is not seen.
+
+    `repeated` are those of `total` that a backward pass spends on what the forward pass had computed: checkpointed
+    layers, and one of the five products in the backward pass of fused attention (the scores).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.repeated = 0
         self.uncounted: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,10 +202,24 @@ class FlopCount(TorchDispatchMode):
                 return decomposed
         out = func(*args, **kwargs)
         if formula is not None:
-            self.total += int(formula(*args, **kwargs, out_val=out))
+            flops = int(formula(*args, **kwargs, out_val=out))
+            self.total += flops
+            if _recomputes():
+                self.repeated += flops
+            elif formula is _attention_backward:
+                self.repeated += flops // 5
         elif func.namespace not in PRODUCTLESS or func._opname in FORMULALESS:
             self.uncounted.add(f"{func.namespace}::{func._opname}")
         return out
+
+
+def _recomputes() -> bool:
+    """Whether a backward pass runs a forward pass again, whose gradients are on (torch.utils.checkpoint).
+
+    An autograd.Function's forward has them off, as formulas of gradients have; but forward-mode AD only the former.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and (torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled())
 
 
 class SdpaKernels(TorchFunctionMode):

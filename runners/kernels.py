@@ -32,7 +32,13 @@ OVERWRITING = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "rand
 SPARSE = frozenset(("embedding", "gather", "index", "index_select", "take", "nll_loss_forward", "index_put_",
                     "index_add_", "index_copy_", "scatter_", "scatter_add_"))
 # fmt: on
-KINDS = {torch.float32: "fp32", torch.float16: "half", torch.bfloat16: "bf16"}
+KINDS = {
+    torch.float32: "fp32",
+    torch.float16: "half",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
 
 # A multi-tensor kernel takes chunks of 65,536 elements, at most 320 of them and as many tensors as its arguments hold,
 # by the number of lists (aten/src/ATen/native/cuda/MultiTensorApply.cuh, 4 KiB of arguments; CUDA 13 takes more).
@@ -58,6 +64,8 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) ->
     if not made and not changed:
         return None
     read = {} if name.endswith("_like") or name.startswith("new_") else dict(given)
+    if name == "fused":  # techniques/standin.py: its last list is only written
+        read = {key: tensor for key, tensor in read.items() if key not in _unique(args[2])}
     if name in OVERWRITING:
         read = {key: tensor for key, tensor in read.items() if key not in changed}
     if name == "nll_loss_backward":  # the log-probabilities are there for their shape

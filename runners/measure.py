@@ -259,7 +259,11 @@ class Measured:
 
 
 class Count:
-    """Untimed: FLOPs, those of the forward passes apart from the rest, and attention's kernels."""
+    """Untimed: FLOPs, those of the forward passes apart from the rest, and attention's kernels.
+
+    The model's are 3 x the forward passes' where all weights are trained. Frozen ones need no gradients: there they are
+    all that was counted but for what was computed twice.
+    """
 
     purpose = "counts FLOPs"
 
@@ -268,6 +272,7 @@ class Count:
         self.spent = 0.0
         self.forward: int | None = None  # up to the start of each backward pass
         self.total: int | None = None
+        self.repeated = 0  # of the total
         self.uncounted: set[str] = set()  # operators
         self.kernels = SdpaKernels()
         self._uncounted_by_backward: set[str] = set()
@@ -292,7 +297,7 @@ class Count:
 
     def leave(self, loss: torch.Tensor | None) -> None:
         self.close()
-        self.total, self.uncounted = self._count.total, self._count.uncounted
+        self.total, self.repeated, self.uncounted = self._count.total, self._count.repeated, self._count.uncounted
         self.forward = sum(self._forward) if self._forward else None
 
     def close(self) -> None:
@@ -304,10 +309,11 @@ class Count:
     def columns(self, row: Columns) -> Columns:
         """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
         trial = self.trial
-        model, hardware, found = self._trusted(row.get("attention_effective"))
+        frozen = row.get("trainable_parameters") != row.get("parameters")
+        model, hardware, found = self._trusted(row.get("attention_effective"), frozen)
         notes = [*(row.get("notes") or ()), *found]
         tokens = trial.micro_batch * trial.grad_accum * trial.seq_len  # of this rank, whose FLOPs were counted
-        of_model = None if model is None else 3 * model / tokens
+        of_model = None if model is None else model / tokens
         of_hardware = None if hardware is None else hardware / tokens
         peak = peak_flops(row["gpu_name"], trial.precision) if row["gpu_name"] else None
         used = None if peak is None else row["tokens_per_s"] / (peak * trial.world_size)
@@ -321,14 +327,17 @@ class Count:
             "notes": notes or None,
         }
 
-    def _trusted(self, attention: str | None) -> tuple[int | None, int | None, list[str]]:
-        """FLOPs of the forward passes and of all, None where they cannot be trusted, and notes that say why."""
+    def _trusted(self, attention: str | None, frozen: bool) -> tuple[int | None, int | None, list[str]]:
+        """FLOPs of the model and of all, None where they cannot be trusted, and notes that say why."""
         if self.total is None:
             return None, None, []
         if attention is not None and "flash" in attention:
             return None, None, [f"FLOPs are not known: the kernels of {attention} are not seen by torch's operators"]
-        model, hardware = self.forward, None if self.uncounted else self.total
-        notes = [f"model FLOPs are not known: {NO_BACKWARD}"] if model is None else []
+        hardware = None if self.uncounted else self.total
+        model = None if self.forward is None else 3 * self.forward
+        if frozen and model is not None:
+            model = None if hardware is None else hardware - self.repeated
+        notes = [f"model FLOPs are not known: {NO_BACKWARD}"] if self.forward is None else []
         if self._uncounted_by_backward:
             model = None
         if self.uncounted:

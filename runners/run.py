@@ -37,8 +37,8 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
 
     def publish(own: Columns) -> Columns:
         row = over_ranks(_gathered(trial, own))
-        if unreported:
-            row["notes"] = [*(row.get("notes") or ()), unreported]
+        if told:
+            row["notes"] = [*(row.get("notes") or ()), *told]
         if rank == 0:
             result.values(folder, row | about, complete=False)
         if trial.world_size > 1:
@@ -46,7 +46,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
         return row
 
     meter = Meter(trial, folder, device, rank, publish)
-    effective, unreported = effective_allocator(trial) if device.type == "cuda" else (None, None)
+    effective, told = effective_allocator(trial) if device.type == "cuda" else (None, [])
     about = {
         "environment": variables.recorded(os.environ),
         "allocator_conf_effective": effective,
@@ -84,8 +84,9 @@ def _device(trial: Trial) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def effective_allocator(trial: Trial) -> tuple[str, str | None]:
-    """The settings that took effect, canonical, as torch reports them, and a note naming those that it does not report.
+def effective_allocator(trial: Trial) -> tuple[str, list[str]]:
+    """The settings that took effect, canonical, as torch reports them, and notes: what it does not report, what of them
+    does nothing.
 
     Raises AllocatorMismatch where a reported one is not what the trial asks for.
     """
@@ -99,8 +100,10 @@ def effective_allocator(trial: Trial) -> tuple[str, str | None]:
     if found:
         raise AllocatorMismatch("; ".join(found))
     silent = [option.name for option in asked.set_options() if option.name not in known]
-    note = f"the {backend} allocator does not report whether these took effect: {', '.join(silent)}"
-    return effective.render(known), note if silent else None
+    notes = (
+        [f"the {backend} allocator does not report whether these took effect: {', '.join(silent)}"] if silent else []
+    )
+    return effective.render(known), notes + allocator_config.without_effect(asked)
 
 
 def _gathered(trial: Trial, own: Columns) -> list[Columns]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,10 +101,12 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
     }
     if predicted.failed is not None:
-        whole = replay(trace, config, None)
+        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
         peak = {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
         raise SimulatedOutOfMemoryError(_refused(predicted, card, whole), about | peak)
-    return columns(predicted) | speed(trial, trace, card) | details | about
+    found = columns(predicted) | speed(trial, trace, card) | details | about
+    notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
+    return found | {"notes": notes or None}
 
 
 def basis(trial: Trial) -> str:
@@ -172,7 +174,8 @@ def trace_key(trial: Trial, card: Gpu) -> str:
     """Names what a trace depends on: all of a trial that can change it, the card's generation, versions."""
     axes = trial.model_dump(mode="json", exclude={"allocator", "protocol", "repeat", "device"})
     versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
-    text = json.dumps([FORMAT, axes, card.capability, versions], sort_keys=True)
+    of_the_card = [card.capability, card.multiprocessors if trial.kernels == "liger" else None]
+    text = json.dumps([FORMAT, axes, of_the_card, versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

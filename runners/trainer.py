@@ -81,7 +81,7 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
         args=arguments,
         train_dataset=samples,
         callbacks=[boundaries],
-        optimizer_cls_and_kwargs=_optimizer(trial, device),
+        optimizer_cls_and_kwargs=None if _named(trial) else _optimizer(trial, arguments, device),
     )
     trainer.boundaries = boundaries
     if trial.device.name == "simulated" and trial.precision == "fp16":
@@ -92,12 +92,23 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
     trainer.train()
 
 
-def _optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """What the arguments cannot name: an optimizer that TrainingArguments lacks, or a stand-in for one."""
+def _named(trial: Trial) -> bool:
+    """Whether the arguments name the optimizer: not one that TrainingArguments lacks, nor a stand-in for one."""
     entry = technique("optimizer", trial.optimizer)
-    if trial.optimizer == "default" or (entry.optim and not (entry.packages and trial.device.name == "simulated")):
-        return None
-    return techniques.optimizer(trial, device)
+    return trial.optimizer == "default" or (
+        entry.optim is not None and not (entry.packages and trial.device.name == "simulated")
+    )
+
+
+def _optimizer(
+    trial: Trial, arguments: TrainingArguments, device: torch.device
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The trial's optimizer with what the arguments tell one that they name."""
+    kind, given = techniques.optimizer(trial, device)
+    told: dict[str, Any] = {"lr": arguments.learning_rate}
+    if issubclass(kind, torch.optim.AdamW):
+        told |= {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    return kind, given | told
 
 
 def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
@@ -107,7 +118,7 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
         "per_device_train_batch_size": trial.micro_batch,
         "gradient_accumulation_steps": trial.grad_accum,
         "max_steps": trial.steps(),
-        "bf16": trial.precision == "bf16",
+        "bf16": build.AUTOCAST.get(trial.precision) is torch.bfloat16,
         "fp16": trial.precision == "fp16",
         "tf32": (trial.precision == "tf32" and trial.device.name == "cuda") or None,
         "use_cpu": trial.device.name != "cuda",
@@ -122,7 +133,7 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
     if trial.device.name == "simulated":
         chosen["logging_nan_inf_filter"] = False  # it asks for the loss's value in every step
     optim = technique("optimizer", trial.optimizer).optim
-    if optim is not None and _optimizer(trial, torch.device("cpu")) is None:
+    if optim is not None and _named(trial):
         chosen["optim"] = optim
     try:
         return TrainingArguments(**(chosen | trial.runner.options))

@@ -55,7 +55,7 @@ def test_imports(path: Path) -> None:
     if package in ("analysis", "runners"):
         assert not found & {"hydra", "hydra_plugins"}
     if package == "analysis":
-        allowed = {"allocator", "command", "errors", "flags", "gpus", "journal", "row", "trial"}
+        allowed = {"allocator", "command", "errors", "flags", "gpus", "journal", "row", "techniques", "trial"}
         used = {n.split(".")[1] for n in imports(path) if n.startswith("harness.")}
         assert used <= allowed
 

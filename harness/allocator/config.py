@@ -339,8 +339,8 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
     return _typed(settings, key, bool)
 
 
-def problems(config: AllocatorConfig, torch_version: str | None, *, memory_limited: bool = False) -> list[str]:
-    """What contradicts what, and which options `torch_version` ("2.9.1+cu128"; None: any) does not know.
+def without_effect(config: AllocatorConfig, *, memory_limited: bool = False) -> list[str]:
+    """What of a setting does nothing, option by option, and what would change that. torch takes it all the same.
 
     `memory_limited` says that the process sets a memory limit by other means
     (`torch.cuda.set_per_process_memory_fraction`). Sources: `CUDAAllocatorConfig::parseArgs` for the backend,
@@ -362,11 +362,14 @@ def problems(config: AllocatorConfig, torch_version: str | None, *, memory_limit
     rounding, cached = config.pinned_max_round_threshold_mb, config.pinned_max_cached_size_mb
     if rounding is not None and cached is not None and rounding > cached:
         found.append("pinned_max_round_threshold_mb above pinned_max_cached_size_mb: the cache size decides")
-    if torch_version is not None:
-        have = _release(torch_version)
-        new = [o for o in config.set_options() if _release(o.since) > have]
-        found += [f"torch {torch_version} does not know {o.name}: it is new in {o.since}" for o in new]
     return found
+
+
+def unknown_options(config: AllocatorConfig, torch_version: str) -> list[str]:
+    """Which options `torch_version` ("2.9.1+cu128") does not know, and would refuse."""
+    have = _release(torch_version)
+    new = [o for o in config.set_options() if _release(o.since) > have]
+    return [f"torch {torch_version} does not know {o.name}: it is new in {o.since}" for o in new]
 
 
 def differences(asked: AllocatorConfig, effective: AllocatorConfig, only: Collection[str] | None = None) -> list[str]:

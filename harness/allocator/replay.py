@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vramsweep.harness.allocator.config import AllocatorConfig, parse, problems
+from vramsweep.harness.allocator.config import AllocatorConfig, parse, without_effect
 from vramsweep.harness.allocator.follow import RELEASES, Follower, Match, apply
 from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording
 from vramsweep.harness.allocator.recording import load as load_recording
@@ -120,7 +120,7 @@ def replay_under(recording: Recording, start: Start, config: AllocatorConfig, me
     except OutOfMemory as error:
         out_of_memory = _ended(index, recording, error)
         timeline.close()
-    notes = problems(config, None, memory_limited=memory_limit is not None)
+    notes = without_effect(config, memory_limited=memory_limit is not None)
     return _row(config, "rebuilt", simulator, out_of_memory, None, tuple(notes), timeline)
 
 

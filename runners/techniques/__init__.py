@@ -5,8 +5,10 @@ A module has the functions that its technique needs, and no others:
 - `around(trial, device)`: a context manager in which everything happens, from building to the last step;
 - `construct(trial, make, device, dtype)`: the bare model, in the place of `make(dtype)`, which builds it on the device
   in effect;
+- `pretrained(trial, device)`: arguments of `from_pretrained`, in the place of the dtype and of moving it to the device;
 - `model(trial, net, device)`: the built model, changed or wrapped, before ranks share it;
-- `optimizer(trial, device)`: (class, keyword arguments), as TrainingArguments' users know it.
+- `optimizer(trial, device)`: (class, keyword arguments), as TrainingArguments' users know it;
+- `stepping(trial, make, parameters)`: what steps in the plain loop, in the place of `make(parameters)`, the optimizer.
 
 On a device that is simulated a module needs no optional package: a stand-in allocates what the library's kernels do
 (standin.py).
@@ -43,16 +45,16 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
         yield
         return
     if device.type == "cuda":
-        _capable(trial, torch.cuda.get_device_capability(device))
+        _capable(trial, device)
     with contextlib.ExitStack() as stack:
         for hook in hooks(trial, "around"):
             stack.enter_context(hook(trial, device))
         yield
 
 
-def _capable(trial: Trial, has: tuple[int, int]) -> None:
+def _capable(trial: Trial, device: torch.device) -> None:
     for entry in techniques.chosen(trial):
-        if entry.capability is not None and has < entry.capability:
+        if entry.capability is not None and (has := torch.cuda.get_device_capability(device)) < entry.capability:
             needed, found = (".".join(map(str, c)) for c in (entry.capability, has))
             raise InvalidTrial(f"{entry} needs compute capability {needed}, and this card has {found}")
 
@@ -62,6 +64,11 @@ def construct(trial: Trial, make: Make, device: torch.device, dtype: torch.dtype
     for hook in hooks(trial, "construct"):
         return hook(trial, make, device, dtype)
     return make(dtype)
+
+
+def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
+    """What a technique tells `from_pretrained`; empty where none loads in a way of its own."""
+    return {key: value for hook in hooks(trial, "pretrained") for key, value in hook(trial, device).items()}
 
 
 def applied(trial: Trial, net: Any, device: torch.device) -> Any:
@@ -76,3 +83,10 @@ def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Opti
     module = importlib.import_module(str(techniques.technique("optimizer", trial.optimizer).module))
     found: tuple[type[torch.optim.Optimizer], dict[str, Any]] = module.optimizer(trial, device)
     return found
+
+
+def stepping(trial: Trial, make: Callable[[list[Any]], Any], parameters: list[Any]) -> Any:
+    """The optimizer over these parameters: `make`'s, or what a technique puts around it."""
+    for hook in hooks(trial, "stepping"):
+        return hook(trial, make, parameters)
+    return make(parameters)

@@ -111,7 +111,7 @@ def _row(
         "peak_flops": 312e12,
         "model_flops_per_token": 3e9,
         "gpu_name": "Synthetic 24 GB",
-        "optimizer": "AdamW",
+        "optimizer_effective": "AdamW",
     }
     return complete(values | fixed)
 

@@ -29,7 +29,7 @@ def row(device: str, length: int, batch: int, repeat: int = 0, **over: Any) -> R
         "trial_id": f"{device}-{batch}-{length}-{repeat}-{over.get('precision', 'bf16')}", "terminal": True,
         "outcome": "ok", "model": "made-up", "seq_len": length, "micro_batch": batch, "grad_accum": 1,
         "precision": "bf16", "allocator": "default", "allocator_conf": "", "runner": "torch", "device": device,
-        "optimizer": "AdamW", "world_size": 1, "weights": "random", "protocol": "quick", "repeat": repeat,
+        "optimizer_effective": "AdamW", "world_size": 1, "weights": "random", "protocol": "quick", "repeat": repeat,
         "gpu_name": CARD[device], "simulated_gpu": CARD[device] if device == "simulated" else None,
         "notes": [synthetic.NOTE],
     }  # fmt: skip
@@ -137,7 +137,7 @@ def test_what_the_rows_cannot_tell_is_said() -> None:
 def test_pairs_are_of_equal_settings_on_the_same_card() -> None:
     assert len(pairs(table(sweep(lengths=(128,), batches=(1,))))) == 1
     for over in ({"gpu_name": "NVIDIA A100-SXM4-80GB"}, {"gpu_name": "NVIDIA Nonesuch"}, {"gpu_name": None},
-                 {"micro_batch": 2}, {"optimizer": "SGD"}, {"checkpointing": "full"}, {"step_median_s": None},
+                 {"micro_batch": 2}, {"optimizer_effective": "SGD"}, {"checkpointing": "full"}, {"step_median_s": None},
                  {"outcome": "oom"}, {"foreign": "elsewhere"}):  # fmt: skip
         assert pairs(table([estimated(128, 1), measured(128, 1) | over])).empty
     apart = measured(128, 1) | {"protocol": "paper", "allocator": "expandable"}
@@ -188,10 +188,10 @@ def test_two_sweeps_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_setting_that_only_one_side_varies_is_named() -> None:
     one, other = table(sweep()), table(sweep())
-    one.frame["trial.optimizer"] = "adamw_torch"
+    one.frame["trial.lookahead"] = "yes"
     other.frame["trial.precision"] = "bf16"  # is a column too
     _, notes = together(one, other)
-    assert notes == ["trial.optimizer varies in one of the two sets of rows only and is not looked at"]
+    assert notes == ["trial.lookahead varies in one of the two sets of rows only and is not looked at"]
 
 
 def test_a_report_says_estimated_wherever_it_shows_one() -> None:

@@ -40,6 +40,7 @@ def gone(pid: int) -> bool:
 def test_each_fault_is_its_outcome_and_the_sweep_goes_on(
     run_sweep: Run, isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = set(psutil.Process().children(recursive=True))  # other tests' browsers among them
     monkeypatch.setenv("ORPHAN", str(tmp_path / "orphan.pid"))
     names = ["killed", "hangs", "raises", "oom", "exits", "host_oom", "orphan", "good"]
     if isolation == "cold":  # the slow way: what differs from the warm one
@@ -66,10 +67,7 @@ def test_each_fault_is_its_outcome_and_the_sweep_goes_on(
     assert by_name["killed"]["peak_allocated_bytes"] is None
     assert by_name["good"]["phase"] is None
     assert gone(int((tmp_path / "orphan.pid").read_text()))
-    assert not (set(psutil.Process().children(recursive=True)) - _before)
-
-
-_before = set(psutil.Process().children(recursive=True))
+    assert not (set(psutil.Process().children(recursive=True)) - before)
 
 
 def test_finished_trials_are_skipped_and_changed_ones_run(run_sweep: Run, tmp_path: Path) -> None:

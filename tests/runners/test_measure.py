@@ -275,7 +275,7 @@ def test_the_result_is_published_when_the_last_measured_step_is_over(tmp_path: P
         tmp_path,
     )
     assert len(published) == 1
-    assert published[0]["optimizer"] == "SGD" and published[0]["measured_steps"] == 2
+    assert published[0]["optimizer_effective"] == "SGD" and published[0]["measured_steps"] == 2
     complete = {k: v for k, v in meter.columns().items() if k in published[0] and k not in ("steps_s", "notes")}
     assert complete == {k: v for k, v in published[0].items() if k in complete}
 

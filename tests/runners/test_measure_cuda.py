@@ -135,7 +135,7 @@ def train(card: Card, trial: trials.Trial, meter: StepMeter, fails_at: int | Non
     """Steps that use 10 MiB forward, 30 backward, 20 in the optimizer."""
     weight = torch.ones(8, requires_grad=True)
     card.use(5 * MIB)
-    meter.built(lambda: {"optimizer": "none"})
+    meter.built(lambda: {"optimizer_effective": "none"})
     for index in range(trial.steps()):
         meter.step_begin()
         card.use(10 * MIB)
@@ -226,7 +226,7 @@ def test_a_trial_on_the_stand_in_reads_its_settings_back(runner: dict[str, int |
     assert columns is not None
     assert columns["allocator_conf_effective"] == ""
     assert columns["rank_peak_reserved_bytes"] == [columns["peak_reserved_bytes"]]
-    assert columns["worst_rank"] == 0 and columns["optimizer"] == "none"
+    assert columns["worst_rank"] == 0 and columns["optimizer_effective"] == "none"
     asked = trials.parse(tiny(device={"name": "cuda"}, allocator={"name": "e", "conf": "expandable_segments:True"}))
     with pytest.raises(run.AllocatorMismatch, match="expandable_segments"):
         run.run(asked, tmp_path)
@@ -247,7 +247,13 @@ def test_out_of_memory_after_the_measured_steps_is_a_note(
     row = result["values"]
     (note,) = row["notes"]
     assert told in note and "CUDA out of memory. Tried to allocate 2.00 GiB." in note and "more" not in note
-    for name in ("peak_reserved_bytes", "tokens_per_s", "optimizer", "measured_steps", "allocator_conf_effective"):
+    for name in (
+        "peak_reserved_bytes",
+        "tokens_per_s",
+        "optimizer_effective",
+        "measured_steps",
+        "allocator_conf_effective",
+    ):
         assert row[name] == expected["values"][name] is not None, name
     flops = row.get("hardware_flops_per_token")
     assert flops == (None if fails_at == 4 else expected["values"]["hardware_flops_per_token"])
@@ -263,24 +269,26 @@ def test_out_of_memory_in_a_measured_step_is_the_outcome(runner: dict[str, int |
 
 
 @pytest.mark.parametrize(
-    ("conf", "backend", "settings", "effective", "note"),
+    ("conf", "backend", "settings", "effective", "notes"),
     [
         (
             "backend:cudaMallocAsync,pinned_free_catch_all:True,pinned_use_background_threads:True",
             "cudaMallocAsync",
             {},
             "backend:cudaMallocAsync",
-            "the cudaMallocAsync allocator does not report whether these took effect: pinned_use_background_threads, "
-            "pinned_free_catch_all",
+            [
+                "the cudaMallocAsync allocator does not report whether these took effect: "
+                "pinned_use_background_threads, pinned_free_catch_all"
+            ],
         ),
         (
             "expandable_segments:True,pinned_free_catch_all:True",
             "native",
             {"expandable_segments": True, "max_split_size": -1},
             "expandable_segments:True",
-            "the native allocator does not report whether these took effect: pinned_free_catch_all",
+            ["the native allocator does not report whether these took effect: pinned_free_catch_all"],
         ),
-        ("max_split_size_mb:128", "native", {"max_split_size": 128 * MIB}, "max_split_size_mb:128", None),
+        ("max_split_size_mb:128", "native", {"max_split_size": 128 * MIB}, "max_split_size_mb:128", []),
     ],
 )
 def test_what_the_allocator_does_not_report_is_said_not_echoed(
@@ -290,13 +298,13 @@ def test_what_the_allocator_does_not_report_is_said_not_echoed(
     backend: str,
     settings: dict[str, Any],
     effective: str,
-    note: str | None,
+    notes: list[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
     kept = {"PYTORCH_CUDA_ALLOC_CONF": conf, **settings}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": kept})
     trial = trials.parse(tiny(device={"name": "cuda"}, allocator={"name": "custom", "conf": conf}))
-    assert run.effective_allocator(trial) == (effective, note)
+    assert run.effective_allocator(trial) == (effective, notes)
 
 
 def test_a_reported_setting_that_did_not_take_is_an_error(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

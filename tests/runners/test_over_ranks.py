@@ -16,7 +16,7 @@ def rank(**over: Any) -> dict[str, Any]:
         "device_used_bytes": 300, "device_baseline_bytes": 10, "gpu_uuid": "a", "gpu_name": "card",
         "elapsed_s": 2.0, "step_times_s": [1.0, 1.0], "tokens_per_s": 500.0, "loss_last": 3.0,
         "gpu_temperature_c": 50, "gpu_sm_clock_mhz": 1900, "throttle_reasons": [], "foreign_processes": None,
-        "skipped_steps": 0, "notes": [], "optimizer": "AdamW",
+        "skipped_steps": 0, "notes": [], "optimizer_effective": "AdamW",
     } | over  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_speed_is_the_slowest_rank_s_and_health_the_worst_of_all() -> None:
     assert row["foreign_processes"] == [7]
     assert row["skipped_steps"] == 1
     assert row["notes"] == ["one", "two"]
-    assert row["loss_last"] == 3.0 and row["optimizer"] == "AdamW"  # rank 0's
+    assert row["loss_last"] == 3.0 and row["optimizer_effective"] == "AdamW"  # rank 0's
 
 
 def test_where_reserved_is_unknown_allocated_tells_the_worst() -> None:

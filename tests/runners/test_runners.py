@@ -25,7 +25,15 @@ def deepspeed(stage: int, **over: Any) -> dict[str, Any]:
 
 def same_but_for_the_machine(row: Row) -> Row:
     """What must not depend on how the process was started: everything but time, resident sets and bookkeeping."""
-    kept = ("memory_source", "outcome", "optimizer", "attention_effective", "parameters", "runner_config", "trial_id")
+    kept = (
+        "memory_source",
+        "outcome",
+        "optimizer_effective",
+        "attention_effective",
+        "parameters",
+        "runner_config",
+        "trial_id",
+    )
     columns = {k: v for k, v in row.items() if "allocated" in k or "flops" in k or k.startswith("loss") or k in kept}
     return {k: v for k, v in columns.items() if v is not None}
 
@@ -201,7 +209,7 @@ def test_checkpointing_recomputes_and_precisions_run(run_sweep: Run) -> None:
     assert eager["attention_effective"] == "eager"
     assert eager["peak_allocated_bytes"] > plain["peak_allocated_bytes"]
     assert plain["optimizer_peak_allocated_bytes"] - sgd["optimizer_peak_allocated_bytes"] >= 2 * 119360 * 4
-    assert sgd["optimizer"] == "SGD"
+    assert sgd["optimizer_effective"] == "SGD"
 
 
 @pytest.mark.slow

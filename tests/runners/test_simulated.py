@@ -61,6 +61,29 @@ def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_setting_that_does_nothing_runs_with_a_note_and_a_collected_run_that_does_not_fit_says_what_it_needs(
+    run_sweep: Run,
+) -> None:
+    """What forums advise has a threshold without a limit, which torch takes and never uses."""
+    forum = "max_split_size_mb:128,garbage_collection_threshold:0.8"
+    small = {"device": {"name": "simulated", "gpu": "t4-16gb"}, "seq_len": 4096, "micro_batch": 512}
+    collected = "garbage_collection_threshold:0.8,per_process_memory_fraction:0.99"
+    plain, advised, full, full_plain = run_sweep(
+        allocator("max_split_128", "max_split_size_mb:128"),
+        allocator("forum", forum),
+        tiny(**small, allocator={"name": "gc", "conf": collected}),
+        tiny(**small),
+        isolation="warm",
+    )
+    assert advised["outcome"] == "ok"
+    assert advised["notes"] == [
+        "garbage_collection_threshold has no effect without a memory limit: set per_process_memory_fraction below 1"
+    ]
+    assert plain["notes"] is None and advised["peak_reserved_bytes"] == plain["peak_reserved_bytes"]
+    assert full["outcome"] == full_plain["outcome"] == "oom"
+    assert full["unlimited_peak_reserved_bytes"] == full_plain["unlimited_peak_reserved_bytes"] > 14 << 30
+
+
 def test_custom_targets_run_as_they_are_or_say_why_not(run_sweep: Run) -> None:
     rows = run_sweep(
         target("asks_for_a_value"),

@@ -1,0 +1,19 @@
+"""Adafactor of transformers, as the Trainer sets it up: without scaling by the parameter, without relative steps.
+
+Per matrix it keeps a row's and a column's second moments and the weights' norm, all in fp32; everything else is made
+anew in each step, parameter by parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.optimization import Adafactor
+
+from vramsweep.harness.trial import Trial
+
+
+def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class and the arguments of transformers' get_optimizer_cls_and_kwargs."""
+    return Adafactor, {"lr": 1e-5, "scale_parameter": False, "relative_step": False}

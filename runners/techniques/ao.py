@@ -1,0 +1,81 @@
+"""torchao's AdamW with 8-bit and 4-bit state, with the Trainer's block of 256 elements (torchao's own for 4 bits: 128).
+
+The stand-in has the state of torchao/optim/adam.py (`_new_buffer`) and its subclasses' `zeros`: codes, an fp32 scale a
+block and a table of its own for each moment; of the parameter's dtype for tensors of less than 4,096 elements or of a
+part of a block. The step counter and the learning rate are on the host.
+
+`single_param_adam` is compiled, parameter by parameter. What it has beside its arguments was read off the code that
+Inductor (torch 2.13, torchao 0.18) generates for CUDA: where a parameter's rows are not its blocks (any matrix whose
+last dimension is not the block's), the scaled moments, two of the parameter's size in fp32; with 4 bits also their
+codes before they are packed, two of its size in int64. Not covered: the copies of its arguments with which Inductor
+tries a kernel's settings in the first step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramsweep.harness.trial import Trial
+from vramsweep.runners.techniques import standin
+
+BLOCK = 256
+LEAST = 4096  # elements
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Standin(standin.Optimizer):
+    """State of `bits` a value and moment."""
+
+    bits = 0
+
+    def __init__(self, params: Any, lr: float = 1e-5, block_size: int = BLOCK) -> None:
+        super().__init__(params, lr)
+        self.block = block_size
+
+    def new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = {}
+        for moment in MOMENTS:
+            if p.numel() < LEAST or p.numel() % self.block:
+                state[moment] = torch.zeros_like(p)
+            else:
+                state[f"{moment}.codes"] = torch.zeros(p.numel() * self.bits // 8, dtype=torch.uint8, device=p.device)
+                state[f"{moment}.scale"] = torch.zeros(p.numel() // self.block, device=p.device)
+                state[f"{moment}.qmap"] = torch.empty(1 << self.bits, device=p.device)
+        return state
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        quantized = "exp_avg.codes" in state
+        apart = self.bits == 4 or (p.dim() > 1 and p.shape[-1] != self.block)
+        scratch: list[torch.Tensor] = []
+        if quantized and apart:
+            scratch = [torch.empty(p.numel() // self.block, device=p.device) for _ in MOMENTS]
+            scratch += [torch.empty(p.numel(), device=p.device) for _ in MOMENTS]
+            if self.bits == 4:
+                scratch += [torch.empty(p.numel(), dtype=torch.int64, device=p.device) for _ in MOMENTS]
+            standin.fused(list(state.values()), scratch)  # what this makes, the kernel that stores it reads
+        super().update(p, grad, state)
+
+
+class AdamW8bit(Standin):
+    """A byte a value."""
+
+    stands_for, bits = "AdamW8bit", 8
+
+
+class AdamW4bit(Standin):
+    """Half a byte a value."""
+
+    stands_for, bits = "AdamW4bit", 4
+
+
+def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class and what the Trainer tells it."""
+    of = AdamW4bit if trial.optimizer == "adamw_torch_4bit" else AdamW8bit
+    given = {"lr": 1e-5, "block_size": BLOCK}
+    if trial.device.name == "simulated":
+        return of, given
+    import torchao.optim
+
+    return getattr(torchao.optim, of.__name__), given

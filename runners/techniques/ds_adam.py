@@ -1,0 +1,56 @@
+"""DeepSpeed's own Adam, with decoupled weight decay: FusedAdam on the card, DeepSpeedCPUAdam for offloaded state.
+
+What a ds config's `"optimizer": {"type": "AdamW"}` gives. Both are compiled on first use, by nvcc or a C++ compiler.
+Where they are simulated only the compiled part is left out: FusedAdam's own Python code makes the state (fused_adam.py,
+`step`: two tensors like the parameter) and calls a kernel that has no temporaries; CPUAdam's state is in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.op_builder import FusedAdamBuilder
+
+from vramsweep.harness.trial import Trial
+from vramsweep.runners.techniques.standin import fused
+
+
+class OnHost(DeepSpeedCPUAdam):  # type: ignore[misc]
+    """DeepSpeedCPUAdam whose parameters and state are host memory, which is not traced, so that nothing is done."""
+
+    stands_for = "DeepSpeedCPUAdam"
+
+    def __init__(self, params: Any, lr: float = 1e-5, adamw_mode: bool = True) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "amsgrad": False})
+
+    def step(self, closure: Any = None) -> None:
+        """As every optimizer's: DeepSpeed steps once to have the state made."""
+
+
+def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class and its mode."""
+    if trial.optimizer == "deepspeed_fused_adam":
+        return FusedAdam, {"lr": 1e-5, "adam_w_mode": True}
+    return OnHost if trial.device.name == "simulated" else DeepSpeedCPUAdam, {"lr": 1e-5, "adamw_mode": True}
+
+
+@contextlib.contextmanager
+def around(trial: Trial, device: torch.device) -> Iterator[None]:
+    """FusedAdam finds its kernel compiled, or one that does nothing."""
+
+    def kernel(chunk: int, skip: torch.Tensor, lists: list[list[torch.Tensor]], *settings: Any) -> None:
+        gradients, *changed = lists
+        fused(gradients, [tensor for each in changed for tensor in each])
+
+    compiled = SimpleNamespace(multi_tensor_adam=kernel)
+    if trial.device.name == "simulated":
+        with mock.patch.object(FusedAdamBuilder, "load", lambda *args, **kwargs: compiled):
+            yield
+    else:
+        yield

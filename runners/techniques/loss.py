@@ -1,0 +1,144 @@
+"""Logits and cross entropy: transformers' own, without its upcast to fp32, or without ever having all logits.
+
+transformers computes the logits of every token, makes them fp32 and takes their cross entropy (ForCausalLMLoss in
+loss/loss_utils.py), which keeps the log-probabilities too: three tensors as large as the vocabulary times the tokens.
+Here the model's `loss_function` is another one. `no_upcast` works on the logits as they are. For the other two the
+output layer lets the hidden states through, and the loss function applies the layer itself: `chunked` to an eighth of
+the tokens at a time, which is computed again in the backward pass; `fused_linear` in Liger's function, which computes
+the gradients in the forward pass, chunk by chunk.
+
+Not covered: Liger's other kernels, and its own loss with kernels=liger (liger.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from vramsweep.harness import gpus
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners.techniques import liger_standin
+
+IGNORED = -100  # the label of a token that does not count
+CHUNKS = 8  # num_output_chunks of torchtune's LinearCrossEntropyLoss; torchtitan's chunked loss has as many
+
+Loss = Callable[..., torch.Tensor]
+
+
+def model(trial: Trial, net: Any, device: torch.device) -> Any:
+    """The model whose forward pass computes the trial's loss. Raises InvalidTrial for one without an output layer."""
+    base = causal(net)
+    if trial.loss == "no_upcast":
+        base.loss_function = no_upcast
+    elif trial.loss == "chunked":
+        without_logits(base, chunked)
+    elif trial.loss == "fused_linear":
+        without_logits(base, fused_linear(trial))
+    return net
+
+
+def causal(net: Any) -> Any:
+    """The language model itself: of one with adapters the model inside."""
+    return net.get_base_model() if hasattr(net, "get_base_model") else net
+
+
+def no_upcast(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """ForCausalLMLoss in the dtype of `logits`. Autocast would make them fp32 after all, so it is off inside."""
+    with torch.autocast(logits.device.type, enabled=False):
+        return _counted(F.cross_entropy, logits.view(-1, vocab_size), _targets(labels), num_items_in_batch)
+
+
+def chunked(
+    layer: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """The loss of hidden states (batch, length, width), `CHUNKS` parts of their tokens after each other."""
+
+    def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(layer(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
+
+    targets = _targets(labels)
+    parts = zip(hidden.flatten(0, 1).chunk(CHUNKS), targets.chunk(CHUNKS), strict=True)
+    losses = [checkpoint(part, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
+    items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    total: torch.Tensor = torch.stack(losses).sum() / items
+    return total
+
+
+def fused_linear(trial: Trial) -> Loss:
+    """Liger's LigerForCausalLMLoss, or its stand-in, as a function of the output layer, hidden states and labels."""
+    fused = _stand_in(trial) if trial.device.name == "simulated" else _library()
+
+    def loss(layer: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        head = layer.__self__
+        width = hidden.shape[-1]
+        return fused(hidden, head.weight, labels, width, num_items_in_batch=num_items_in_batch, bias=head.bias)
+
+    return loss
+
+
+def _library() -> Loss:
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+    loss: Loss = LigerForCausalLMLoss
+    return loss
+
+
+def _stand_in(trial: Trial) -> Loss:
+    return functools.partial(liger_standin.causal_loss, gpus.named(trial.device.gpu).capability)
+
+
+def without_logits(base: Any, loss: Loss) -> None:
+    """Make the output layer let hidden states through, and `loss(layer, hidden, labels, number of items)` the loss."""
+    head = base.get_output_embeddings()
+    if head is None:
+        raise InvalidTrial(f"{type(base).__name__} has no output layer to take the loss of; use loss=plain")
+    layer = head.forward
+    passed = _Passed()
+
+    def through(hidden: torch.Tensor) -> torch.Tensor:
+        passed.hidden = hidden
+        return hidden
+
+    def of_hidden(
+        logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        hidden, passed.hidden = passed.hidden, None
+        if logits is not hidden:
+            raise InvalidTrial(
+                f"{type(base).__name__} changes its logits after the output layer, so that they are needed; use loss=plain"
+            )
+        return loss(layer, hidden, labels, num_items_in_batch)
+
+    head.forward, base.loss_function = through, of_hidden
+
+
+class _Passed:
+    """What an output layer let through and no loss was taken of yet."""
+
+    hidden: torch.Tensor | None = None
+
+
+def _targets(labels: torch.Tensor) -> torch.Tensor:
+    """The token after each one, and none after the last; flat."""
+    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
+
+
+def _counted(cross_entropy: Loss, logits: torch.Tensor, targets: torch.Tensor, items: Any) -> torch.Tensor:
+    """The mean over the tokens that count, or over `items`, the Trainer's number of them in all accumulated batches."""
+    if items is None:
+        return cross_entropy(logits, targets, ignore_index=IGNORED)
+    return cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / items

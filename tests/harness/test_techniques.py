@@ -1,0 +1,142 @@
+"""The registry of techniques: it is whole, everything that follows from it does, and what cannot be says why."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT, tiny
+
+from vramsweep.analysis import groups
+from vramsweep.harness import cli, registry, row, techniques
+from vramsweep.harness import trial as trials
+from vramsweep.harness.techniques import AXES, TECHNIQUES, Package, Technique
+
+CONFIG = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
+RUNNERS = {runner.name for runner in registry.RUNNERS}
+SETTINGS = {*trials.Trial.model_fields}
+HOOKS = {"around", "construct", "model", "optimizer"}
+
+
+@pytest.mark.parametrize("axis", AXES, ids=lambda axis: axis.name)
+def test_an_axis_is_a_field_a_column_a_setting_and_tells_groups_apart(axis: techniques.Axis) -> None:
+    field = trials.Trial.model_fields[axis.name]
+    assert field.annotation is axis.kind
+    assert row.BY_NAME[axis.name].type is axis.kind and row.BY_NAME[axis.name].group == "axes"
+    assert axis.name in groups.ASKED
+    if axis.default is None:
+        assert field.is_required()
+        return
+    assert field.default == axis.default == CONFIG[axis.name] == trials.LEFT_OUT[(axis.name,)]
+    if values := techniques.values(axis.name):
+        assert axis.default in values
+    if axis.of is not None:
+        assert set(axis.of[1]) <= set(techniques.values(axis.of[0]))
+
+
+@pytest.mark.parametrize("entry", TECHNIQUES, ids=str)
+def test_an_entry_names_what_exists(entry: Technique) -> None:
+    assert entry.axis in {axis.name for axis in AXES}
+    assert len([e for e in TECHNIQUES if str(e) == str(entry)]) == 1
+    assert set(entry.runners) <= RUNNERS and set(entry.checked) <= {"cpu", "simulated", "gpu"}
+    assert set(entry.shardings or ()) <= {sharding.name for sharding in registry.SHARDINGS}
+    for setting, values, why in entry.excludes:
+        assert setting in SETTINGS and values and len(why) > 10
+        known = techniques.values(setting)
+        assert not known or set(values) <= set(known)
+    if entry.module is not None:
+        assert HOOKS & set(dir(importlib.import_module(entry.module)))
+    if techniques.DEFAULTS.get(entry.axis) != entry.name and entry.axis != "precision":
+        assert entry.checked, "no test looks at it"
+
+
+def test_every_precision_has_its_option() -> None:
+    options = {path.stem for path in (ROOT / "conf" / "precision").glob("*.yaml")}
+    assert options == set(techniques.values("precision"))
+
+
+def test_a_value_that_is_not_there_names_those_that_are() -> None:
+    with pytest.raises(trials.InvalidTrial, match="optimizer=adam9: there is no such optimizer; choose one of default"):
+        trials.parse(tiny(optimizer="adam9"))
+
+
+def test_a_setting_of_a_technique_that_is_off_is_an_error() -> None:
+    with pytest.raises(trials.InvalidTrial, match="lora_r belongs to adapter=lora, not adapter=none"):
+        trials.parse(tiny(lora_r=8))
+
+
+def entry_of(monkeypatch: pytest.MonkeyPatch, **over: Any) -> None:
+    """One more optimizer."""
+    values: dict[str, Any] = {"axis": "optimizer", "name": "test", "meaning": "m", **over}
+    monkeypatch.setitem(techniques._BY_AXIS["optimizer"], "test", Technique(**values))
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ({"packages": (Package("no-such-package", "1.2"),)}, "pip install 'no-such-package>=1.2'"),
+        ({"packages": (Package("torch", "99.0"),)}, "at least 99.0, and "),
+        ({"runners": ("deepspeed",)}, "optimizer=test needs runner=deepspeed, not torch"),
+        ({"shardings": ("zero2", "zero3")}, "needs sharding=zero2 or zero3, not none"),
+        ({"excludes": (("device", ("cpu",), "because; use cuda"),)}, "optimizer=test with device=cpu: because; use"),
+        ({"rules": (lambda trial: f"length {trial.seq_len}",)}, "length 32"),
+    ],
+)
+def test_what_an_entry_forbids_is_invalid_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, over: dict[str, Any], message: str
+) -> None:
+    entry_of(monkeypatch, **over)
+    with pytest.raises(trials.InvalidTrial) as error:
+        trials.parse(tiny(optimizer="test"))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_prediction_needs_no_package_but_the_card_has_to_be_new_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry_of(monkeypatch, packages=(Package("no-such-package", "1.2"),), capability=(8, 9))
+
+    def on(card: str) -> trials.Trial:
+        return trials.parse(tiny(optimizer="test", device={"name": "simulated", "gpu": card}))
+
+    assert on("h100-80gb").optimizer == "test"
+    with pytest.raises(trials.InvalidTrial, match=r"needs compute capability 8.9, and a100-80gb has 8.0"):
+        on("a100-80gb")
+
+
+def test_a_custom_target_is_told_what_is_asked_for_and_applies_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry_of(monkeypatch, packages=(Package("no-such-package", "1.2"),))
+    target = f"{ROOT / 'tests' / 'targets' / 'faults.py'}:good"
+    assert trials.parse(tiny(optimizer="test", runner={"name": "custom", "target": target})).optimizer == "test"
+
+
+def test_a_template_imports_what_the_techniques_of_its_trials_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry_of(monkeypatch, preload=("colorsys",))
+    plain, with_it = (trials.parse(tiny(optimizer=name)) for name in ("default", "test"))
+    assert registry.template(plain) == "torch" and registry.template(with_it) == "torch+optimizer=test"
+    assert registry.preload("torch+optimizer=test") == (*registry.preload("torch"), "colorsys")
+
+
+def test_unproven_names_what_no_card_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry_of(monkeypatch)
+    proven = techniques._BY_AXIS["precision"]["fp32"].proven
+    asked = {"optimizer": "test", "checkpointing": "full"}
+    assert techniques.unproven(trials.parse(tiny(**asked))) == []  # measured on a CPU, which is no card
+    found = techniques.unproven(trials.parse(tiny(**asked, device={"name": "simulated", "gpu": "h100-80gb"})))
+    assert found == [*([] if proven else ["precision=fp32"]), "checkpointing=full", "optimizer=test"]
+
+
+def test_the_terminal_and_the_documentation_list_every_technique(capsys: pytest.CaptureFixture[str]) -> None:
+    assert techniques.markdown_table() in (ROOT / "docs" / "techniques.md").read_text(), (
+        "replace the tables by the output of: python -m harness techniques --markdown"
+    )
+    assert cli.main(["techniques"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {techniques.text(entry.name)}" in shown for entry in TECHNIQUES)
+    assert cli.main(["techniques", "optimizer", "--json"]) == 0
+    (optimizer,) = json.loads(capsys.readouterr().out)
+    assert [value["name"] for value in optimizer["values"]] == list(techniques.values("optimizer"))
+    assert cli.main(["techniques", "optimiser"]) == 2
+    assert "there is no such setting; settings: precision" in capsys.readouterr().err

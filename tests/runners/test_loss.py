@@ -1,0 +1,207 @@
+"""Losses: the same value and gradients whatever computes them, and the memory that each does without."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Run, merged, tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from vramsweep.harness import gpus, trial
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.trial import InvalidTrial
+from vramsweep.runners import build, run, simulated, torch_loop, trainer
+from vramsweep.runners.predict import Prediction, replay
+from vramsweep.runners.techniques import loss, standin
+from vramsweep.runners.trace import Trace
+
+CPU = torch.device("cpu")
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GPT2 = {"model_type": "gpt2", "config": {"n_embd": 64, "n_layer": 1, "n_head": 2, **NO_DROPOUT}}
+RUNNERS = {"torch": torch_loop, "trainer": trainer}
+
+
+def networks(**over: Any) -> tuple[Any, Any]:
+    """The same weights with transformers' own loss, and with the trial's."""
+    chosen = trial.parse(tiny(**over))
+    torch.manual_seed(0)
+    plain = build.model(chosen.model_copy(update={"loss": "plain"}), CPU)
+    return plain, loss.model(chosen, copy.deepcopy(plain), CPU)
+
+
+def batches(items: bool) -> list[dict[str, Any]]:
+    """Two batches, of which some tokens are no labels; with the number of all that are, as the Trainer passes it."""
+    generator = torch.Generator().manual_seed(1)
+    found: list[dict[str, Any]] = []
+    for padded in (5, 17):
+        ids = torch.randint(512, (2, 27), generator=generator)  # no multiple of the number of chunks
+        found.append({"input_ids": ids, "labels": ids.clone()})
+        found[-1]["labels"][:, -padded:] = -100
+    if items:
+        counted = sum((batch["labels"][:, 1:] != -100).sum() for batch in found)
+        found = [{**batch, "num_items_in_batch": counted} for batch in found]
+    return found
+
+
+@pytest.mark.parametrize("items", [False, True], ids=["mean", "of all accumulated"])
+@pytest.mark.parametrize(
+    ("name", "model"), [("chunked", {}), ("no_upcast", {}), ("chunked", GPT2), ("no_upcast", GPT2)]
+)
+def test_the_loss_and_its_gradients_are_transformers_own(name: str, model: dict[str, Any], items: bool) -> None:
+    plain, other = networks(loss=name, model=model)
+    for batch in batches(items):
+        expected, found = plain(**batch).loss, other(**batch).loss
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        expected.backward()
+        found.backward()
+    for (key, theirs), ours in zip(plain.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7, msg=key)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+def test_half_precision_is_as_near_as_it_can_be(precision: str) -> None:
+    chosen = trial.parse(tiny(precision=precision))
+    for name in ("chunked", "no_upcast"):
+        plain, other = networks(loss=name, precision=precision)
+        (batch, _) = batches(False)
+        with build.autocast(chosen, CPU):
+            expected, found = plain(**batch).loss, other(**batch).loss
+        assert float(found) == pytest.approx(float(expected), rel=1e-2 if name == "no_upcast" else 1e-5)
+        assert (found.dtype is torch.float32) == (name == "chunked")
+        found.backward()
+
+
+def test_a_model_that_changes_its_logits_is_refused() -> None:
+    config = AutoConfig.for_model(
+        "gemma2", vocab_size=512, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, attn_implementation="eager",
+    )  # fmt: skip
+    net = loss.model(trial.parse(tiny(loss="chunked")), AutoModelForCausalLM.from_config(config), CPU)
+    with pytest.raises(InvalidTrial, match="changes its logits"):
+        net(**batches(False)[0])
+
+
+@pytest.mark.parametrize("runner", ["torch", "trainer"])
+def test_real_steps(tmp_path: Path, runner: str) -> None:
+    losses = []
+    for name in ("default", "plain", "no_upcast", "chunked"):
+        row = run.run(trial.parse(tiny(loss=name, runner={"name": runner}, grad_accum=2)), tmp_path)
+        assert row is not None
+        assert row["model_flops_per_token"] > 0
+        losses.append((row["loss_first"], row["loss_last"]))
+    assert losses[0][0] == pytest.approx(math.log(512) / 2, rel=0.02)  # that of one of two accumulated batches
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_chunks_cost_another_product_with_the_output_layer(tmp_path: Path) -> None:
+    flops = {}
+    for name in ("plain", "chunked"):
+        row = run.run(trial.parse(tiny(loss=name)), tmp_path)
+        assert row is not None
+        flops[name] = row["hardware_flops_per_token"]
+    assert flops["chunked"] - flops["plain"] == pytest.approx(2 * 64 * 512)
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 320, "vocab_size": 65_536}
+BIG = {"seq_len": 256, "micro_batch": 4, "model": {"config": WIDE}}
+
+
+def traced(folder: Path, **over: Any) -> tuple[Trace, Prediction]:
+    values = tiny(**merged(BIG, {"device": {"name": "simulated", "gpu": "a100-80gb"}, **over}))
+    chosen = trial.parse(values)
+    found, _ = simulated.trace_trial(chosen, gpus.named("a100-80gb"), folder, RUNNERS[chosen.runner.name])
+    return found, replay(found, AllocatorConfig(), None)
+
+
+LOGITS = 4 * 256 * 65_536
+
+
+def test_what_each_loss_holds_of_the_logits(tmp_path: Path) -> None:
+    """transformers' own: log-probabilities, their gradient and that of the logits, in fp32 (with autocast too)."""
+
+    def beyond(name: str, **over: Any) -> float:
+        _, predicted = traced(tmp_path, loss=name, precision="bf16", **over)
+        held = ("parameters", "gradients", "optimizer_state", "workspaces")
+        return (predicted.peak["allocated"] - sum(predicted.breakdown[part] for part in held)) / LOGITS
+
+    plain, half, chunked, fused = map(beyond, ("plain", "no_upcast", "chunked", "fused_linear"))
+    assert beyond("default") == plain
+    assert 12 <= plain < 13
+    assert 6 <= half < 7
+    assert fused <= chunked < plain / 4
+
+
+@pytest.mark.slow
+def test_what_chunks_save_is_what_they_save_on_a_cpu(run_sweep: Run) -> None:
+    """The tensors that a real step has at its fullest, in fp32, phase by phase."""
+    card = {"device": {"name": "simulated", "gpu": "a100-80gb"}}
+    trials = [
+        tiny(**merged(BIG, {"seq_len": 128, "loss": name, **over}))
+        for over in ({}, card)
+        for name in ("plain", "chunked")
+    ]
+    rows = run_sweep(*trials, isolation="warm")
+    assert [row["outcome"] for row in rows] == ["ok"] * 4, [row["reason"] for row in rows]
+    for phase in ("forward", "backward"):
+        column = f"{phase}_peak_allocated_bytes"
+        measured, predicted = (rows[at][column] - rows[at + 1][column] for at in (0, 2))
+        assert predicted == pytest.approx(measured, rel=0.01), phase
+
+
+@pytest.mark.parametrize("name", ["no_upcast", "chunked", "fused_linear"])
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"runner": {"name": "trainer"}},
+        {"sharding": "fsdp2", "world_size": 4},
+        {"checkpointing": "full"},
+    ],
+    ids=["trainer", "fsdp2", "recomputed"],
+)
+def test_every_runner_s_peak_is_lower(tmp_path: Path, name: str, over: dict[str, Any]) -> None:
+    _, plain = traced(tmp_path, precision="bf16", **over)
+    _, other = traced(tmp_path, precision="bf16", loss=name, **over)
+    assert plain.peak["allocated"] - other.peak["allocated"] > (2 if name == "no_upcast" else 4) * LOGITS
+
+
+@pytest.mark.slow
+def test_deepspeed_takes_them_too(run_sweep: Run) -> None:
+    small = {"zero_optimization": {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}}
+    engine = {"runner": {"name": "deepspeed", "options": small}, "sharding": "zero2", "precision": "bf16"}
+    card = {"device": {"name": "simulated", "gpu": "a100-80gb"}, "world_size": 4, **BIG}
+    plain, no_upcast, chunked, *predicted = run_sweep(
+        *(tiny(**engine, loss=name) for name in ("plain", "no_upcast", "chunked")),
+        *(tiny(**merged(engine, {"loss": name, **card})) for name in ("plain", "no_upcast", "chunked", "fused_linear")),
+        isolation="warm",
+    )
+    for row in (plain, no_upcast, chunked, *predicted):
+        assert row["outcome"] == "ok", row["reason"]
+    assert no_upcast["loss_last"] == pytest.approx(plain["loss_last"], rel=1e-2)
+    assert chunked["loss_last"] == pytest.approx(plain["loss_last"], rel=1e-3)
+    peaks = [row["peak_allocated_bytes"] for row in predicted]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] - peaks[1] > 2 * LOGITS
+    assert peaks[0] - peaks[2] > 4 * LOGITS
+
+
+def test_what_cannot_be_is_said() -> None:
+    for over, reason in (
+        ({"loss": "fused_linear"}, "use loss=chunked"),
+        ({"loss": "chunked", "runner": {"name": "deepspeed"}, "sharding": "zero3"}, "needs sharding="),
+        (
+            {"loss": "chunked", "runner": {"name": "trainer", "options": {"label_smoothing_factor": 0.1}}},
+            "label_smoothing_factor",
+        ),
+    ):
+        with pytest.raises(InvalidTrial, match=reason):
+            trial.parse(tiny(**over))
+
+
+def test_a_product_that_is_added_counts_as_one() -> None:
+    assert standin._product(torch.empty(3, 5), torch.empty(5, 7), torch.empty(3, 7)) == 2 * 3 * 5 * 7
