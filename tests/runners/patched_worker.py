@@ -47,6 +47,8 @@ def averaged(state: Any, bucket: Any) -> Any:
     return allreduce_hook(None, bucket)
 
 
+averaged.__annotations__.clear()  # which torch compares with its own types, and these are texts
+
 if __name__ == "__main__":
     folder, *what = sys.argv[1:]
     if "averages" in what:
