@@ -196,14 +196,8 @@ def test_bf16_master_has_half_weights_and_copies_beside_the_state(tmp_path: Path
     assert total(trace) == copies + state(real.optimizer, counters=name == "adamw_torch_fused")
     assert total(trace, "parameters") == stored(real.parameters) == copies // 2 == 2 * details["parameters"]
     assert total(trace, "gradients") == 3 * (2 + 4) * details["parameters"]  # three steps, in bf16 and cast
-<<<<<<< HEAD
-    assert (
-        details["optimizer_effective"] == build.optimizer_name(real) == f"MasterWeights({EFFECTIVE.get(name, 'AdamW')})"
-    )
-=======
     wrapped = f"MasterWeights({EFFECTIVE.get(name, 'AdamW')})"
     assert details["optimizer_effective"] == build.optimizer_name(real) == wrapped
->>>>>>> wt-opt
     row = run.run(trial.parse(values("odd", optimizer=name, precision="bf16_master")), tmp_path)
     assert row is not None and math.isfinite(row["loss_last"])
 
