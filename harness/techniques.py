@@ -152,6 +152,8 @@ def _checkpoint(trial: Trial) -> str | None:
     )
 
 
+# None of them is preloaded: peft imports bitsandbytes, whose import initialises CUDA (cuda_specs.py:
+# get_compute_capabilities), and no process that has can be forked.
 _PEFT = Package("peft", "0.17")
 _QLORA = (_PEFT, Package("bitsandbytes", "0.46.1"))
 _QLORA_GUIDE = "https://huggingface.co/docs/peft/developer_guides/quantization"
@@ -175,15 +177,13 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("quantization", "nf4", "linear layers but the output layer in bitsandbytes' 4 bits (NF4); the precision "
               "says their dtype before and that of the arithmetic, what is not quantised is fp32 (peft's "
               "prepare_model_for_kbit_training)", module="vramsweep.runners.techniques.nf4", packages=_QLORA,
-              preload=("bitsandbytes", "peft"), shardings=_WHOLE,
-              rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), source=_QLORA_GUIDE),
+              shardings=_WHOLE, rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), source=_QLORA_GUIDE),
     Technique("quantization", "nf4_double", "as nf4, and the blocks' scales in 8 bits (double quantisation)",
-              module="vramsweep.runners.techniques.nf4", packages=_QLORA, preload=("bitsandbytes", "peft"),
-              shardings=_WHOLE, rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"),
-              source=_QLORA_GUIDE),
+              module="vramsweep.runners.techniques.nf4", packages=_QLORA, shardings=_WHOLE,
+              rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), source=_QLORA_GUIDE),
     Technique("quantization", "gptq", "linear layers but the output layer in GPTQ's 4 bits, groups of 128; the rest as "
               "the precision's half", module="vramsweep.runners.techniques.gptq",
-              packages=(Package("gptqmodel", "7.0"), Package("optimum", "1.24")), preload=("gptqmodel",),
+              packages=(Package("gptqmodel", "7.0"), Package("optimum", "1.24")),
               runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_adapted, _checkpoint),
               checked=("simulated",),
               excludes=(("precision", ("fp32", "tf32", "bf16_pure"), "its kernels work in half precision; use bf16 or "
@@ -191,7 +191,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     # adapter
     Technique("adapter", "none", "all weights are trained"),
     Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are "
-              "in half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,), preload=("peft",),
+              "in half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,),
               shardings=(*_WHOLE, "fsdp2"), checked=("cpu", "simulated"),
               source="https://huggingface.co/docs/peft/developer_guides/lora"),
     # attention
