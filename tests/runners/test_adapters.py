@@ -97,6 +97,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["torch", "trainer"])
 @pytest.mark.parametrize(
     ("values", "over", "kind"),
@@ -505,41 +506,42 @@ def test_targets_that_are_no_linear_layers_are_invalid(tmp_path: Path, names: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("over", [LORA | {"precision": "bf16"}, DOUBLE], ids=["lora", "nf4_double"])
-def test_two_real_ranks_average_the_adapters_gradients_only(run_sweep: Run, over: dict[str, Any]) -> None:
+def test_real_ranks_share_frozen_weights_and_adapters(run_sweep: Run) -> None:
+    """DDP with whole and with packed weights; FSDP2 with parameters of one and of two dtypes."""
     pytest.importorskip("peft")
-    (row,) = run_sweep(tiny(**over, sharding="ddp", world_size=2), isolation="cold")
-    assert row["outcome"] == "ok", row["reason"]
-    assert row["trainable_parameters"] < 0.2 * row["parameters"]
-    assert row["loss_last"]
+    pytest.importorskip("bitsandbytes")
+    ddp, fsdp = ({"sharding": name, "world_size": 2} for name in ("ddp", "fsdp2"))
+    sharded = [LORA | fsdp | {"precision": precision} for precision in ("bf16", "bf16_pure")]
+    chosen = [LORA | ddp | {"precision": "bf16"}, DOUBLE | ddp, *sharded]
+    trials = [*[tiny(**over) for over in chosen], *[tiny(**over, device=DEVICE) for over in sharded]]
+    rows = run_sweep(*trials, isolation="warm")
+    assert [row["outcome"] for row in rows] == ["ok"] * 6, [row["reason"] for row in rows]
+    adapters, parameters = rows[0]["trainable_parameters"], rows[0]["parameters"]
+    assert adapters < 0.2 * parameters
+    assert all(row["trainable_parameters"] == adapters and row["parameters"] == parameters for row in rows)
+    assert all(row["loss_last"] for row in rows[:4])
+    for size, predicted in zip((4, 2), rows[4:], strict=True):
+        assert predicted["peak_parameters_bytes"] == (size * (parameters - adapters) + 4 * adapters) / 2
+        assert predicted["peak_optimizer_state_bytes"] == 2 * 4 * adapters / 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
-def test_fsdp_shards_frozen_weights_and_adapters(run_sweep: Run, precision: str) -> None:
+def test_deepspeed_trains_the_adapters_only(run_sweep: Run) -> None:
+    """Its bf16 has everything in bf16 beside fp32 copies of what is trained, and there is but one rank to share it."""
     pytest.importorskip("peft")
-    over = LORA | {"sharding": "fsdp2", "world_size": 2, "precision": precision}
-    real, predicted = run_sweep(tiny(**over), tiny(**over, device=DEVICE), isolation="cold")
-    assert [real["outcome"], predicted["outcome"]] == ["ok", "ok"], (real["reason"], predicted["reason"])
-    adapters, weights = real["trainable_parameters"], real["parameters"] - real["trainable_parameters"]
-    size = 4 if precision == "bf16" else 2
-    assert predicted["peak_parameters_bytes"] == (size * weights + 4 * adapters) / 2
-    assert predicted["peak_optimizer_state_bytes"] == 2 * 4 * adapters / 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
-@pytest.mark.parametrize("over", [LORA, NF4], ids=["lora", "nf4"])
-def test_deepspeed_trains_the_adapters_only(run_sweep: Run, stage: str, over: dict[str, Any]) -> None:
-    """Its bf16 has everything in bf16 beside fp32 copies of what is trained."""
-    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
     small = {"zero_optimization": {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}}
-    values = over | {"runner": {"name": "deepspeed", "options": small}, "sharding": stage, "precision": "bf16"}
-    cpu = values | ({"precision": "fp32"} if stage == "zero0" else {})  # DeepSpeed runs no other there
-    real, predicted = run_sweep(tiny(**cpu), tiny(**values, device=DEVICE), isolation="cold")
-    assert [real["outcome"], predicted["outcome"]] == ["ok", "ok"], (real["reason"], predicted["reason"])
-    assert real["trainable_parameters"] == predicted["trainable_parameters"] < 0.2 * real["parameters"]
-    assert predicted["peak_optimizer_state_bytes"] == 12 * real["trainable_parameters"]
+    runner = {"runner": {"name": "deepspeed", "options": small}}
+    chosen = [base | runner | {"sharding": f"zero{stage}", "precision": "bf16"}
+              for base in (LORA, NF4) for stage in (0, 1, 2)]  # fmt: skip
+    on_cpu = [over | ({"precision": "fp32"} if over["sharding"] == "zero0" else {}) for over in chosen]  # none else runs
+    trials = [*[tiny(**over) for over in on_cpu], *[tiny(**over, device=DEVICE) for over in chosen]]
+    rows = run_sweep(*trials, isolation="warm")
+    assert [row["outcome"] for row in rows] == ["ok"] * 12, [row["reason"] for row in rows]
+    adapters = rows[0]["trainable_parameters"]
+    assert all(row["trainable_parameters"] == adapters for row in rows) and adapters < 0.2 * rows[0]["parameters"]
+    assert all(row["loss_last"] for row in rows[:6])
+    assert all(row["peak_optimizer_state_bytes"] == 12 * adapters for row in rows[6:])
 
 
 @pytest.mark.gpu
