@@ -16,8 +16,8 @@ AXES = (
 
 BITSANDBYTES = (Package("bitsandbytes", "0.44"),)  # blocks of 2,048 elements before
 TORCHAO = (Package("torchao", "0.11"),)  # torchao.optim; prototypes before
-NO_DTENSOR = (("sharding", ("fsdp2",), "its kernels do not take FSDP2's sharded tensors; use optimizer=adamw_torch, or "
-               "sharding=zero2"),)  # fmt: skip
+NO_DTENSOR = (("sharding", ("fsdp2",), "it does not take FSDP2's sharded tensors (DTensor); use optimizer=adamw_torch, "
+               "or sharding=zero2"),)  # fmt: skip
 NOT_PAGED = (("device", ("cpu",), "bitsandbytes pages nothing there; use the optimizer of that name without paged"),
              ("offload_optimizer", (True,), "what is offloaded steps in host memory, where nothing is paged; leave one "
               "of them out"))  # fmt: skip
