@@ -527,7 +527,10 @@ def test_real_ranks_share_frozen_weights_and_adapters(run_sweep: Run) -> None:
 
 @pytest.mark.slow
 def test_deepspeed_trains_the_adapters_only(run_sweep: Run) -> None:
-    """Its bf16 has everything in bf16 beside fp32 copies of what is trained, and there is but one rank to share it; on a CPU ZeRO-0 runs in fp32 only."""
+    """Its bf16 has everything in bf16 beside fp32 copies of what is trained, and there is but one rank to share it.
+
+    On a CPU ZeRO-0 runs in fp32 only.
+    """
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     small = {"zero_optimization": {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}}
