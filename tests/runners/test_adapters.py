@@ -130,7 +130,7 @@ def test_real_training(
     assert all(".lora_" in name and p.dtype is torch.float32 for name, p in trainable.items())
     second = [p for name, p in trainable.items() if ".lora_B." in name]
     assert all(bool(p.isfinite().all()) and bool(p.any()) for p in second)  # they begin as zeros
-    assert row["trainable_parameters"], row["parameters"] == net.get_nb_trainable_parameters()
+    assert (row["trainable_parameters"], row["parameters"]) == net.get_nb_trainable_parameters()
     assert row["model_flops_per_token"] <= row["hardware_flops_per_token"]
     assert row["notes"] is None
 
@@ -188,7 +188,7 @@ def steps(trace: Trace) -> list[int]:
     return [trace.sizes[abs(e) - 1] * (1 if e > 0 else -1) for e in events if e]
 
 
-@pytest.mark.parametrize("runner", ["torch", "trainer"])
+@pytest.mark.parametrize("runner", ["torch", pytest.param("trainer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("values", "over"),
     [
@@ -242,7 +242,7 @@ def cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("bitsandbytes.backends.cuda.ops")
 
 
-@pytest.mark.parametrize("runner", ["torch", "trainer"])
+@pytest.mark.parametrize("runner", ["torch", pytest.param("trainer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("values", "over"),
     [
@@ -316,8 +316,8 @@ def test_quantising_keeps_and_needs_what_bitsandbytes_does(monkeypatch: pytest.M
         assert peaks[0] == peaks[1]
 
 
-@pytest.mark.parametrize(("over", "most"), [(LORA, 0.35), (NF4, 0.2)])
-def test_adapters_shrink_what_training_holds(tmp_path: Path, over: dict[str, Any], most: float) -> None:
+@pytest.mark.parametrize("over", [LORA, NF4], ids=["lora", "nf4"])
+def test_adapters_shrink_what_training_holds(tmp_path: Path, over: dict[str, Any]) -> None:
     plain, _ = traced(tmp_path)
     adapted, details = traced(tmp_path, **over)
     share = details["trainable_parameters"] / 119360
@@ -397,7 +397,7 @@ def test_gptq_keeps_unpacked_weights_until_the_backward_pass(tmp_path: Path) -> 
         replay(traced(tmp_path, **over, checkpointing=c)[0], AllocatorConfig(), None).peak["allocated"]
         for c in ("none", "full")
     )
-    assert kept - repeated > weights / 2 - 2 * 64 * 160
+    assert kept - repeated > weights / 2  # with checkpointing one of the two layers at a time
 
 
 def test_gptq_s_layer_is_the_library_s() -> None:
@@ -527,15 +527,19 @@ def test_real_ranks_share_frozen_weights_and_adapters(run_sweep: Run) -> None:
 
 @pytest.mark.slow
 def test_deepspeed_trains_the_adapters_only(run_sweep: Run) -> None:
-    """Its bf16 has everything in bf16 beside fp32 copies of what is trained, and there is but one rank to share it."""
+    """Its bf16 has everything in bf16 beside fp32 copies of what is trained, and there is but one rank to share it.
+
+    On a CPU ZeRO-0 runs in fp32 only.
+    """
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     small = {"zero_optimization": {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}}
     runner = {"runner": {"name": "deepspeed", "options": small}}
     chosen = [base | runner | {"sharding": f"zero{stage}", "precision": "bf16"}
               for base in (LORA, NF4) for stage in (0, 1, 2)]  # fmt: skip
-    # on a CPU DeepSpeed's stage 0 runs in fp32 only
-    on_cpu = [over | ({"precision": "fp32"} if over["sharding"] == "zero0" else {}) for over in chosen]
+    on_cpu = [
+        over | ({"precision": "fp32"} if over["sharding"] == "zero0" else {}) for over in chosen
+    ]  # none else runs
     trials = [*[tiny(**over) for over in on_cpu], *[tiny(**over, device=DEVICE) for over in chosen]]
     rows = run_sweep(*trials, isolation="warm")
     assert [row["outcome"] for row in rows] == ["ok"] * 12, [row["reason"] for row in rows]
