@@ -350,10 +350,15 @@ def scratch(func: Any, args: Any) -> list[int]:
         return []
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
-    rows = batch * heads * math.ceil(length / 128) * 128
-    multiple = 32 if width <= 128 else 64
+    rows = batch * heads * -(-length // 128) * 128
     every = batch * heads * key.size(2) * width * key.element_size()
-    return [4 * rows, 4 * rows * math.ceil(width / multiple) * multiple, *([every] * 2 if key.size(1) != heads else [])]
+    return [4 * rows, 4 * rows * accumulated_width(width), *([every] * 2 if key.size(1) != heads else [])]
+
+
+def accumulated_width(width: int) -> int:
+    """A head's width in flash attention's accumulators (head_size_rounded in mha_bwd)."""
+    multiple = 32 if width <= 128 else 64
+    return -(-width // multiple) * multiple
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from transformers import modeling_flash_attention_utils as utils
 
 from vramsweep.harness.trial import InvalidTrial
+from vramsweep.runners.cuda_like import accumulated_width
 from vramsweep.runners.dispatch import FORMULAS
 
 # Where transformers keeps the functions that it has found.
@@ -97,7 +98,7 @@ class _Attention(torch.autograd.Function):
         heads, shared, padded = query.size(-2), key.size(-2), query.size(-1)
         rows = scratch_rows(query.shape[:-2], ctx.sequences)
         sums = query.new_empty((heads, rows), dtype=torch.float32)
-        accumulated = query.new_empty((rows, heads, rounded_width(padded)), dtype=torch.float32)
+        accumulated = query.new_empty((rows, heads, accumulated_width(padded)), dtype=torch.float32)
         every = (*key.shape[:-2], heads, padded)
         of_heads = [key.new_empty(every) for _ in range(2)] if shared != heads else [dk, dv]
         _ops.flash_backward(
@@ -108,12 +109,6 @@ class _Attention(torch.autograd.Function):
                 torch.sum(whole.view(*key.shape[:-2], shared, heads // shared, padded), -2, out=part)
         del sums, accumulated, of_heads
         return dq[..., :width], dk[..., :width], dv[..., :width], None, None
-
-
-def rounded_width(width: int) -> int:
-    """A head's width as the kernels' accumulators have it (flash_api.cpp: head_size_rounded)."""
-    multiple = 32 if width <= 128 else 64
-    return -(-width // multiple) * multiple
 
 
 def scratch_rows(shape: Any, sequences: int | None = None) -> int:

@@ -104,6 +104,7 @@ def test_the_ways_keep_as_much_as_they_say() -> None:
     assert held["every 2nd"] == pytest.approx(held["full"] + layer, rel=0.02)  # layers 0 and 2 of three
 
 
+@pytest.mark.slow
 def test_the_trace_saves_the_bytes_that_a_real_step_saves(tmp_path: Path) -> None:
     """fp32, where CUDA's memory-efficient kernel and the CPU's flash kernel save tensors of the same sizes."""
     over: dict[str, Any] = {"model": HEADS, "seq_len": 128, "micro_batch": 4}
@@ -233,6 +234,7 @@ def test_offload_takes_what_is_saved_and_leaves_the_weights() -> None:
     assert saved(torch.device("meta")) < 0.01 * everything
 
 
+@pytest.mark.slow
 def test_offload_is_predicted_to_empty_the_card(tmp_path: Path) -> None:
     """With full checkpointing the layers' inputs go; without, all but what was below 1 KiB or is kept elsewhere."""
     over: dict[str, Any] = {"model": HEADS, "seq_len": 256, "micro_batch": 4, "precision": "bf16"}
@@ -260,3 +262,20 @@ def test_no_speed_is_estimated_where_copies_over_the_bus_would_set_the_pace(tmp_
     trace = traced(tmp_path, precision="bf16", activation_offload=True)
     assert simulated.speed(tried(**over), trace, A100)
     assert simulated.speed(tried(**over, activation_offload=True), trace, A100) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["none", "full"])
+def test_a_card_is_emptied_as_predicted_and_learns_the_same(run_sweep: Run, way: str) -> None:
+    over: dict[str, Any] = {"seq_len": 1024, "micro_batch": 8, "precision": "bf16", **WAYS.get(way, {})}
+    plain, offload, predicted = run_sweep(
+        tiny(device={"name": "cuda"}, **over),
+        tiny(device={"name": "cuda"}, activation_offload=True, **over),
+        tiny(device=SIMULATED, activation_offload=True, **over),
+        isolation="warm",
+    )
+    assert offload["outcome"] == "ok", offload["reason"]
+    assert offload["loss_last"] == pytest.approx(plain["loss_last"], rel=1e-3)
+    column = "backward_peak_allocated_bytes"
+    assert offload[column] < plain[column]
+    assert predicted[column] == pytest.approx(offload[column], rel=0.1)
