@@ -68,7 +68,9 @@ def _gpu(
     assert fp32 is not None
     gib, reported, bandwidth = memory
     bandwidth *= 1e9
-    return Gpu(name, devices, gib, reported, bandwidth, capability, multiprocessors, fp32, tf32, half, bf16, fp8, source)
+    return Gpu(
+        name, devices, gib, reported, bandwidth, capability, multiprocessors, fp32, tf32, half, bf16, fp8, source
+    )
 
 
 _VOLTA = "NVIDIA V100 Tensor Core GPU data sheet"
@@ -133,7 +135,13 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("a100-80gb", ("A100-SXM4-80GB",), (80, 81038, 2039), (8, 0), 108, (19.5, 156, 312, 312), _A100),
     _gpu("a100-pcie-80gb", ("A100 80GB PCIe",), (80, 81154, 1935), (8, 0), 108, (19.5, 156, 312, 312), _A100),
     _gpu(
-        "a800-80gb", ("A800-SXM4-80GB",), (80, None, 2039), (8, 0), 108, (19.5, 156, 312, 312), "as the A100, slower NVLink"
+        "a800-80gb",
+        ("A800-SXM4-80GB",),
+        (80, None, 2039),
+        (8, 0),
+        108,
+        (19.5, 156, 312, 312),
+        "as the A100, slower NVLink",
     ),
     _gpu(
         "a800-pcie-80gb",
@@ -148,10 +156,26 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("a30-24gb", ("A30",), (24, 24164, 933), (8, 0), 56, (10.3, 82, 165, 165), "NVIDIA A30 data sheet"),
     _gpu("a10-24gb", ("A10",), (24, 22599, 600), (8, 6), 72, (31.2, 62.5, 125, 125), "NVIDIA A10 data sheet"),
     _gpu(
-        "a10g-24gb", ("A10G",), (24, 22587, 600), (8, 6), 80, (35, 35, 70, 70), "NVIDIA A10G data sheet (published by AWS)"
+        "a10g-24gb",
+        ("A10G",),
+        (24, 22587, 600),
+        (8, 6),
+        80,
+        (35, 35, 70, 70),
+        "NVIDIA A10G data sheet (published by AWS)",
     ),
-    _gpu("l40s-48gb", ("L40S",), (48, 45455, 864), (8, 9), 142, (91.6, 183, 362.05, 362.05, 733), "NVIDIA L40S data sheet"),
-    _gpu("l40-48gb", ("L40",), (48, 45465, 864), (8, 9), 142, (90.5, 90.5, 181.05, 181.05, 362), "NVIDIA L40 data sheet"),
+    _gpu(
+        "l40s-48gb",
+        ("L40S",),
+        (48, 45455, 864),
+        (8, 9),
+        142,
+        (91.6, 183, 362.05, 362.05, 733),
+        "NVIDIA L40S data sheet",
+    ),
+    _gpu(
+        "l40-48gb", ("L40",), (48, 45465, 864), (8, 9), 142, (90.5, 90.5, 181.05, 181.05, 362), "NVIDIA L40 data sheet"
+    ),
     _gpu("l4-24gb", ("L4",), (24, 22563, 300), (8, 9), 58, (30.3, 60, 121, 121, 242.5), "NVIDIA L4 data sheet"),
     _gpu(
         "rtxpro6000-96gb",
@@ -180,7 +204,15 @@ GPUS: tuple[Gpu, ...] = (
         (120, None, None, None),
         "NVIDIA RTX PRO 6000 Blackwell Server Edition data sheet (gives no dense rate of its tensor cores)",
     ),
-    _gpu("rtx6000ada-48gb", ("RTX 6000 Ada Generation",), (48, 48497, 960), (8, 9), 142, (91.1, 182.1, 364.2, 364.2, 728.5), _ADA),
+    _gpu(
+        "rtx6000ada-48gb",
+        ("RTX 6000 Ada Generation",),
+        (48, 48497, 960),
+        (8, 9),
+        142,
+        (91.1, 182.1, 364.2, 364.2, 728.5),
+        _ADA,
+    ),
     _gpu("a6000-48gb", ("RTX A6000",), (48, 48537, 768), (8, 6), 84, (38.7, 77.4, 154.8, 154.8), _GA102),
     _gpu(
         "a5000-24gb",
@@ -192,13 +224,35 @@ GPUS: tuple[Gpu, ...] = (
         "NVIDIA RTX A5000 data sheet",
     ),
     _gpu(
-        "a4000-16gb", ("RTX A4000",), (16, 16117, 448), (8, 6), 48, (19.2, 38.3, 76.7, 76.7), "NVIDIA RTX A4000 data sheet"
+        "a4000-16gb",
+        ("RTX A4000",),
+        (16, 16117, 448),
+        (8, 6),
+        48,
+        (19.2, 38.3, 76.7, 76.7),
+        "NVIDIA RTX A4000 data sheet",
     ),
     _gpu(
-        "rtx5090-32gb", ("GeForce RTX 5090",), (32, 32102, 1792), (12, 0), 170, (104.8, 104.8, 209.5, 209.5, 419), _RTX_BLACKWELL
+        "rtx5090-32gb",
+        ("GeForce RTX 5090",),
+        (32, 32102, 1792),
+        (12, 0),
+        170,
+        (104.8, 104.8, 209.5, 209.5, 419),
+        _RTX_BLACKWELL,
     ),
-    _gpu("rtx5080-16gb", ("GeForce RTX 5080",), (16, 15840, 960), (12, 0), 84, (56.3, 56.3, 112.6, 112.6, 225.1), _RTX_BLACKWELL),
-    _gpu("rtx4090-24gb", ("GeForce RTX 4090",), (24, 24081, 1008), (8, 9), 128, (82.6, 82.6, 165.2, 165.2, 330.3), _ADA),
+    _gpu(
+        "rtx5080-16gb",
+        ("GeForce RTX 5080",),
+        (16, 15840, 960),
+        (12, 0),
+        84,
+        (56.3, 56.3, 112.6, 112.6, 225.1),
+        _RTX_BLACKWELL,
+    ),
+    _gpu(
+        "rtx4090-24gb", ("GeForce RTX 4090",), (24, 24081, 1008), (8, 9), 128, (82.6, 82.6, 165.2, 165.2, 330.3), _ADA
+    ),
     _gpu("rtx4080-16gb", ("GeForce RTX 4080",), (16, None, 716.8), (8, 9), 76, (48.7, 48.7, 97.5, 97.5, 194.9), _ADA),
     _gpu("rtx3090ti-24gb", ("GeForce RTX 3090 Ti",), (24, 24110, 1008), (8, 6), 84, (40, 40, 80, 80), _ADA),
     _gpu("rtx3090-24gb", ("GeForce RTX 3090",), (24, 24124, 936.2), (8, 6), 82, (35.6, 35.6, 71, 71), _GA102),

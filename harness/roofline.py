@@ -23,8 +23,8 @@ LAUNCH_S = 4e-6
 class Work:
     """What one operator asks of the card. `kind` names the arithmetic its `flops` are done in, "" where there are none.
 
-    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. `nbytes` is what is
-    read and written.
+    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. `nbytes` is
+    what is read and written.
     """
 
     kind: str

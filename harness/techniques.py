@@ -140,8 +140,8 @@ LIGER = Package("liger-kernel", "0.8.5")
 TRITON = Package("triton", "3.0")
 TORCHAO = Package("torchao", "0.18.0")
 ALL_BUT_ZERO3 = ("none", "ddp", "fsdp2", "zero0", "zero1", "zero2")  # which gathers no weight outside its own layer
-NOT_SIMULATED = ("device", ("simulated",), "a compiler fuses operators and plans memory anew; compile=none predicts the "
-                 "eager figure")  # fmt: skip
+NOT_SIMULATED = ("device", ("simulated",), "a compiler fuses operators and plans memory anew; compile=none predicts "
+                 "the eager figure")  # fmt: skip
 NO_GRAPHS = ("device", ("cpu",), "it launches CUDA graphs; on device=cpu use compile=default")
 
 
@@ -156,8 +156,8 @@ def _fp8_tokens(trial: Trial) -> str | None:
     tokens = trial.micro_batch * trial.seq_len
     if tokens % 16:
         return (
-            f"precision=fp8 needs a multiple of 16 tokens in a micro-batch, for its products with gradients, not {tokens}; "
-            "change seq_len or micro_batch"
+            f"precision=fp8 needs a multiple of 16 tokens in a micro-batch, for its products with gradients, not "
+            f"{tokens}; change seq_len or micro_batch"
         )
     return None
 
@@ -165,8 +165,8 @@ def _fp8_tokens(trial: Trial) -> str | None:
 def _labels_are_left(trial: Trial) -> str | None:
     if trial.runner.options.get("label_smoothing_factor"):
         return (
-            f"runner.options.label_smoothing_factor takes the loss out of the model, and loss={trial.loss} would not be "
-            "used; leave one of them out"
+            "runner.options.label_smoothing_factor takes the loss out of the model, and "
+            f"loss={trial.loss} would not be used; leave one of them out"
         )
     return None
 
@@ -183,10 +183,12 @@ TECHNIQUES: tuple[Technique, ...] = (
               "master copies)", checked=("simulated",)),
     Technique("precision", "bf16_pure", "weights, gradients and optimizer state in bf16; no autocast",
               checked=("cpu", "simulated")),
-    Technique("precision", "fp8", "fp32 weights, autocast to bf16, and the products of linear layers in float8 (torchao's "
-              "dynamic tensorwise scaling; not the output layer, nor layers with a dimension that 16 does not divide)",
+    Technique("precision", "fp8", "fp32 weights, autocast to bf16, and the products of linear layers in float8 "
+              "(torchao's dynamic tensorwise scaling; not the output layer, nor layers with a dimension that 16 does "
+              "not divide); slow and large unless it is compiled",
               module="vramsweep.runners.techniques.fp8", packages=(TORCHAO,), preload=("torchao.float8",),
-              capability=(8, 9), runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_fp8_alone, _fp8_tokens),
+              capability=(8, 9), runners=("torch", "trainer"), shardings=("none", "ddp"),
+              rules=(_fp8_alone, _fp8_tokens),
               excludes=(("device", ("cpu",), "it needs float8 tensor cores; on device=cpu use bf16"),),
               checked=("simulated", "gpu"), source="https://docs.pytorch.org/ao/stable/workflows/training.html"),
     # quantization
@@ -201,8 +203,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         ("device", ("simulated",), "it cannot be simulated; sdpa runs the same flash kernel in half precision"))),
     # kernels
     Technique("kernels", "none", "the model's own"),
-    Technique("kernels", "liger", "Liger's RMSNorm, SwiGLU and rotary embedding, and with loss=default its fused linear "
-              "cross entropy", module="vramsweep.runners.techniques.liger", packages=(LIGER, TRITON),
+    Technique("kernels", "liger", "Liger's RMSNorm, SwiGLU and rotary embedding, and with loss=default its fused "
+              "linear cross entropy", module="vramsweep.runners.techniques.liger", packages=(LIGER, TRITON),
               preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
               excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use kernels=none"),),
               checked=("simulated", "gpu"), source="https://github.com/linkedin/Liger-Kernel"),
@@ -211,8 +213,8 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("loss", "plain", "transformers' own: logits of all tokens, made fp32", checked=("cpu", "simulated")),
     Technique("loss", "no_upcast", "the same in the logits' own dtype", module="vramsweep.runners.techniques.loss",
               rules=(_labels_are_left,), checked=("cpu", "simulated")),
-    Technique("loss", "chunked", "output layer and cross entropy of an eighth of the tokens at a time, computed again in "
-              "the backward pass", module="vramsweep.runners.techniques.loss", shardings=ALL_BUT_ZERO3,
+    Technique("loss", "chunked", "output layer and cross entropy of an eighth of the tokens at a time, computed again "
+              "in the backward pass", module="vramsweep.runners.techniques.loss", shardings=ALL_BUT_ZERO3,
               rules=(_labels_are_left,), checked=("cpu", "simulated")),
     Technique("loss", "fused_linear", "Liger's fused linear cross entropy", module="vramsweep.runners.techniques.loss",
               packages=(LIGER, TRITON), preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,

@@ -53,7 +53,9 @@ NO_BACKWARD = "no backward pass of torch.autograd was seen"
 PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
-COUNTED_EAGERLY = "FLOPs are those of the step without torch.compile, whose code calls no operators that could be counted"
+COUNTED_EAGERLY = (
+    "FLOPs are those of the step without torch.compile, whose code calls no operators that could be counted"
+)
 
 
 class StepMeter(Protocol):

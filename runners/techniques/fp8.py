@@ -103,9 +103,14 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 
 def _product(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype, fast: bool = False
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    dtype: torch.dtype,
+    fast: bool = False,
 ) -> torch.Tensor:
-    """`a` (m, k) @ `b` (k, n); the kernel wants a's rows and b's columns contiguous (float8_ops.py, preprocess_addmm)."""
+    """`a` (m, k) @ `b` (k, n); the kernel wants a's rows and b's columns contiguous (float8_ops.preprocess_addmm)."""
     if not a.is_contiguous():
         a = a.contiguous()
     if b.is_contiguous():

@@ -22,9 +22,7 @@ _library.define("accumulate(Tensor a, Tensor b, Tensor(a!) into) -> ()")
 _library.impl("accumulate", lambda a, b, into: None, "CompositeExplicitAutograd")
 
 
-def fused(
-    read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()
-) -> None:
+def fused(read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor], made: Sequence[torch.Tensor] = ()) -> None:
     """One kernel that reads tensors, changes others in place and fills those that were just made."""
     if made:
         torch.ops.vramsweep.fused_making(list(read), list(changed), list(made))

@@ -44,7 +44,6 @@ def test_real_steps(run_sweep: Run) -> None:
         assert compiled["peak_reserved_bytes"] > 0
 
 
-
 class Squares(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
