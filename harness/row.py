@@ -153,6 +153,7 @@ COLUMNS: tuple[Column, ...] = (
         ("elapsed_s", float, "s", "time of the measured steps, first boundary to last; of several ranks the slowest one's, as are the speeds and times below"),
         ("step_times_s", list, "s", "time of each measured step, boundary to boundary"),
         ("warmup_step_times_s", list, "s", "time of each warm-up step on the host's clock"),
+        ("compile_s", float, "s", "time that torch.compile took until the last measured step, most of it in the first warm-up step, with what its caches on disk held; null where nothing was compiled"),
         ("step_median_s", float, "s", "median of step_times_s"),
         ("step_iqr_s", float, "s", "interquartile range of step_times_s"),
         ("tokens_per_s", float, "tokens/s", "micro_batch x seq_len x grad_accum x world_size x measured_steps / elapsed_s"),

@@ -36,6 +36,7 @@ from vramsweep.runners.dispatch import FlopCount, LiveBytes, SdpaKernels
 from vramsweep.runners.instruments import (
     COUNTERS,
     Clock,
+    Compiler,
     CudaMemory,
     HostMemory,
     Memory,
@@ -50,6 +51,11 @@ from vramsweep.runners.over_ranks import Columns, over_ranks
 RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
 NO_BACKWARD = "no backward pass of torch.autograd was seen"
 PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
+COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
+RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
+COUNTED_EAGERLY = (
+    "FLOPs are those of the step without torch.compile, whose code calls no operators that could be counted"
+)
 
 
 class StepMeter(Protocol):
@@ -110,6 +116,7 @@ class Gauges:
         self.memory: Memory = CudaMemory() if self.cuda else HostMemory()
         self.rss_baseline = self.memory.resident_peak() if isinstance(self.memory, HostMemory) else None
         self.clock = Clock(device)
+        self.compiler = Compiler()
         self.peaks: Peaks = dict.fromkeys(COUNTERS)
 
     def others(self) -> list[int] | None:
@@ -162,12 +169,14 @@ class Probe:
         self.gauges, self.then = gauges, then
         self.phases: dict[str, Peaks] = {}
         self.spent = 0.0
+        self._unseen = False
         self._context = contextlib.ExitStack()
 
     def enter(self) -> None:
         self._began = time.perf_counter()
         memory = self.gauges.memory
-        if isinstance(memory, HostMemory):
+        self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.graphs() > 0
+        if isinstance(memory, HostMemory) and not self._unseen:  # under a mode compiled code would not even run
             memory.live = self._context.enter_context(LiveBytes())
         self._context.enter_context(backward_boundaries(lambda: self._end("forward"), lambda: self._end("backward")))
         self.gauges.take()
@@ -191,7 +200,7 @@ class Probe:
             f"{phase}_peak_{c}_bytes": phases.get(phase, {}).get(c)
             for phase in ("forward", "backward", "optimizer")
             for c in ("allocated", "reserved")
-        } | {"notes": [] if known else [PHASES_UNKNOWN]}
+        } | {"notes": [PHASES_UNKNOWN] * (not known) + [COMPILED_UNSEEN] * self._unseen}
 
 
 class Measured:
@@ -202,11 +211,13 @@ class Measured:
         self.skipped: Callable[[], int | None] = lambda: None
         self.peaks: list[Peaks] = []
         self.elapsed = 0.0
+        self.notes: list[str] = []
         self._columns: Columns = {}
 
     def start(self) -> None:
         """The next boundary is the first."""
         self._skipped = self.skipped()
+        self._graphs = self.gauges.compiler.graphs()
         self.gauges.synchronize()
         self._energy = self.gauges.nvml.energy_j()
         self._reasons = self.gauges.nvml.throttle_reasons()
@@ -230,6 +241,8 @@ class Measured:
         energy = nvml.energy_j()
         joules = None if energy is None or self._energy is None else energy - self._energy
         skipped = self.skipped()
+        recompiled = self.gauges.compiler.graphs() - self._graphs
+        self.notes = [RECOMPILED.format(recompiled)] if recompiled else []
         self._columns = {
             **self.gauges.memory.summary(),
             **nvml.facts(),
@@ -239,6 +252,7 @@ class Measured:
             "throttle_reasons": None if reasons is None else sorted(reasons | (self._reasons or set())),
             "elapsed_s": elapsed,
             "step_times_s": times,
+            "compile_s": self.gauges.compiler.seconds(),
             "step_median_s": statistics.median(times),
             "step_iqr_s": float(np.subtract(*np.percentile(times, [75, 25]))),
             "tokens_per_s": self.trial.tokens_per_step() * len(times) / elapsed,
@@ -267,9 +281,10 @@ class Count:
 
     purpose = "counts FLOPs"
 
-    def __init__(self, trial: Trial) -> None:
-        self.trial = trial
+    def __init__(self, gauges: Gauges, trial: Trial) -> None:
+        self.gauges, self.trial = gauges, trial
         self.spent = 0.0
+        self.compiled = False
         self.forward: int | None = None  # up to the start of each backward pass
         self.total: int | None = None
         self.repeated = 0  # of the total
@@ -281,6 +296,9 @@ class Count:
 
     def enter(self) -> None:
         self._began = time.perf_counter()
+        self.compiled = self.gauges.compiler.graphs() > 0
+        if self.compiled:
+            self._context.enter_context(torch.compiler.set_stance("force_eager"))
         self._count = count = self._context.enter_context(FlopCount())
         self._context.enter_context(self.kernels)
         self._forward: list[int] = []
@@ -338,6 +356,7 @@ class Count:
         if frozen and model is not None:
             model = None if hardware is None else hardware - self.repeated
         notes = [f"model FLOPs are not known: {NO_BACKWARD}"] if self.forward is None else []
+        notes += [COUNTED_EAGERLY] * self.compiled
         if self._uncounted_by_backward:
             model = None
         if self.uncounted:
@@ -390,7 +409,7 @@ class Meter:
         self.warmup = Warmup(self.gauges)
         self.measured = Measured(self.gauges, trial, self._publish)
         self.probe = Probe(self.gauges, self.measured.start)
-        self.count = Count(trial)
+        self.count = Count(self.gauges, trial)
         recorded = Recorded(folder / RECORDING if rank == 0 else None)
         self.plan: tuple[Step, ...] = (
             *[self.warmup] * trial.protocol.warmup_steps,
@@ -447,7 +466,7 @@ class Meter:
         return f"the step that {purpose} failed, after the measured ones: {what}"
 
     def _publish(self) -> None:
-        gauges = self.gauges
+        gauges, described = self.gauges, self._describe()
         own = {
             **self.warmup.columns(),
             **self.probe.columns(),
@@ -458,7 +477,8 @@ class Meter:
             "rss_baseline_bytes": gauges.rss_baseline,
             "memory_source": gauges.memory.name,
             "steps_s": sum(self.warmup.times) + self.probe.spent + self.measured.elapsed,
-            **self._describe(),
+            **described,
+            "notes": [*self.probe.columns()["notes"], *self.measured.notes, *(described.get("notes") or ())],
         }
         self.row = self._to_publish(own | self.seen())
 

@@ -89,7 +89,8 @@ TECHNIQUES: tuple[Technique, ...] = (
               source="https://arxiv.org/abs/1710.03740"),
     Technique("precision", "fp8", "fp32 weights, autocast to bf16, and the products of linear layers in float8 "
               "(torchao's dynamic tensorwise scaling; not the output layer, nor layers with a dimension that 16 "
-              "does not divide)", module="vramsweep.runners.techniques.fp8", packages=(TORCHAO,),
+              "does not divide); slow and large unless it is compiled", module="vramsweep.runners.techniques.fp8",
+              packages=(TORCHAO,),
               preload=("torchao.float8",), capability=(8, 9), runners=("torch", "trainer"), shardings=("none", "ddp"),
               rules=(_fp8_alone, _fp8_tokens), checked=("simulated", "gpu"),
               excludes=(("device", ("cpu",), "it needs float8 tensor cores; on device=cpu use bf16"),),

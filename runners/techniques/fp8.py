@@ -110,7 +110,7 @@ def _product(
     dtype: torch.dtype,
     fast: bool = False,
 ) -> torch.Tensor:
-    """`a` (m, k) @ `b` (k, n); the kernel wants a's rows and b's columns contiguous (float8_ops, preprocess_addmm)."""
+    """`a` (m, k) @ `b` (k, n); the kernel wants a's rows and b's columns contiguous (float8_ops.preprocess_addmm)."""
     if not a.is_contiguous():
         a = a.contiguous()
     if b.is_contiguous():

@@ -227,4 +227,4 @@ def patch(net: torch.nn.Module, multiprocessors: int) -> None:
             forward = functools.partial(fed_forward, module)
         else:
             continue
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward

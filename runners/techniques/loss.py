@@ -56,7 +56,7 @@ def no_upcast(
 ) -> torch.Tensor:
     """ForCausalLMLoss in the dtype of `logits`. Autocast would make them fp32 after all, so it is off inside."""
     with torch.autocast(logits.device.type, enabled=False):
-        return _counted(F.cross_entropy, logits.view(-1, vocab_size), _targets(labels), num_items_in_batch)
+        return _counted(logits.view(-1, vocab_size), _targets(labels), num_items_in_batch)
 
 
 def chunked(
@@ -119,11 +119,18 @@ def without_logits(base: Any, loss: Loss) -> None:
         hidden, passed.hidden = passed.hidden, None
         if logits is not hidden:
             raise InvalidTrial(
-                f"{type(base).__name__} changes its logits after the output layer, which needs them; use loss=plain"
+                f"{type(base).__name__} changes its logits after the output layer, so they are needed; use loss=plain"
             )
         return loss(layer, hidden, labels, num_items_in_batch)
 
-    head.forward, base.loss_function = through, of_hidden
+    forward = base.forward
+
+    @functools.wraps(forward)  # what it takes is looked up in its signature
+    def without(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        return type(out)(**{key: value for key, value in out.items() if key != "logits"})
+
+    head.forward, base.loss_function, base.forward = through, of_hidden, without
 
 
 class _Passed:
@@ -137,8 +144,9 @@ def _targets(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
 
 
-def _counted(cross_entropy: Loss, logits: torch.Tensor, targets: torch.Tensor, items: Any) -> torch.Tensor:
-    """The mean over the tokens that count, or over `items`, the Trainer's number of them in all accumulated batches."""
+def _counted(logits: torch.Tensor, targets: torch.Tensor, items: Any) -> torch.Tensor:
+    """Cross entropy over the tokens that count: their mean, or by `items`, the Trainer's number of all accumulated."""
     if items is None:
-        return cross_entropy(logits, targets, ignore_index=IGNORED)
-    return cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / items
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED)
+    total: torch.Tensor = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / items
+    return total

@@ -104,7 +104,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_stand_in_computes_what_the_library_does() -> None:
-    """On a CPU, whose kernel multiplies float8 too: the same loss and gradients, roughly those of fp32."""
+    """On a CPU, which multiplies float8 too: the same loss and gradients, and they are those of fp32, roughly."""
     float8 = pytest.importorskip("torchao.float8.float8_linear").Float8Linear
     chosen = trial.parse(tiny(precision="fp32"))
     batch = build.data(chosen).batch(0, 2)

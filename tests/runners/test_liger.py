@@ -89,6 +89,7 @@ CASES = {
     "its loss alone": {"precision": "bf16", "kernels": "none", "loss": "fused_linear"},
     "accumulated": {"precision": "bf16", "grad_accum": 2},
     "an output layer of its own": {"precision": "bf16", "model": {"config": {"tie_word_embeddings": False}}},
+    "sharded": {"precision": "bf16", "sharding": "fsdp2", "world_size": 4},
     "recomputed": {"precision": "bf16", "checkpointing": "full"},
     "qwen3": {"precision": "bf16", "model": {"model_type": "qwen3", "config": {"head_dim": 16}}},
     "llama": {"precision": "bf16", "model": {"model_type": "llama"}},
@@ -113,13 +114,12 @@ def test_the_norms_gradient_takes_a_row_for_each_multiprocessor(tmp_path: Path) 
     width, norms, steps = 64, 2 * 2 + 1, 3
     assert counts[large] - counts[small] == Counter({4 * width * 132: norms * steps})
     assert counts[small] - counts[large] == Counter({4 * width * 114: norms * steps})
-    keys = {
-        (kernels, card): simulated.trace_key(
-            trial.parse(tiny(device={"name": "simulated", "gpu": card.name}, kernels=kernels)), card
-        )
-        for kernels in ("none", "liger")
-        for card in (large, small)
-    }  # fmt: skip
+
+    def key(kernels: str, card: gpus.Gpu) -> str:
+        chosen = trial.parse(tiny(device={"name": "simulated", "gpu": card.name}, kernels=kernels))
+        return simulated.trace_key(chosen, card)
+
+    keys = {(kernels, card): key(kernels, card) for kernels in ("none", "liger") for card in (large, small)}
     assert keys["none", large] == keys["none", small]
     assert len(set(keys.values())) == 3
 

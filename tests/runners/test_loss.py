@@ -178,6 +178,7 @@ def test_deepspeed_takes_them_too(run_sweep: Run) -> None:
     plain, no_upcast, chunked, *predicted = run_sweep(
         *(tiny(**engine, loss=name) for name in ("plain", "no_upcast", "chunked")),
         *(tiny(**merged(engine, {"loss": name, **card})) for name in ("plain", "no_upcast", "chunked", "fused_linear")),
+        tiny(**merged(engine, {"kernels": "liger", **card})),
         isolation="warm",
     )
     for row in (plain, no_upcast, chunked, *predicted):

@@ -1,0 +1,107 @@
+"""torch.compile: real steps on a CPU, compiled once, and rows that say what was compiled and what could not be seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Run, merged, tiny
+
+from vramsweep.harness import trial
+from vramsweep.harness.trial import InvalidTrial
+from vramsweep.runners import measure
+from vramsweep.runners.instruments import Compiler
+
+COMPILED = {"compile": "default"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_steps(run_sweep: Run) -> None:
+    short = {"seq_len": 32, "model": {"config": {"num_hidden_layers": 1}}}
+    ways: dict[str, dict[str, Any]] = {
+        "torch": {},
+        "trainer": {"runner": {"name": "trainer"}},
+        "recomputed": {"checkpointing": "full"},
+        "chunked": {"loss": "chunked"},
+    }
+    trials = [tiny(**merged(short, {**way, **over})) for way in ways.values() for over in ({}, COMPILED)]
+    rows = run_sweep(*trials, isolation="warm", timeout_s=400)
+    for name, eager, compiled in zip(ways, rows[::2], rows[1::2], strict=True):
+        assert eager["outcome"] == compiled["outcome"] == "ok", (name, eager["reason"], compiled["reason"])
+        assert compiled["loss_first"] == pytest.approx(eager["loss_first"], rel=1e-5), name
+        assert compiled["loss_last"] == pytest.approx(eager["loss_last"], rel=1e-4), name
+        assert eager["compile_s"] is None and eager["notes"] is None
+        (first, *_) = compiled["warmup_step_times_s"]
+        assert 0.5 < compiled["compile_s"] <= first  # all of it in the first step
+        assert max(compiled["step_times_s"]) < compiled["compile_s"]
+        for column in ("model_flops_per_token", "hardware_flops_per_token"):
+            assert compiled[column] == eager[column]
+        assert compiled["notes"] == [measure.COMPILED_UNSEEN, measure.COUNTED_EAGERLY]
+        assert eager["peak_allocated_bytes"] and compiled["peak_allocated_bytes"] is None
+        assert compiled["peak_reserved_bytes"] > 0
+
+
+class Squares(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) ** 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_compiled_in_the_measured_steps_is_noticed(tmp_path: Path) -> None:
+    """Once the first length is another one, torch compiles a graph for any length."""
+    chosen = trial.parse(tiny())
+    meter = measure.Meter(chosen, tmp_path, torch.device("cpu"), 0)
+    net = Squares()
+    net.compile()
+    meter.built(dict, lambda: 0)
+    for length in (3, 3, 5, 5, 5):  # warm-up, probe, two measured, count
+        meter.step_begin()
+        loss = net(torch.ones(length, 4)).sum()
+        loss.backward()
+        meter.step_end(loss)
+    row = meter.columns()
+    assert row["compile_s"] > 0
+    assert measure.RECOMPILED.format(1) in row["notes"]
+
+
+def test_nothing_compiled_is_null() -> None:
+    compiler = Compiler()
+    assert compiler.graphs() == 0
+    assert compiler.seconds() is None
+
+
+@pytest.mark.parametrize(
+    ("over", "reason"),
+    [
+        ({"device": {"name": "simulated", "gpu": "a100-80gb"}}, "compile=none predicts the eager figure"),
+        ({"compile": "reduce-overhead"}, "use compile=default"),
+        ({"sharding": "fsdp2"}, "needs sharding=none"),
+        ({"runner": {"name": "deepspeed"}, "sharding": "zero1"}, "needs runner=torch or trainer"),
+        ({"runner": {"name": "trainer", "options": {"torch_compile": True}}}, "belongs to the axis compile"),
+    ],
+)
+def test_what_cannot_be_is_said(over: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidTrial, match=reason):
+        trial.parse(tiny(**COMPILED | over))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_on_a_card(run_sweep: Run, mode: str) -> None:
+    size: dict[str, Any] = {"device": {"name": "cuda"}, "precision": "bf16", "seq_len": 256, "micro_batch": 8}
+    eager, compiled = run_sweep(tiny(**size), tiny(**size, compile=mode), timeout_s=900)
+    assert eager["outcome"] == compiled["outcome"] == "ok", compiled["reason"]
+    assert compiled["loss_last"] == pytest.approx(eager["loss_last"], rel=1e-2)
+    assert compiled["compile_s"] > 1
+    assert compiled["notes"] == [measure.COUNTED_EAGERLY]
+    assert compiled["model_flops_per_token"] == eager["model_flops_per_token"]
+    assert compiled["peak_allocated_bytes"] > 0
