@@ -60,7 +60,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("optimizer", "adamw_bnb_8bit", "bitsandbytes' AdamW, state in 8 bits", optim="adamw_bnb_8bit",
               module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
               excludes=NO_DTENSOR, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
-    Technique("optimizer", "paged_adamw_8bit", "the same in managed memory, which moves between host and card",
+    Technique("optimizer", "paged_adamw_8bit", "the same in managed memory: not torch's, NVML sees what is on the card",
               optim="paged_adamw_8bit", module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES,
               checked=("simulated", "gpu"), excludes=NO_DTENSOR + NOT_PAGED,
               source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),

@@ -1,4 +1,4 @@
-"""What applies the techniques of a trial (harness/techniques.py names the module of each), the same for all runners.
+"""What applies the techniques of a trial (harness/techniques names the module of each), the same for all runners.
 
 A module has the functions that its technique needs, and no others:
 
