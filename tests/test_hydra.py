@@ -280,16 +280,16 @@ def test_plan_says_which_of_the_largest_trials_will_not_fit(
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
     own = ["model.config.num_hidden_layers=1", "model.parameters=73000"]
     grid = ["-m", "model=tiny", *own, "device=cuda", "precision=fp32", "seq_len=8,4096", "micro_batch=1,2048"]
-    grid += ["attention=sdpa,flash_attention_2", "predict=t4-16gb"]
+    grid += ["compile=none,default", "predict=t4-16gb"]
     assert front_door.main(["plan", *grid, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["configurations"], found["predicted_not_to_fit"]) == (2, 1)
-    by_attention = {("flash" in (one["reason"] or "")): one for one in found["predictions"]}
-    fails, unknown = by_attention[False], by_attention[True]
+    by_mode = {("compile" in (one["reason"] or "")): one for one in found["predictions"]}
+    fails, unknown = by_mode[False], by_mode[True]
     assert fails["fits"] is False and fails["card"] == "t4-16gb" and "batch 2048" in fails["label"]
     # the logits alone, three times over: 512 token ids in fp32
     assert fails["needed_bytes"] > max(fails["card_bytes"], 3 * 4096 * 2048 * 512 * 4)
-    assert unknown["fits"] is None and "attention" in unknown["label"]
+    assert unknown["fits"] is None and "compile=default" in unknown["label"]
     assert [path.name for path in (tmp_path / "results").iterdir()] == [".hydra"]  # what the predictions left is gone
     assert front_door.main(["plan", *grid]) == 0
     said = capsys.readouterr().out
