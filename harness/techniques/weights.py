@@ -25,6 +25,7 @@ AXES = (
     ),
 )
 
+_RECORDED = "CUDA steps that others recorded with torch 2.11 (docs/simulated.md)"
 TORCHAO = Package("torchao", "0.18.0")
 # None of them is preloaded: peft imports bitsandbytes, whose import initialises CUDA (cuda_specs.py:
 # get_compute_capabilities), and no process that has can be forked.
@@ -70,11 +71,11 @@ def _fp8_tokens(trial: Trial) -> str | None:
 # fmt: off
 TECHNIQUES: tuple[Technique, ...] = (
     # precision
-    Technique("precision", "fp32", "fp32 everywhere; TF32 off", checked=("cpu", "simulated")),
+    Technique("precision", "fp32", "fp32 everywhere; TF32 off", checked=("cpu", "simulated"), proven=_RECORDED),
     Technique("precision", "tf32", "fp32 weights, matrix products in TF32", checked=("simulated",), excludes=(
         ("device", ("cpu",), "it is a mode of CUDA tensor cores; on device=cpu use fp32"),)),
     Technique("precision", "bf16", "fp32 weights, autocast to bf16 (DeepSpeed: bf16 weights with fp32 master copies)",
-              checked=("cpu", "simulated")),
+              checked=("cpu", "simulated"), proven=_RECORDED),
     Technique("precision", "fp16", "fp32 weights, autocast to fp16 with GradScaler (DeepSpeed: fp16 weights with fp32 "
               "master copies)", checked=("simulated",)),
     Technique("precision", "bf16_pure", "weights, gradients and optimizer state in bf16; no autocast",
