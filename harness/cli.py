@@ -124,15 +124,19 @@ def _techniques(argv: Sequence[str]) -> int:
         return 0
     console = Console()
     for axis in shown:
-        default = f"  [dim]default {axis.default}[/]" if axis.default is not None else ""
+        default = f"  [dim]default {techniques.text(axis.default)}[/]" if axis.default is not None else ""
         console.print(f"\n[bold]{axis.name}[/]  {axis.meaning}{default}")
         table = Table(box=None, show_header=False, padding=(0, 1))
         table.add_column(no_wrap=True, min_width=24)
         table.add_column(ratio=1)
         for entry in techniques.entries(axis.name):
-            table.add_row(f"  {techniques.text(entry.name)}", escape(tables.sentence(entry)))
+            table.add_row(
+                f"  {techniques.text(entry.name)}", escape(tables.sentence(entry, whole=arguments.axis is not None))
+            )
         if table.row_count:
             console.print(table)
+    if arguments.axis is None:
+        console.print("\nvramsweep techniques SETTING tells what does not go together, why, and what is missing here.")
     return 0
 
 

@@ -46,16 +46,23 @@ def needs(entry: Technique) -> str:
     return ", ".join(parts)
 
 
-def sentence(entry: Technique) -> str:
-    """What the terminal says of an entry: what it does, where it does not go, what it needs, how far it is proven."""
+def sentence(entry: Technique, whole: bool) -> str:
+    """What the terminal says of an entry: what it does, what it needs, how far it is proven.
+
+    The whole of it is also where it does not go, with reasons, and what is missing here.
+    """
     parts = [entry.meaning]
     if needed := needs(entry):
-        parts.append(f"needs {needed} to be measured")
-    if entry.runners != Technique.runners:
-        parts.append(f"runner={' or '.join(entry.runners)} only")
-    parts += [f"not {setting}={'/'.join(map(text, names))} ({why})" for setting, names, why in entry.excludes]
+        missing = [said for package in entry.packages if (said := package.missing())] if whole else []
+        parts.append(f"needs {needed} to be measured" + (f" (here: {'; '.join(missing)})" if missing else ""))
+    if whole:
+        if entry.runners != Technique.runners:
+            parts.append(f"runner={' or '.join(entry.runners)} only")
+        if entry.shardings is not None:
+            parts.append(f"sharding={' or '.join(entry.shardings)} only")
+        parts += [f"not {setting}={'/'.join(map(text, names))} ({why})" for setting, names, why in entry.excludes]
     if entry.name != DEFAULTS.get(entry.axis):
-        parts.append(f"on a card: {entry.proven or 'unproven'}")
+        parts.append(f"on a card: {entry.proven}" if entry.proven else "unproven")
     return "; ".join(parts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import tomllib
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from vramsweep.analysis import groups
 from vramsweep.harness import cli, registry, row, techniques
 from vramsweep.harness import trial as trials
 from vramsweep.harness.techniques import AXES, TECHNIQUES, Package, Technique, tables
+from vramsweep.harness.techniques import entry as entry_module
 
 CONFIG = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
 RUNNERS = {runner.name for runner in registry.RUNNERS}
@@ -56,6 +58,15 @@ def test_an_entry_names_what_exists(entry: Technique) -> None:
 def test_every_precision_has_its_option() -> None:
     options = {path.stem for path in (ROOT / "conf" / "precision").glob("*.yaml")}
     assert options == set(techniques.values("precision"))
+
+
+def test_one_extra_brings_what_all_techniques_need_and_no_kernel_has_to_be_built_for() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["techniques"]
+    least: dict[str, str] = {}
+    for package in (package for entry in TECHNIQUES for package in entry.packages):
+        least[package.name] = max(package.least, least.get(package.name, "0"), key=entry_module.numbers)
+    built = {"flash-attn", "gptqmodel", "optimum", "triton"}  # triton comes with torch's CUDA builds, and with Liger
+    assert sorted(extra) == sorted(f"{name}>={version}" for name, version in least.items() if name not in built)
 
 
 def test_a_value_that_is_not_there_names_those_that_are() -> None:
