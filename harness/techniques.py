@@ -138,7 +138,7 @@ AXES = (
 
 BITSANDBYTES = (Package("bitsandbytes", "0.44"),)  # blocks of 2,048 elements before
 TORCHAO = (Package("torchao", "0.11"),)  # torchao.optim; prototypes before
-NO_DTENSOR = (("sharding", ("fsdp2",), "its kernels do not take FSDP2's sharded tensors; use optimizer=adamw_torch, or "
+NO_DTENSOR = (("sharding", ("fsdp2",), "it does not take FSDP2's sharded tensors (DTensor); use optimizer=adamw_torch, or "
                "sharding=zero2"),)  # fmt: skip
 NOT_PAGED = (("device", ("cpu",), "bitsandbytes pages nothing there; use the optimizer of that name without paged"),
              ("offload_optimizer", (True,), "what is offloaded steps in host memory, where nothing is paged; leave one "
@@ -216,7 +216,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("optimizer", "adamw_bnb_8bit", "bitsandbytes' AdamW, state in 8 bits", optim="adamw_bnb_8bit",
               module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
               excludes=NO_DTENSOR, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
-    Technique("optimizer", "paged_adamw_8bit", "the same in managed memory, which moves between host and card",
+    Technique("optimizer", "paged_adamw_8bit", "the same in managed memory: not torch's, NVML sees what is on the card",
               optim="paged_adamw_8bit", module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES,
               checked=("simulated", "gpu"), excludes=NO_DTENSOR + NOT_PAGED,
               source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),

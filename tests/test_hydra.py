@@ -20,7 +20,7 @@ from conftest import ROOT, TARGETS
 from hydra.core.plugins import Plugins
 
 from vramsweep import __main__ as front_door
-from vramsweep.harness import gpus, journal, launch, machine, plan, preview, status
+from vramsweep.harness import gpus, journal, launch, machine, plan, preview, status, techniques
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.row import COLUMNS
 
@@ -403,7 +403,7 @@ def on_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "vramsweep plan -m model=tiny allocator=default,expandable ",
         ),
         ("vramsweep sweep protocol.warm", "vramsweep sweep protocol.warmup_steps="),
-        ("vramsweep sweep optimizer=adamw_torch_f", "vramsweep sweep optimizer=adamw_torch_fused "),
+        ("vramsweep sweep optimizer=adamw_torch_fu", "vramsweep sweep optimizer=adamw_torch_fused "),
     ],
 )
 def test_tab_in_a_real_shell(typed: str, completed: str, on_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_tab_in_a_real_shell(typed: str, completed: str, on_path: Path) -> None:
     ("line", "offered"),
     [
         ("vramsweep ", {*front_door.HARNESS, *front_door.ANALYSIS}),
-        ("vramsweep sweep precision=", {f"precision={p}" for p in ("fp32", "tf32", "bf16", "fp16", "bf16_pure")}),
+        ("vramsweep sweep precision=", {f"precision={p}" for p in techniques.values("precision")}),
         ("vramsweep sweep device=", {f"device={d}" for d in ("auto", "cpu", "cuda", "simulated")}),
         ("vramsweep sweep -m attention=sdpa,e", {"attention=sdpa,eager"}),
         ("vramsweep sweep record=", {"record=true", "record=false"}),
