@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -82,8 +82,8 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def _track(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or isinstance(tensor, DTensor):
-            return
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            return  # a wrapper's storage is only said to have a size; what it wraps is there on its own
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vramsweep.harness.trial import Trial
 from vramsweep.runners.techniques import standin
@@ -87,8 +87,8 @@ def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Opti
 
 @contextlib.contextmanager
 def around(trial: Trial, device: torch.device) -> Iterator[None]:
-    """Steps in which every operator is watched (runners/dispatch.py) step the optimizer unwatched: its `torch.compile`
-    refuses to run otherwise. What they have made is shown afterwards."""
+    """Steps in which every operator is watched (runners/dispatch.py) step the optimizer unwatched, as `torch.compile`
+    refuses to run otherwise: the kernels' own buffers are not in the memory of device=cpu."""
     if trial.device.name == "simulated":
         yield
         return
@@ -97,21 +97,8 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
     step = _AdamBase.step
 
     def unwatched(self: Any, closure: Any = None) -> Any:
-        if not _get_current_dispatch_mode_stack():
-            return step(self, closure)
         with _disable_current_modes():
-            loss = step(self, closure)
-        for tensor in (tensor for state in self.state.values() for tensor in state.values()):
-            for plain in _parts(tensor):
-                plain.detach()
-        return loss
+            return step(self, closure)
 
     with mock.patch.object(_AdamBase, "step", unwatched):
         yield
-
-
-def _parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that a tensor is made of."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
