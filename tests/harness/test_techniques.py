@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import tomllib
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from vramsweep.analysis import groups
 from vramsweep.harness import cli, registry, row, techniques
 from vramsweep.harness import trial as trials
 from vramsweep.harness.techniques import AXES, TECHNIQUES, Package, Technique, tables
+from vramsweep.harness.techniques.entry import numbers
 
 CONFIG = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
 RUNNERS = {runner.name for runner in registry.RUNNERS}
@@ -61,6 +63,14 @@ def test_every_precision_has_its_option() -> None:
 def test_a_value_that_is_not_there_names_those_that_are() -> None:
     with pytest.raises(trials.InvalidTrial, match="optimizer=adam9: there is no such optimizer; choose one of default"):
         trials.parse(tiny(optimizer="adam9"))
+
+
+def test_the_extra_installs_versions_that_every_technique_takes() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed = {name: numbers(least) for name, _, least in (wanted.partition(">=") for wanted in extras["techniques"])}
+    wanted = {package for entry in TECHNIQUES for package in entry.packages if package.name in installed}
+    assert {package.name for package in wanted} == set(installed)
+    assert [package for package in wanted if numbers(package.least) > installed[package.name]] == []
 
 
 def test_a_setting_of_a_technique_that_is_off_is_an_error() -> None:
