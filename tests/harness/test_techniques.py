@@ -20,7 +20,7 @@ from vramsweep.harness.techniques.entry import numbers
 CONFIG = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
 RUNNERS = {runner.name for runner in registry.RUNNERS}
 SETTINGS = {*trials.Trial.model_fields}
-HOOKS = {"around", "construct", "model", "optimizer"}
+HOOKS = {"around", "construct", "pretrained", "model", "optimizer", "stepping"}
 
 
 @pytest.mark.parametrize("axis", AXES, ids=lambda axis: axis.name)
