@@ -160,7 +160,7 @@ COLUMNS: tuple[Column, ...] = (
         ("samples_per_s", float, "samples/s", "micro_batch x grad_accum x world_size x measured_steps / elapsed_s"),
         ("skipped_steps", int, "", "measured steps whose update was skipped for an overflow (fp16); null where it is not known"),
         ("padding_fraction", float, "", "share of the counted tokens that is padding"),
-        ("model_flops_per_token", float, "FLOP", "3 x the counted forward FLOPs of a step / its tokens (backward is twice the forward); where weights are frozen all counted FLOPs but recomputed ones; null where they cannot be told, with a note"),
+        ("model_flops_per_token", float, "FLOP", "3 x the counted forward FLOPs of a step / its tokens (backward is twice the forward); where weights are frozen, or the loss is Liger's, all counted FLOPs but recomputed ones; null where they cannot be told, with a note"),
         ("hardware_flops_per_token", float, "FLOP", "all counted FLOPs of a step, recomputation included / its tokens; null where an operator has no formula, with a note"),
         ("peak_flops", float, "FLOP/s", "published dense peak of this GPU at this precision; null if unknown"),
         ("mfu", float, "", "tokens_per_s x model_flops_per_token / (peak_flops x world_size)"),

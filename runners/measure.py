@@ -275,8 +275,9 @@ class Measured:
 class Count:
     """Untimed: FLOPs, those of the forward passes apart from the rest, and attention's kernels.
 
-    The model's are 3 x the forward passes' where all weights are trained. Frozen ones need no gradients: there they are
-    all that was counted but for what was computed twice.
+    The model's are 3 x the forward passes' where all weights are trained. Frozen ones need no gradients, and Liger's
+    fused loss computes its gradients in the forward pass: there they are all that was counted but for what was computed
+    twice.
     """
 
     purpose = "counts FLOPs"
@@ -328,7 +329,8 @@ class Count:
         """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
         trial = self.trial
         frozen = row.get("trainable_parameters") != row.get("parameters")
-        model, hardware, found = self._trusted(row.get("attention_effective"), frozen)
+        fused = trial.loss == "fused_linear" or (trial.loss == "default" and trial.kernels == "liger")
+        model, hardware, found = self._trusted(row.get("attention_effective"), frozen or fused)
         notes = [*(row.get("notes") or ()), *found]
         tokens = trial.micro_batch * trial.grad_accum * trial.seq_len  # of this rank, whose FLOPs were counted
         of_model = None if model is None else model / tokens
@@ -345,15 +347,18 @@ class Count:
             "notes": notes or None,
         }
 
-    def _trusted(self, attention: str | None, frozen: bool) -> tuple[int | None, int | None, list[str]]:
-        """FLOPs of the model and of all, None where they cannot be trusted, and notes that say why."""
+    def _trusted(self, attention: str | None, uneven: bool) -> tuple[int | None, int | None, list[str]]:
+        """FLOPs of the model and of all, None where they cannot be trusted, and notes that say why.
+
+        `uneven`: the backward pass is not twice the forward pass.
+        """
         if self.total is None:
             return None, None, []
         if attention is not None and "flash" in attention:
             return None, None, [f"FLOPs are not known: the kernels of {attention} are not seen by torch's operators"]
         hardware = None if self.uncounted else self.total
         model = None if self.forward is None else 3 * self.forward
-        if frozen and model is not None:
+        if uneven and model is not None:
             model = None if hardware is None else hardware - self.repeated
         notes = [f"model FLOPs are not known: {NO_BACKWARD}"] if self.forward is None else []
         notes += [COUNTED_EAGERLY] * self.compiled

@@ -7,12 +7,17 @@ all, so before the first request it says whether its imports did (driver.py).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+from vramsweep.harness import machine
 from vramsweep.harness.attempt import LOGS
 from vramsweep.runners import driver, worker
 
@@ -22,7 +27,8 @@ def main(runner: str, requests: int, replies: int, parent: int) -> None:
     worker.die_with(parent)
     for descriptor in (requests, replies):  # what the imports start must not hold them open
         os.set_inheritable(descriptor, False)
-    worker.preload(runner)
+    with _asked_without_cuda():
+        worker.preload(runner)
     gc.collect()
     gc.freeze()  # the imported objects are for ever: keep the collector from copying their pages in every worker
     _say(replies, None, "ready", unclean=driver.unclean())
@@ -42,6 +48,29 @@ def main(runner: str, requests: int, replies: int, parent: int) -> None:
             _say(replies, attempt, "forked", pid=pid)
             _, status = os.waitpid(pid, 0)
             _say(replies, attempt, "ended", status=status)
+
+
+@contextlib.contextmanager
+def _asked_without_cuda() -> Iterator[None]:
+    """NVML says what a card's compute capability is: torch would initialise CUDA to tell.
+
+    bitsandbytes asks while it is imported (cuda_specs.py), which transformers.Trainer does by way of peft.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError:  # its workers will say so
+        yield
+        return
+    ask = torch.cuda.get_device_capability
+    known = [card.capability for card in machine.visible_gpus(os.environ)]
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        index = device if isinstance(device, int) else getattr(device, "idx", getattr(device, "index", None))
+        found = known[index] if isinstance(index, int) and 0 <= index < len(known) else None
+        return ask(device) if found is None else found
+
+    with mock.patch.object(torch.cuda, "get_device_capability", capability):
+        yield
 
 
 def _say(replies: int, attempt: str | None, event: str, **more: object) -> None:

@@ -51,6 +51,16 @@ def _not_compiled(trial: Trial) -> str | None:
     return None
 
 
+def _one_pass(trial: Trial) -> str | None:
+    """A gradient is an output of the graph, and each replay overwrites it (pytorch issue 169545)."""
+    if trial.grad_accum > 1:
+        return (
+            f"compile={trial.compile} with grad_accum={trial.grad_accum}: the next pass of the CUDA graph overwrites "
+            "the gradients that were to be added to; use grad_accum=1 with a larger micro_batch, or compile=default"
+        )
+    return None
+
+
 # fmt: off
 TECHNIQUES: tuple[Technique, ...] = (
     # checkpointing
@@ -72,11 +82,11 @@ TECHNIQUES: tuple[Technique, ...] = (
     # compile
     Technique("compile", "none", "eager"),
     *(Technique("compile", mode, meaning, module="vramsweep.runners.techniques.compiled", runners=("torch", "trainer"),
-                shardings=("none",), excludes=(NOT_SIMULATED, *more), checked=checked,
+                shardings=("none",), excludes=(NOT_SIMULATED, *more), rules=rules, checked=checked,
                 source="https://docs.pytorch.org/docs/stable/generated/torch.compile.html")
-      for mode, meaning, more, checked in (
-          ("default", "torch.compile of the whole model", (), ("cpu", "gpu")),
-          ("reduce-overhead", "and its kernels launched as CUDA graphs", (NO_GRAPHS,), ("gpu",)),
-          ("max-autotune", "and matrix products tuned by trying", (NO_GRAPHS,), ("gpu",)))),
+      for mode, meaning, more, rules, checked in (
+          ("default", "torch.compile of the whole model", (), (), ("cpu", "gpu")),
+          ("reduce-overhead", "and its kernels launched as CUDA graphs", (NO_GRAPHS,), (_one_pass,), ("gpu",)),
+          ("max-autotune", "and matrix products tuned by trying", (NO_GRAPHS,), (_one_pass,), ("gpu",)))),
 )
 # fmt: on

@@ -29,7 +29,7 @@ _RECORDED = "CUDA steps that others recorded with torch 2.11 (docs/simulated.md)
 TORCHAO = Package("torchao", "0.18.0")
 # None of them is preloaded: peft imports bitsandbytes, whose import initialises CUDA (cuda_specs.py:
 # get_compute_capabilities), and no process that has can be forked.
-_PEFT = Package("peft", "0.17")
+_PEFT = Package("peft", "0.18")  # the first that imports with transformers 5
 _QLORA = (_PEFT, Package("bitsandbytes", "0.46.1"))
 _QLORA_GUIDE = "https://huggingface.co/docs/peft/developer_guides/quantization"
 _HALF = (("precision", ("bf16_pure",), "what is not quantised is cast to fp32; use bf16 or fp16"),)

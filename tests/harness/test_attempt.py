@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import shutil
 import subprocess
@@ -15,11 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, TARGETS, Run, custom, tiny
 
-from vramsweep.harness import attempt, machine, plan, sweep, waiting, warm
+from vramsweep.harness import attempt, machine, plan, sweep, techniques, waiting, warm
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.outcome import classify, transient
+from vramsweep.runners import template
 
 
 class Fakes:
@@ -212,6 +215,19 @@ def test_a_runner_whose_imports_start_cuda_goes_cold(
         assert [row["isolation"] for row in rows] == ["cold"] * 2
         assert all(reason in row["cold_reason"] for row in rows)
         assert said == 1
+
+
+def test_imports_that_ask_for_the_compute_capability_do_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bitsandbytes does, and the Trainer imports it where it is installed."""
+    cards = [machine.Gpu(i, "NVIDIA H100", f"GPU-{i}", "1", 80 << 30, 0, (), (9, i)) for i in range(2)]
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: cards)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with template._asked_without_cuda():
+        found = [torch.cuda.get_device_capability(of) for of in (0, torch.device("cuda", 1), torch.cuda.device(1))]
+        if techniques.version("bitsandbytes"):
+            specs = importlib.import_module("bitsandbytes.cuda_specs")
+            assert specs.get_compute_capabilities() == [(9, 0), (9, 1)]
+    assert found == [(9, 0), (9, 1), (9, 1)] and not torch.cuda.is_initialized()
 
 
 def test_only_the_runner_that_starts_cuda_goes_cold(fakes: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,11 @@ def test_nothing_compiled_is_null() -> None:
     [
         ({"device": {"name": "simulated", "gpu": "a100-80gb"}}, "compile=none predicts the eager figure"),
         ({"compile": "reduce-overhead"}, "use compile=default"),
+        (
+            {"compile": "reduce-overhead", "grad_accum": 2, "device": {"name": "cuda"}},
+            "overwrites the gradients that were to be added to; use grad_accum=1",
+        ),
+        ({"compile": "max-autotune", "grad_accum": 2, "device": {"name": "cuda"}}, "or compile=default"),
         ({"sharding": "fsdp2"}, "needs sharding=none"),
         ({"runner": {"name": "deepspeed"}, "sharding": "zero1"}, "needs runner=torch or trainer"),
         ({"runner": {"name": "trainer", "options": {"torch_compile": True}}}, "belongs to the axis compile"),

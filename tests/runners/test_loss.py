@@ -206,3 +206,39 @@ def test_what_cannot_be_is_said() -> None:
 
 def test_a_product_that_is_added_counts_as_one() -> None:
     assert standin._product(torch.empty(3, 5), torch.empty(5, 7), torch.empty(3, 7)) == 2 * 3 * 5 * 7
+
+
+class InForward(torch.autograd.Function):
+    """Cross entropy of hidden states as Liger computes it: with its gradients in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            logits = (hidden @ weight.T).detach().requires_grad_()
+            found = torch.nn.functional.cross_entropy(logits, targets, ignore_index=loss.IGNORED)
+            (grad,) = torch.autograd.grad(found, logits)
+        ctx.save_for_backward(grad @ weight, grad.T @ hidden)
+        return found.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        hidden, weight = ctx.saved_tensors
+        return grads[0] * hidden, grads[0] * weight, None
+
+
+def test_gradients_that_the_loss_computes_in_the_forward_pass_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def library() -> loss.Loss:
+        def of(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, width: int, **kwargs: Any) -> Any:
+            return InForward.apply(hidden.flatten(0, 1), weight, loss._targets(labels))
+
+        return of
+
+    monkeypatch.setattr(loss, "_library", library)
+    plain = trial.parse(tiny())
+    rows = [run.run(one, tmp_path) for one in (plain, plain.model_copy(update={"loss": "fused_linear"}))]
+    (expected, found) = (row or {} for row in rows)
+    assert found["loss_last"] == pytest.approx(expected["loss_last"], rel=1e-5)
+    for column in ("model_flops_per_token", "hardware_flops_per_token"):
+        assert found[column] == expected[column]

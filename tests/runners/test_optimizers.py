@@ -597,12 +597,14 @@ def test_on_a_card_memory_is_as_predicted(run_sweep: Run, name: str, runner: str
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("sharding", ["zero0", "zero2", "zero3"])
 def test_on_a_card_fused_adam_is_as_predicted(run_sweep: Run, sharding: str) -> None:
     _as_predicted(run_sweep, deepspeed(sharding, optimizer="deepspeed_fused_adam"), timeout_s=600)
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(1300)
 def test_on_a_card_cpu_adam_is_as_predicted(run_sweep: Run) -> None:
     offloaded = deepspeed("zero2", optimizer="deepspeed_cpu_adam", offload_optimizer=True)
     _as_predicted(run_sweep, offloaded, timeout_s=600)
