@@ -21,7 +21,6 @@ NO_DTENSOR = (("sharding", ("fsdp2",), "it does not take FSDP2's sharded tensors
 NOT_PAGED = (("device", ("cpu",), "bitsandbytes pages nothing there; use the optimizer of that name without paged"),
              ("offload_optimizer", (True,), "what is offloaded steps in host memory, where nothing is paged; leave one "
               "of them out"))  # fmt: skip
-TORCHAO = (Package("torchao", "0.11"),)  # torchao.optim; prototypes before
 
 
 def _fused_under_deepspeed(trial: Trial) -> str | None:

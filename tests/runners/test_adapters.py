@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramsweep.harness import gpus, techniques, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.techniques import entry
 from vramsweep.runners import build, dispatch, run, simulated, torch_loop
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.predict import replay
@@ -487,14 +488,17 @@ def test_quantised_checkpoints_load_as_users_load_them(tmp_path: Path, trained: 
 def test_what_does_not_go_together_is_invalid_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "adapter=lora" in invalid(quantization="nf4", precision="bf16", device=DEVICE)
     assert "cast to fp32" in invalid(quantization="nf4", precision="bf16_pure", device=DEVICE, **LORA)
-    assert "half precision" in invalid(quantization="gptq", precision="fp32", device=DEVICE, **LORA)
+    assert "cast to fp32" in invalid(quantization="nf4_double", precision="bf16_master", device=DEVICE, **LORA)
+    assert "fp32 already" in invalid(precision="bf16_master", device=DEVICE, **LORA)
+    for precision in ("fp32", "bf16_master"):
+        assert "half precision" in invalid(quantization="gptq", precision=precision, device=DEVICE, **LORA)
     assert "zero3" in invalid(**LORA, sharding="zero3", runner={"name": "deepspeed"}, precision="bf16")
     assert "fsdp2" in invalid(**NF4, sharding="fsdp2", world_size=2, device=DEVICE)
-    monkeypatch.setattr(techniques, "version", lambda package: None)
+    monkeypatch.setattr(entry, "version", lambda package: None)
     assert "pip install 'peft>=" in invalid(**LORA)
     assert "pip install 'bitsandbytes>=" in invalid(**NF4) or "pip install 'peft>=" in invalid(**NF4)
     assert "pip install 'gptqmodel>=" in invalid(**LORA, quantization="gptq", precision="bf16", weights="pretrained")
-    monkeypatch.setattr(techniques, "version", lambda package: "99.0")
+    monkeypatch.setattr(entry, "version", lambda package: "99.0")
     found = invalid(**LORA, quantization="gptq", precision="bf16")
     assert "quantised checkpoint" in found and "weights=pretrained" in found
 
