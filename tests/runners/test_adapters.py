@@ -357,6 +357,15 @@ LLAMA2 = {
 
 
 @pytest.mark.slow
+def test_biases_that_the_first_forward_pass_casts_stay_parameters(tmp_path: Path) -> None:
+    """bitsandbytes' Linear4bit.forward casts its bias for good; there are 128 biases in each of the model's layers."""
+    trace, _ = traced(tmp_path, **NF4)
+    predicted = replay(trace, AllocatorConfig(), None)
+    adapters, embedding, norms = 8 * 2240 * 4, 512 * 64 * 4, 5 * 64 * 4
+    packed, biases = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160) // 2, 2 * 128 * 2
+    assert predicted.breakdown["parameters"] == embedding + norms + adapters + packed + biases
+
+
 def test_statistics_take_the_bits_that_the_paper_says() -> None:
     """Dettmers et al. 2023 (arXiv:2305.14314), section 3: scales of blocks of 64 add 0.5 bits a parameter, quantised
     themselves 0.127 bits."""
