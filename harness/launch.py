@@ -202,8 +202,9 @@ def _parse(argv: Sequence[str], action: str) -> tuple[argparse.Namespace, argpar
     given = {word.partition("=")[0] for word in args.overrides}
     today = [_today(word) for word in args.overrides]
     for old, new in zip(args.overrides, today, strict=True):
-        if old != new and new.partition("=")[0] in given:
-            raise UserError(f"{old} is {new} by its old name, and {new.partition('=')[0]} is given too; leave one out")
+        key = new.partition("=")[0]
+        if old.partition("=")[0] != key and key in given:  # a value's old name contradicts nothing
+            raise UserError(f"{old} is {new} by its old name, and {key} is given too; leave one out")
     if "runner=fsdp" in args.overrides and given & {"sharding"} and "sharding=fsdp2" not in args.overrides:
         raise UserError("runner=fsdp is runner=torch with sharding=fsdp2, and another sharding is given; leave one out")
     args.overrides = today

@@ -28,7 +28,7 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
 from vramsweep.harness.roofline import Work, estimate
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.trial import SIMULATION, InvalidTrial, Trial
 from vramsweep.runners import build, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
@@ -37,7 +37,7 @@ from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.trace import Mark, Trace, Tracer
 
-FORMAT = 5  # of a kept trace; raise it when traces change
+FORMAT = 5  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -175,7 +175,7 @@ def trace_key(trial: Trial, card: Gpu) -> str:
     axes = trial.model_dump(mode="json", exclude={"allocator", "protocol", "repeat", "device"})
     versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
     of_the_card = [card.capability, card.multiprocessors if trial.kernels == "liger" else None]
-    text = json.dumps([FORMAT, axes, of_the_card, versions], sort_keys=True)
+    text = json.dumps([FORMAT, SIMULATION, axes, of_the_card, versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -168,6 +168,7 @@ class Tracer(TorchDispatchMode):
         """A phase ends here."""
         if phase == "backward":
             held = self.held()
+            self._know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
             grads = [p.grad for p in self._parameters if p.grad is not None]
             self._know("gradients", [*grads, *held.get("gradients", [])])
             buckets = {n for bucket in held.get("communication", []) if (n := self._number(bucket)) is not None}

@@ -320,3 +320,10 @@ def test_names_of_version_0_1_are_understood_on_the_command_line() -> None:
     assert [t["trial"]["sharding"] for t in new] == ["zero1", "zero3"]  # type: ignore[index]
     (fsdp,) = planned("runner=fsdp", "device=cuda", "world_size=8", "predict=false")
     assert fsdp["trial_id"] == planned("sharding=fsdp2", "device=cuda", "world_size=8", "predict=false")[0]["trial_id"]
+
+
+def test_values_of_version_0_1_are_understood_on_the_command_line() -> None:
+    same = ("-m", "model=tiny", "device=simulated")
+    old = planned(*same, "optimizer=adamw,adamw_fused", "gradient_checkpointing=true")
+    new = planned(*same, "optimizer=adamw_torch,adamw_torch_fused", "checkpointing=full")
+    assert [t["trial_id"] for t in old] == [t["trial_id"] for t in new] and len(new) == 2

@@ -32,7 +32,7 @@ TORCHAO = Package("torchao", "0.18.0")
 _PEFT = Package("peft", "0.18")  # the first that imports with transformers 5
 _QLORA = (_PEFT, Package("bitsandbytes", "0.46.1"))
 _QLORA_GUIDE = "https://huggingface.co/docs/peft/developer_guides/quantization"
-_HALF = (("precision", ("bf16_pure",), "what is not quantised is cast to fp32; use bf16 or fp16"),)
+_HALF = (("precision", ("bf16_pure", "bf16_master"), "what is not quantised is cast to fp32; use bf16 or fp16"),)
 _WHOLE = ("none", "ddp", "zero0", "zero1", "zero2")  # shardings that leave each rank its own copy of the weights
 
 
@@ -112,13 +112,15 @@ TECHNIQUES: tuple[Technique, ...] = (
               packages=(Package("gptqmodel", "7.0"), Package("optimum", "1.24")),
               runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_adapted, _checkpoint),
               checked=("simulated",),
-              excludes=(("precision", ("fp32", "tf32", "bf16_pure"), "its kernels work in half precision; use bf16 or "
-                         "fp16"),), source="https://huggingface.co/docs/transformers/quantization/gptq"),
+              excludes=(("precision", ("fp32", "tf32", "bf16_pure", "bf16_master"), "its kernels work in half "
+                         "precision; use bf16 or fp16"),), source="https://huggingface.co/docs/transformers/quantization/gptq"),
     # adapter
     Technique("adapter", "none", "all weights are trained"),
     Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are "
               "in half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,),
-              shardings=(*_WHOLE, "fsdp2"), checked=("cpu", "simulated"),
+              shardings=(*_WHOLE, "fsdp2"), checked=("cpu", "simulated"), excludes=(
+                  ("precision", ("bf16_master",), "what is trained is fp32 already; use bf16_pure, with bf16 base "
+                   "weights, or bf16"),),
               source="https://huggingface.co/docs/peft/developer_guides/lora"),
 )
 # fmt: on

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramsweep.harness import gpus, techniques, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.techniques import entry
 from vramsweep.runners import build, dispatch, run, simulated, torch_loop
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.predict import replay
@@ -356,6 +357,15 @@ LLAMA2 = {
 
 
 @pytest.mark.slow
+def test_biases_that_the_first_forward_pass_casts_stay_parameters(tmp_path: Path) -> None:
+    """bitsandbytes' Linear4bit.forward casts its bias for good; there are 128 biases in each of the model's layers."""
+    trace, _ = traced(tmp_path, **NF4)
+    predicted = replay(trace, AllocatorConfig(), None)
+    adapters, embedding, norms = 8 * 2240 * 4, 512 * 64 * 4, 5 * 64 * 4
+    packed, biases = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160) // 2, 2 * 128 * 2
+    assert predicted.breakdown["parameters"] == embedding + norms + adapters + packed + biases
+
+
 def test_statistics_take_the_bits_that_the_paper_says() -> None:
     """Dettmers et al. 2023 (arXiv:2305.14314), section 3: scales of blocks of 64 add 0.5 bits a parameter, quantised
     themselves 0.127 bits."""
@@ -487,14 +497,17 @@ def test_quantised_checkpoints_load_as_users_load_them(tmp_path: Path, trained: 
 def test_what_does_not_go_together_is_invalid_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "adapter=lora" in invalid(quantization="nf4", precision="bf16", device=DEVICE)
     assert "cast to fp32" in invalid(quantization="nf4", precision="bf16_pure", device=DEVICE, **LORA)
-    assert "half precision" in invalid(quantization="gptq", precision="fp32", device=DEVICE, **LORA)
+    assert "cast to fp32" in invalid(quantization="nf4_double", precision="bf16_master", device=DEVICE, **LORA)
+    assert "fp32 already" in invalid(precision="bf16_master", device=DEVICE, **LORA)
+    for precision in ("fp32", "bf16_master"):
+        assert "half precision" in invalid(quantization="gptq", precision=precision, device=DEVICE, **LORA)
     assert "zero3" in invalid(**LORA, sharding="zero3", runner={"name": "deepspeed"}, precision="bf16")
     assert "fsdp2" in invalid(**NF4, sharding="fsdp2", world_size=2, device=DEVICE)
-    monkeypatch.setattr(techniques, "version", lambda package: None)
+    monkeypatch.setattr(entry, "version", lambda package: None)
     assert "pip install 'peft>=" in invalid(**LORA)
     assert "pip install 'bitsandbytes>=" in invalid(**NF4) or "pip install 'peft>=" in invalid(**NF4)
     assert "pip install 'gptqmodel>=" in invalid(**LORA, quantization="gptq", precision="bf16", weights="pretrained")
-    monkeypatch.setattr(techniques, "version", lambda package: "99.0")
+    monkeypatch.setattr(entry, "version", lambda package: "99.0")
     found = invalid(**LORA, quantization="gptq", precision="bf16")
     assert "quantised checkpoint" in found and "weights=pretrained" in found
 

@@ -140,3 +140,11 @@ def test_against_recordings_of_a_decoder_model(tmp_path: Path, length: int, prec
     assert predicted.peak["allocated"] == pytest.approx(measured.peak_allocated, rel=0.005)
     assert predicted.peak["reserved"] == pytest.approx(measured.peak_reserved, rel=0.01)
     assert predicted.breakdown["parameters"] == 4 * details["parameters"]
+
+
+def test_a_trace_kept_by_a_version_that_predicts_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, card = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"})), gpus.named("a100-80gb")
+    before = simulated.trace_key(chosen, card)
+    assert before == simulated.trace_key(chosen, card)
+    monkeypatch.setattr(simulated, "SIMULATION", simulated.SIMULATION + 1)
+    assert before != simulated.trace_key(chosen, card)
