@@ -53,6 +53,8 @@ NO_BACKWARD = "no backward pass of torch.autograd was seen"
 PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
+GRAPHED = ("reduce-overhead", "max-autotune")
+REPLAYED = "allocated peaks of steps and phases are not known: counters do not see what a CUDA graph replays in"
 COUNTED_EAGERLY = (
     "FLOPs are those of the step without torch.compile, whose code calls no operators that could be counted"
 )
@@ -409,7 +411,7 @@ class Meter:
         rank: int,
         publish: Callable[[Columns], Columns] = alone,
     ) -> None:
-        self.rank = rank
+        self.rank, self.trial = rank, trial
         self.gauges = Gauges(device)
         self.warmup = Warmup(self.gauges)
         self.measured = Measured(self.gauges, trial, self._publish)
@@ -485,6 +487,9 @@ class Meter:
             **described,
             "notes": [*self.probe.columns()["notes"], *self.measured.notes, *(described.get("notes") or ())],
         }
+        if self.trial.compile in GRAPHED and gauges.cuda:
+            phases = [f"{phase}_peak_allocated_bytes" for phase in ("forward", "backward", "optimizer", "step")]
+            own |= {**dict.fromkeys(phases), "notes": [*own["notes"], REPLAYED]}
         self.row = self._to_publish(own | self.seen())
 
     def _record(self, record: dict[str, Any]) -> None:

@@ -216,7 +216,8 @@ def columns(predicted: Prediction) -> dict[str, Any]:
 def speed(trial: Trial, trace: Trace, card: Gpu) -> dict[str, Any]:
     """The row's estimate of speed; nothing where a peak is unknown, or where ranks or the host would set the pace."""
     offloaded = trial.offload_optimizer or trial.offload_param or trial.activation_offload
-    alone = trial.world_size == 1 and not offloaded
+    paged = trial.optimizer.startswith("paged_")  # where its pages are decides
+    alone = not paged and trial.world_size == 1 and not offloaded
     found = estimate(trace.kernels, card, trial.precision == "tf32") if alone else None
     if found is None or not found.step_s:
         return {}

@@ -87,6 +87,10 @@ def test_nothing_compiled_is_null() -> None:
             {"compile": "reduce-overhead", "grad_accum": 2, "device": {"name": "cuda"}},
             "overwrites the gradients that were to be added to; use grad_accum=1",
         ),
+        (
+            {"compile": "reduce-overhead", "device": {"name": "cuda"}},
+            "records its CUDA graphs in the second step, which is no warm-up step with protocol=brief",
+        ),
         ({"compile": "max-autotune", "grad_accum": 2, "device": {"name": "cuda"}}, "or compile=default"),
         ({"sharding": "fsdp2"}, "needs sharding=none"),
         ({"runner": {"name": "deepspeed"}, "sharding": "zero1"}, "needs runner=torch or trainer"),
