@@ -107,10 +107,13 @@ def test_what_cannot_be_is_said(over: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_on_a_card(run_sweep: Run, mode: str) -> None:
     size: dict[str, Any] = {"device": {"name": "cuda"}, "precision": "bf16", "seq_len": 256, "micro_batch": 8}
+    size["protocol"] = {"name": "quick", "warmup_steps": 3, "measured_steps": 5}
     eager, compiled = run_sweep(tiny(**size), tiny(**size, compile=mode), timeout_s=900)
     assert eager["outcome"] == compiled["outcome"] == "ok", compiled["reason"]
     assert compiled["loss_last"] == pytest.approx(eager["loss_last"], rel=1e-2)
     assert compiled["compile_s"] > 1
-    assert compiled["notes"] == [measure.COUNTED_EAGERLY]
+    graphs = mode != "default"
+    assert compiled["notes"] == [*[measure.REPLAYED] * graphs, measure.COUNTED_EAGERLY]
+    assert (compiled["step_peak_allocated_bytes"] is None) == graphs
     assert compiled["model_flops_per_token"] == eager["model_flops_per_token"]
     assert compiled["peak_allocated_bytes"] > 0

@@ -27,7 +27,7 @@ from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.row import complete
 from vramsweep.runners import run, torch_loop, worker
 from vramsweep.runners.instruments import Nvml
-from vramsweep.runners.measure import Meter, StepMeter
+from vramsweep.runners.measure import REPLAYED, Meter, StepMeter
 
 MIB = 1 << 20
 UUID = "GPU-stand-in"
@@ -206,6 +206,16 @@ def test_an_old_pynvml_that_lacks_queries_leaves_their_columns_unknown(
     row = drive(card, tmp_path)
     assert row["throttle_reasons"] == ["sw_thermal_slowdown"]
     assert row["gpu_energy_j"] is None
+
+
+def test_what_a_replayed_cuda_graph_hides_is_null(card: Card, tmp_path: Path) -> None:
+    twice = {"name": "quick", "warmup_steps": 2, "measured_steps": 2}
+    (tmp_path / "eager").mkdir()
+    graphs, eager = drive(card, tmp_path, compile="max-autotune", protocol=twice), drive(card, tmp_path / "eager")
+    hidden = {name for name in eager if eager[name] is not None and graphs.get(name) is None}
+    phases = {f"{phase}_peak_allocated_bytes" for phase in ("forward", "backward", "optimizer", "step")}
+    assert hidden == phases
+    assert REPLAYED in graphs["notes"] and REPLAYED not in (eager["notes"] or ())
 
 
 def test_whoever_came_during_the_measured_steps_is_foreign(card: Card, tmp_path: Path) -> None:
