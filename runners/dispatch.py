@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -42,19 +43,40 @@ def sharded(types: Iterable[type]) -> bool:
     return any(issubclass(kind, DTensor) for kind in types)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensor storages that are alive, each storage once, from those alive on entry onwards."""
+def _on_host(tensor: torch.Tensor) -> bool:
+    """Whether it holds host memory. A wrapper's storage is only said to have a size: what it wraps is there on its own;
+    a fake tensor's, such as the compiler keeps, has none."""
+    hollow = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not hollow
 
-    def __init__(self) -> None:
+
+def storages_alive() -> list[torch.UntypedStorage]:
+    """The storages in host memory that exist at this moment."""
+    return [tensor.untyped_storage() for tensor in tensors_alive() if _on_host(tensor)]
+
+
+def tensors_alive() -> list[torch.Tensor]:
+    """Every tensor that the garbage collector knows, so not those of before a `gc.freeze`."""
+    # type(), not isinstance(): a lazy module's __class__ may import on being asked
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensor storages that are alive, each storage once, from those alive on entry onwards.
+
+    `others` are storages that count for nothing: constants of imported libraries. They must stay alive.
+    """
+
+    def __init__(self, others: Iterable[torch.UntypedStorage] = ()) -> None:
         super().__init__()
+        self._others = {storage._cdata for storage in others}
         self.live = 0
         self.peak = 0
         self._sizes: dict[int, int] = {}
         self._resizes = storage_resizes(self._resized)
 
     def __enter__(self) -> LiveBytes:
-        # type(), not isinstance(): a lazy module's __class__ may import on being asked
-        for tensor in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]:
+        for tensor in tensors_alive():
             self._track(tensor)
             if tensor.is_leaf and tensor.grad is not None:
                 self._track(tensor.grad)
@@ -82,11 +104,11 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def _track(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
-            return  # a wrapper's storage is only said to have a size; what it wraps is there on its own
+        if not _on_host(tensor):
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._sizes:
+        if key in self._sizes or key in self._others:
             return
         self._sizes[key] = 0
         self._resized(storage)

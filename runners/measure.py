@@ -32,7 +32,7 @@ from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.gpus import peak_flops
 from vramsweep.harness.outcome import of_the_machine
 from vramsweep.harness.trial import Trial
-from vramsweep.runners.dispatch import FlopCount, LiveBytes, SdpaKernels
+from vramsweep.runners.dispatch import FlopCount, LiveBytes, SdpaKernels, storages_alive
 from vramsweep.runners.instruments import (
     COUNTERS,
     Clock,
@@ -116,6 +116,7 @@ class Gauges:
                 raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
             torch.cuda.reset_peak_memory_stats()
         self.memory: Memory = CudaMemory() if self.cuda else HostMemory()
+        self.imported = [] if self.cuda else storages_alive()  # a template's, of before its gc.freeze, show nowhere
         self.rss_baseline = self.memory.resident_peak() if isinstance(self.memory, HostMemory) else None
         self.clock = Clock(device)
         self.compiler = Compiler()
@@ -179,7 +180,7 @@ class Probe:
         memory = self.gauges.memory
         self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.graphs() > 0
         if isinstance(memory, HostMemory) and not self._unseen:  # under a mode compiled code would not even run
-            memory.live = self._context.enter_context(LiveBytes())
+            memory.live = self._context.enter_context(LiveBytes(self.gauges.imported))
         self._context.enter_context(backward_boundaries(lambda: self._end("forward"), lambda: self._end("backward")))
         self.gauges.take()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,21 @@ def tiny(**over: Any) -> dict[str, Any]:
 def custom(function: str, **over: Any) -> dict[str, Any]:
     """A trial of one of the functions in tests/targets/faults.py."""
     return tiny(runner={"name": "custom", "target": f"{TARGETS / 'faults.py'}:{function}"}, **over)
+
+
+@pytest.fixture(autouse=True)
+def _left_alone_afterwards() -> Iterator[None]:
+    """A worker runs one trial and ends; here the next test must not find a group of ranks, or who joined it."""
+    found = dict(os.environ)
+    yield
+    if os.environ != found:
+        os.environ.clear()
+        os.environ.update(found)
+    torch, accelerate = sys.modules.get("torch"), sys.modules.get("accelerate.state")
+    if torch is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if accelerate is not None:
+        accelerate.AcceleratorState._reset_state(True)
 
 
 Run = Callable[..., list[Row]]

@@ -38,12 +38,13 @@ def test_a_multirun_with_lists_ranges_and_groups() -> None:
     assert {t["allocator"]["conf"] for t in trials} == {"", "expandable_segments:True"}  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("group", "count"), [("allocator", 7), ("precision", 5), ("protocol", 4)])
+@pytest.mark.parametrize(("group", "count"), [("allocator", 7), ("precision", 7), ("protocol", 4)])
 def test_every_option_of_a_group_composes_and_can_run_on_cuda(group: str, count: int) -> None:
     names = [p.stem for p in sorted((ROOT / "conf" / group).glob("*.yaml")) if p.stem != "custom"]
     found = planned("-m", "device=cuda", f"{group}={','.join(names)}")
     assert len(found) == count
-    assert {str(t["reason"]) for t in found} == {"None"}
+    reasons = {str(t["reason"]) for t in found}
+    assert not {reason for reason in reasons - {"None"} if "pip install 'torchao" not in reason}  # fp8, without it
 
 
 def test_the_trainer_s_own_batch_is_the_default_and_can_be_overridden() -> None:

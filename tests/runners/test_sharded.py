@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,6 @@ PARAMETERS = 119360
 SMALL = {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}  # by default 2 GB of zeros each
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
 WORKSPACES = 2 * 8_519_680  # forward's and backward's, on that card
-
-
-@pytest.fixture(autouse=True)
-def _left_alone_afterwards() -> Iterator[None]:
-    """A worker runs one trial and ends; here the next test must not find a group of ranks."""
-    found = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(found)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def fsdp_trial(world: int, device: dict[str, str], **over: Any) -> dict[str, Any]:
