@@ -151,12 +151,12 @@ class Library:
         chosen = trial.parse(with_model(values, **over))
         build.prepare(chosen)
         net = build.model(chosen, torch.device("cpu"))
-        self.parameters = nbytes(net.parameters())  # bitsandbytes casts biases in the first step
         optimizer = build.optimizer(chosen, net.parameters(), torch.device("cpu"))
         batch = build.data(chosen).batch(0, 2)
         with build.autocast(chosen, torch.device("cpu")):
             net(**batch).loss.backward()
         optimizer.step()
+        self.parameters = nbytes(net.parameters())  # bitsandbytes casts biases in the first step
         self.counts = (build.parameters(net), build.parameters(net, trained=True))
         self.gradients = nbytes(p.grad for p in net.parameters() if p.grad is not None)
         self.state = nbytes(t for held in optimizer.state.values() for t in held.values() if t.dim())

@@ -69,9 +69,17 @@ def values(which: str, **over: Any) -> dict[str, Any]:
 
 
 def library(name: str) -> None:
-    """Skip where the optimizer's package is not installed."""
+    """Skip where the optimizer's package is not installed; forget what it keeps for the whole process.
+
+    bitsandbytes has a table of parameters by `id`, the compiler its frames: an earlier test's are not this one's.
+    """
     if name in PACKAGE:
-        pytest.importorskip(PACKAGE[name])
+        package = pytest.importorskip(PACKAGE[name])
+        gc.collect()
+        if PACKAGE[name] == "bitsandbytes":
+            package.optim.GlobalOptimManager.get_instance().initialize()
+        else:
+            torch._dynamo.reset()
 
 
 def traced(folder: Path, which: str = "tiny", **over: Any) -> tuple[Trace, dict[str, Any]]:
