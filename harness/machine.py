@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import psutil
 import pynvml
 
 from vramsweep import __version__
+from vramsweep.harness.techniques import version as version
 
 GIB = 1 << 30
 # What is used of pynvml and the newest of it: older modules of that name lack some.
@@ -293,15 +293,6 @@ def torch_version() -> str | None:
 def torch_cuda() -> str | None:
     """The CUDA version that torch was built with ("12.8"), without importing it; None for a CPU build or no torch."""
     return _stated("cuda")
-
-
-@cache
-def version(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def host_load() -> float | None:

@@ -11,7 +11,7 @@ When the last measured step is over the row's columns are published. What follow
 what it would have told, and has a note that says so.
 
 Not covered: how training is driven (torch_loop, trainer, deepspeed_zero, custom), what it is read with
-(instruments.py), what columns mean (harness/row.py), which rank's they are (over_ranks.py).
+(instruments.py), FLOPs (count.py), what columns mean (harness/row.py), which rank's they are (over_ranks.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import torch
 
 from vramsweep.harness.attempt import RECORDING, STEPS
 from vramsweep.harness.errors import EnvironmentFault
-from vramsweep.harness.gpus import peak_flops
 from vramsweep.harness.outcome import of_the_machine
 from vramsweep.harness.trial import Trial
-from vramsweep.runners.dispatch import FlopCount, LiveBytes, SdpaKernels, storages_alive
+from vramsweep.runners.count import NO_BACKWARD, Count
+from vramsweep.runners.dispatch import LiveBytes, storages_alive
 from vramsweep.runners.instruments import (
     COUNTERS,
     Clock,
@@ -49,15 +49,11 @@ from vramsweep.runners.instruments import (
 from vramsweep.runners.over_ranks import Columns, over_ranks
 
 RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
-NO_BACKWARD = "no backward pass of torch.autograd was seen"
 PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
 GRAPHED = ("reduce-overhead", "max-autotune")
 REPLAYED = "allocated peaks of steps and phases are not known: counters do not see what a CUDA graph replays in"
-COUNTED_EAGERLY = (
-    "FLOPs are those of the step without torch.compile, whose code calls no operators that could be counted"
-)
 
 
 class StepMeter(Protocol):
@@ -275,106 +271,6 @@ class Measured:
         }
 
 
-class Count:
-    """Untimed: FLOPs, those of the forward passes apart from the rest, and attention's kernels.
-
-    The model's are 3 x the forward passes' where all weights are trained. Frozen ones need no gradients, and Liger's
-    fused loss computes its gradients in the forward pass: there they are all that was counted but for what was computed
-    twice.
-    """
-
-    purpose = "counts FLOPs"
-
-    def __init__(self, gauges: Gauges, trial: Trial) -> None:
-        self.gauges, self.trial = gauges, trial
-        self.spent = 0.0
-        self.compiled = False
-        self.forward: int | None = None  # up to the start of each backward pass
-        self.total: int | None = None
-        self.repeated = 0  # of the total
-        self.uncounted: set[str] = set()  # operators
-        self.kernels = SdpaKernels()
-        self._uncounted_by_backward: set[str] = set()
-        self._began: float | None = None
-        self._context = contextlib.ExitStack()
-
-    def enter(self) -> None:
-        self._began = time.perf_counter()
-        self.compiled = self.gauges.compiler.graphs() > 0
-        if self.compiled:
-            self._context.enter_context(torch.compiler.set_stance("force_eager"))
-        self._count = count = self._context.enter_context(FlopCount())
-        self._context.enter_context(self.kernels)
-        self._forward: list[int] = []
-        self._since = 0
-
-        def entered() -> None:
-            self._forward.append(count.total - self._since)
-
-        def left() -> None:
-            self._since = count.total
-            self._uncounted_by_backward = set(count.uncounted)
-
-        self._context.enter_context(backward_boundaries(entered, left))
-
-    def leave(self, loss: torch.Tensor | None) -> None:
-        self.close()
-        self.total, self.repeated, self.uncounted = self._count.total, self._count.repeated, self._count.uncounted
-        self.forward = sum(self._forward) if self._forward else None
-
-    def close(self) -> None:
-        """Watch no longer, also where the step failed: its time is a step's all the same."""
-        self._context.close()
-        if self._began is not None:
-            self.spent, self._began = time.perf_counter() - self._began, None
-
-    def columns(self, row: Columns) -> Columns:
-        """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
-        trial = self.trial
-        frozen = row.get("trainable_parameters") != row.get("parameters")
-        fused = trial.loss == "fused_linear" or (trial.loss == "default" and trial.kernels == "liger")
-        model, hardware, found = self._trusted(row.get("attention_effective"), frozen or fused)
-        notes = [*(row.get("notes") or ()), *found]
-        tokens = trial.micro_batch * trial.grad_accum * trial.seq_len  # of this rank, whose FLOPs were counted
-        of_model = None if model is None else model / tokens
-        of_hardware = None if hardware is None else hardware / tokens
-        peak = peak_flops(row["gpu_name"], trial.precision) if row["gpu_name"] else None
-        used = None if peak is None else row["tokens_per_s"] / (peak * trial.world_size)
-        return {
-            "model_flops_per_token": of_model,
-            "hardware_flops_per_token": of_hardware,
-            "peak_flops": peak,
-            "mfu": None if of_model is None or used is None else used * of_model,
-            "hfu": None if of_hardware is None or used is None else used * of_hardware,
-            "attention_kernels": sorted(self.kernels.seen) or None,
-            "notes": notes or None,
-        }
-
-    def _trusted(self, attention: str | None, uneven: bool) -> tuple[int | None, int | None, list[str]]:
-        """FLOPs of the model and of all, None where they cannot be trusted, and notes that say why.
-
-        `uneven`: the backward pass is not twice the forward pass.
-        """
-        if self.total is None:
-            return None, None, []
-        if attention is not None and "flash" in attention:
-            return None, None, [f"FLOPs are not known: the kernels of {attention} are not seen by torch's operators"]
-        hardware = None if self.uncounted else self.total
-        model = None if self.forward is None else 3 * self.forward
-        if uneven and model is not None:
-            model = None if hardware is None else hardware - self.repeated
-        notes = [f"model FLOPs are not known: {NO_BACKWARD}"] if self.forward is None else []
-        notes += [COUNTED_EAGERLY] * self.compiled
-        if self._uncounted_by_backward:
-            model = None
-        if self.uncounted:
-            names = ", ".join(sorted(self.uncounted))
-            which = "FLOPs" if model is None else "hardware FLOPs"
-            formula = "torch.utils.flop_counter.register_flop_formula adds one"
-            notes.append(f"{which} are not known: no formula for {names} ({formula})")
-        return model, hardware, notes
-
-
 class Recorded:
     """Untimed: every event of the CUDA allocator, in the file `path`; the ranks without one only take part."""
 
@@ -417,7 +313,7 @@ class Meter:
         self.warmup = Warmup(self.gauges)
         self.measured = Measured(self.gauges, trial, self._publish)
         self.probe = Probe(self.gauges, self.measured.start)
-        self.count = Count(self.gauges, trial)
+        self.count = Count(self.gauges.compiler, trial)
         recorded = Recorded(folder / RECORDING if rank == 0 else None)
         self.plan: tuple[Step, ...] = (
             *[self.warmup] * trial.protocol.warmup_steps,

@@ -77,6 +77,17 @@ def custom(function: str, **over: Any) -> dict[str, Any]:
     return tiny(runner={"name": "custom", "target": f"{TARGETS / 'faults.py'}:{function}"}, **over)
 
 
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of five whole words, as transformers loads it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: n for n, word in enumerate(["<eos>", "<unk>", "a", "b", "c"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+
+
 @pytest.fixture(autouse=True)
 def _left_alone_afterwards() -> Iterator[None]:
     """A worker runs one trial and ends; here the next test must not find a group of ranks, or who joined it."""

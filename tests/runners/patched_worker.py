@@ -17,7 +17,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from vramsweep.runners import build, measure, worker
+from vramsweep.runners import build, worker
+from vramsweep.runners.count import Count
 
 HELD: list[torch.Tensor] = []
 
@@ -28,7 +29,7 @@ def data(trial: Any, original: Any = build.data) -> Any:
     return original(trial)
 
 
-def enter(count: measure.Count, original: Any = measure.Count.enter) -> None:
+def enter(count: Count, original: Any = Count.enter) -> None:
     if os.environ["RANK"] == "1":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     original(count)
@@ -56,7 +57,7 @@ if __name__ == "__main__":
     if "more" in what:
         build.data = data
     if "fail" in what:
-        measure.Count.enter = enter  # type: ignore[method-assign]
+        Count.enter = enter  # type: ignore[method-assign]
     if "fp16" in what:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT, tiny
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from conftest import ROOT, save_tokenizer, tiny
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness import trial as trials
 from vramsweep.runners import build
@@ -32,13 +32,8 @@ def test_shipped_models_have_the_parameters_they_claim(file: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved tiny model with a tokenizer of whole words, and a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     path = tmp_path_factory.mktemp("model")
-    words = {word: n for n, word in enumerate(["<eos>", "<unk>", "a", "b", "c"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
+    save_tokenizer(path)
     torch.manual_seed(7)
     values = tiny()["model"]
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **values["config"])).save_pretrained(path)

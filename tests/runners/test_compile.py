@@ -12,6 +12,7 @@ from conftest import Run, merged, tiny
 from vramsweep.harness import trial
 from vramsweep.harness.trial import InvalidTrial
 from vramsweep.runners import measure
+from vramsweep.runners.count import COUNTED_EAGERLY
 from vramsweep.runners.instruments import Compiler
 
 COMPILED = {"compile": "default"}
@@ -39,7 +40,7 @@ def test_real_steps(run_sweep: Run) -> None:
         assert max(compiled["step_times_s"]) < compiled["compile_s"]
         for column in ("model_flops_per_token", "hardware_flops_per_token"):
             assert compiled[column] == eager[column]
-        assert compiled["notes"] == [measure.COMPILED_UNSEEN, measure.COUNTED_EAGERLY]
+        assert compiled["notes"] == [measure.COMPILED_UNSEEN, COUNTED_EAGERLY]
         assert eager["peak_allocated_bytes"] and compiled["peak_allocated_bytes"] is None
         assert compiled["peak_reserved_bytes"] > 0
 
@@ -113,7 +114,7 @@ def test_on_a_card(run_sweep: Run, mode: str) -> None:
     assert compiled["loss_last"] == pytest.approx(eager["loss_last"], rel=1e-2)
     assert compiled["compile_s"] > 1
     graphs = mode != "default"
-    assert compiled["notes"] == [*[measure.REPLAYED] * graphs, measure.COUNTED_EAGERLY]
+    assert compiled["notes"] == [*[measure.REPLAYED] * graphs, COUNTED_EAGERLY]
     assert (compiled["step_peak_allocated_bytes"] is None) == graphs
     assert compiled["model_flops_per_token"] == eager["model_flops_per_token"]
     assert compiled["peak_allocated_bytes"] > 0

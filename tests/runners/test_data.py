@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT, tiny
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from conftest import ROOT, save_tokenizer, tiny
+from transformers import AutoConfig, AutoTokenizer
 
 from vramsweep.harness import gpus, trial
 from vramsweep.runners import build, masks, run, simulated, torch_loop
@@ -27,13 +27,8 @@ HALF: dict[str, Any] = {"precision": "bf16", "seq_len": 64, "micro_batch": 2}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of whole words beside a tiny model's configuration, and two texts."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     path = tmp_path_factory.mktemp("model")
-    words = {word: n for n, word in enumerate(["<eos>", "<unk>", "a", "b", "c"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(path)
+    save_tokenizer(path)
     AutoConfig.for_model("qwen2", **tiny()["model"]["config"]).save_pretrained(path)
     (path / "short.txt").write_text("a b c\nb b\nc c c c c\na b\n")
     (path / "long.txt").write_text("\n".join([" ".join("abc"[i % 3] for i in range(100))] * 4))
