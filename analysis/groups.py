@@ -20,7 +20,7 @@ from vramsweep.harness.techniques import AXES
 # What was asked for: known for every row, also where the worker died.
 ASKED = (
     "foreign", "device", "model", "runner", "precision", "allocator", "allocator_conf", "micro_batch", "grad_accum",
-    "sharding", "world_size", "offload_optimizer", "offload_param",
+    "sharding", "world_size", "offload_optimizer", "offload_param", "zero_init", "ds_config", "versions",
     *(axis.name for axis in AXES if axis.name != "precision"), "weights", "data", "protocol",
 )  # fmt: skip
 # What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.

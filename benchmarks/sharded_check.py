@@ -1,6 +1,8 @@
-"""Sharded training, predicted against what real ranks hold on this CPU: DeepSpeed's stages and FSDP, one and two ranks.
+"""Sharded training, predicted against what real ranks hold on this CPU: every way of sharding, one and two ranks.
 
-    python benchmarks/sharded_check.py [--worlds 1,2] [--json]
+    python benchmarks/sharded_check.py [WORD...] [--worlds 1,2] [--json]
+
+Words choose the cases whose names hold all of them.
 
 Nothing is timed. The real ranks train over gloo while every tensor storage is counted; the prediction is the runner
 traced on fake tensors over a fake process group, as device=simulated does. Both count bytes of rank 0: at rest after
@@ -33,40 +35,50 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
-from vramsweep.harness import gpus, trial, upgrade  # noqa: E402
-from vramsweep.runners import build, deepspeed_zero, simulated, torch_loop, worker  # noqa: E402
+from vramsweep.harness import gpus, registry, trial  # noqa: E402
+from vramsweep.runners import build, simulated, worker  # noqa: E402
 from vramsweep.runners.dispatch import LiveBytes  # noqa: E402
 from vramsweep.runners.instruments import backward_boundaries  # noqa: E402
 from vramsweep.runners.trace import Trace  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
-TEMPLATES = ("deepspeed", "torch+fsdp2")  # registry.template of the cases
-RUNNERS = {"deepspeed": deepspeed_zero, "fsdp": torch_loop}
 COLUMNS = ("built", "rest", "forward", "backward", "optimizer")
 MODEL = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
 SMALL = {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}  # the default's buckets take 1 GB and more
+Case = dict[str, Any]  # a trial's values beside those that all cases share, and its name
+
+
+def case(name: str, runner: str, sharding: str, precision: str, **over: Any) -> Case:
+    """A case; `options` are the runner's."""
+    options = over.pop("options", {})
+    about = {"sharding": sharding, "precision": precision, "runner": {"name": runner, "options": options}}
+    return {"name": f"{name}, {precision}", **about, **over}
+
+
+DEEPSPEED = {"options": {"zero_optimization": SMALL}}
 CASES = [
-    ("deepspeed", 0, "fp32"),
-    *(("deepspeed", stage, "bf16") for stage in (1, 2, 3)),
-    *(("deepspeed", stage, "fp32") for stage in (1, 2, 3)),
-    ("fsdp", None, "fp32"),
-    ("fsdp", None, "bf16"),
+    case("ZeRO-0", "deepspeed", "zero0", "fp32", **DEEPSPEED),
+    *(case(f"ZeRO-{n}", "deepspeed", f"zero{n}", p, **DEEPSPEED) for p in ("bf16", "fp32") for n in (1, 2, 3)),
+    *(case("FSDP2", "torch", "fsdp2", p) for p in ("fp32", "bf16")),
 ]
 
 
-def make(runner: str, stage: int | None, precision: str, world: int, device: dict[str, str]) -> trial.Trial:
+def make(case: Case, world: int, device: dict[str, str]) -> trial.Trial:
     """One trial of the check."""
-    options = {"zero_optimization": SMALL} if stage is not None else {}
     values = {
         "model": {"name": "check", "model_type": "qwen2", "config": MODEL},
-        "runner": {"name": runner, "zero_stage": stage, "world_size": world, "options": options},
-        "seq_len": 64, "micro_batch": 2, "precision": precision, "device": device,
+        "seq_len": 64, "micro_batch": 2, "world_size": world, "device": device,
         "allocator": {"name": "default"}, "protocol": {"name": "check", "warmup_steps": 1, "measured_steps": 1},
     }  # fmt: skip
-    return trial.parse(upgrade.layout(values))
+    return trial.parse(values | {key: value for key, value in case.items() if key != "name"})
+
+
+def runner(chosen: trial.Trial) -> Any:
+    """The module that drives it."""
+    return importlib.import_module(registry.runner(chosen.runner.name).module)
 
 
 class Rests:
@@ -112,7 +124,7 @@ def resting() -> int:
     return sum(storages.values())
 
 
-def real(case: tuple[str, int | None, str], world: int) -> dict[str, int]:
+def real(case: Case, world: int) -> dict[str, int]:
     """What rank 0 of `world` real ranks held."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -135,25 +147,26 @@ def forked(function: Callable[..., dict[str, int]], *arguments: Any) -> Any:
     return here
 
 
-def as_rank(case: tuple[str, int | None, str], world: int, rank: int, port: int) -> dict[str, int]:
+def as_rank(case: Case, world: int, rank: int, port: int) -> dict[str, int]:
     """Train as one real rank."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in where.items()})
-    chosen = make(*case, world, {"name": "cpu"})
+    chosen = make(case, world, {"name": "cpu"})
     for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
         owner._get_foreach_kernels_supported_devices = lambda: ["cpu"]
     meter = Rests(rank)
     build.prepare(chosen)
-    with backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")):
-        RUNNERS[case[0]].run(chosen, torch.device("cpu"), meter, Path())
+    boundaries = backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward"))
+    with boundaries, tempfile.TemporaryDirectory() as folder:
+        runner(chosen).run(chosen, torch.device("cpu"), meter, Path(folder))
     return meter.found
 
 
-def predicted(case: tuple[str, int | None, str], world: int) -> dict[str, int]:
+def predicted(case: Case, world: int) -> dict[str, int]:
     """The same of the trace."""
-    chosen = make(*case, world, {"name": "simulated", "gpu": "a100-80gb"})
+    chosen = make(case, world, {"name": "simulated", "gpu": "a100-80gb"})
     with tempfile.TemporaryDirectory() as folder:
-        trace, _ = simulated.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), RUNNERS[case[0]])
+        trace, _ = simulated.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), runner(chosen))
     ids = 2 * 8 * chosen.micro_batch * chosen.seq_len  # a batch: token ids and labels, 8 bytes each
     return {name: size - (name != "built") * ids for name, size in sums(trace).items()}
 
@@ -179,19 +192,20 @@ def sums(trace: Trace) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="parts of the cases' names")
     parser.add_argument("--worlds", default="1,2", help="numbers of ranks")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON instead of a table")
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    for template in TEMPLATES:
+    cases = [one for one in CASES if all(word.lower() in one["name"].lower() for word in chosen.words)]
+    for template in sorted({registry.template(make(one, 1, {"name": "cpu"})) for one in cases}):
         worker.preload(template)
     results = []
     for world in map(int, chosen.worlds.split(",")):
-        for case in CASES:
-            results.append(
-                {"case": [*case, world], "real": real(case, world), "predicted": forked(predicted, case, world).recv()}
-            )
+        for one in cases:
+            found = {"real": real(one, world), "predicted": forked(predicted, one, world).recv()}
+            results.append({"case": one["name"], "ranks": world, **found})
             if not chosen.json:
                 print(line(results[-1]), flush=True)
     if chosen.json:
@@ -200,15 +214,13 @@ def main() -> None:
 
 def line(result: dict[str, Any]) -> str:
     """One row of the table: real bytes, and how far the prediction is off."""
-    runner, stage, precision, world = result["case"]
-    name = runner if stage is None else f"ZeRO-{stage}"
     cells = []
     for column in COLUMNS:
         bytes_, off = result["real"][column], result["predicted"][column] - result["real"][column]
         cells.append(
             f"{bytes_:,} ({'exact' if not off else f'{off:+,} B' if abs(off) < 1000 else f'{off / bytes_:+.1%}'})"
         )
-    return " | ".join([f"| {name}, {precision}", str(world), *cells]) + " |"
+    return " | ".join([f"| {result['case']}", str(result["ranks"]), *cells]) + " |"
 
 
 if __name__ == "__main__":

@@ -188,6 +188,8 @@ def axes(planned: Planned) -> Row:
         **{name: value.get("name") if isinstance(value, Mapping) else None for name, value in nested.items()},
         "runner": runner.get("name") if isinstance(runner, Mapping) else None,
         "simulated_gpu": (nested["device"] or {}).get("gpu"),
+        "zero_init": flat.get("zero_init") if flat.get("sharding") == "zero3" else None,
+        "versions": ", ".join(f"{k} {v}" for k, v in sorted((flat.get("versions") or {}).items())) or None,
         "allocator_conf": (nested["allocator"] or {}).get("conf"),
         "parameters": (nested["model"] or {}).get("parameters"),
         "unproven": (techniques.unproven(planned.trial) or None) if planned.trial else None,

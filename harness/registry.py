@@ -23,27 +23,33 @@ Rule = Callable[["Trial"], str | None]
 class Sharding:
     """How ranks divide a model's weights, gradients and optimizer state.
 
-    `stage` is ZeRO's, `preload` what a template imports for it. `measurement` is raised when what is measured under it
-    changes: old rows no longer count then.
+    `module` is what does it (runners/shardings/__init__.py says which functions it has), `stage` is ZeRO's, `preload`
+    what a template imports for it. `measurement` is raised when what is measured under it changes: old rows no longer
+    count then.
     """
 
     name: str
     meaning: str
+    module: str | None = None
     stage: int | None = None
     preload: tuple[str, ...] = ()
     measurement: int = 1
 
 
+_PLACE = "vramsweep.runners.shardings"
 # fmt: off
 SHARDINGS = (
     Sharding("none", "one rank that holds everything"),
-    Sharding("ddp", "every rank holds everything; gradients are averaged in buckets (DistributedDataParallel)"),
-    Sharding("fsdp2", "every rank holds a part; blocks are gathered as needed (fully_shard)",
-             preload=("vramsweep.runners.fsdp",), measurement=2),
-    Sharding("zero0", "DeepSpeed without sharding: gradients are averaged", stage=0, measurement=2),
-    Sharding("zero1", "optimizer state divided (ZeRO 1)", stage=1, measurement=2),
-    Sharding("zero2", "and gradients (ZeRO 2)", stage=2, measurement=2),
-    Sharding("zero3", "and weights (ZeRO 3)", stage=3, measurement=2),
+    Sharding("ddp", "every rank holds everything; gradients are averaged in buckets (DistributedDataParallel)",
+             f"{_PLACE}.ddp"),
+    Sharding("fsdp1", "every rank holds a part of flattened blocks, gathered as needed (FullyShardedDataParallel)",
+             f"{_PLACE}.fsdp1", preload=(f"{_PLACE}.fsdp1",)),
+    Sharding("fsdp2", "every rank holds a part of each tensor, gathered block by block (fully_shard)",
+             f"{_PLACE}.fsdp2", preload=(f"{_PLACE}.fsdp2",), measurement=2),
+    Sharding("zero0", "DeepSpeed without sharding: gradients are averaged", f"{_PLACE}.zero", stage=0, measurement=2),
+    Sharding("zero1", "optimizer state divided (ZeRO 1)", f"{_PLACE}.zero", stage=1, measurement=2),
+    Sharding("zero2", "and gradients (ZeRO 2)", f"{_PLACE}.zero", stage=2, measurement=2),
+    Sharding("zero3", "and weights (ZeRO 3)", f"{_PLACE}.zero", stage=3, measurement=2),
 )
 # fmt: on
 ZERO = tuple(s.name for s in SHARDINGS if s.stage is not None)

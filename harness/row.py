@@ -89,6 +89,10 @@ COLUMNS: tuple[Column, ...] = (
         ("simulated_gpu", str, "", "the card that is simulated; null where nothing is"),
         ("offload_optimizer", bool, "", "optimizer state in host memory"),
         ("offload_param", bool, "", "parameters in host memory"),
+        ("zero_init", bool, "", "model made under zero.Init, divided from the start; null where it is not ZeRO 3"),
+        ("ds_config", str, "", "path of the DeepSpeed configuration that was given; null where none was"),
+        ("versions", str, "", "simulated: versions of packages that were predicted, where they are not the installed ones"),
+        ("differences", list, "", "simulated: known differences of those versions that were applied, by name"),
         ("world_size", int, "", "number of ranks"),
         *((axis.name, axis.kind, "", axis.meaning) for axis in AXES),
         ("optimizer_effective", str, "", "optimizer class that ran"),
@@ -220,6 +224,7 @@ TEXT_LISTS = (
     "flags",
     "node_trials",
     "attention_kernels",
+    "differences",
     "unproven",
 )  # every other list holds numbers
 # What a measurement depends on beside its trial.

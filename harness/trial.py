@@ -37,7 +37,14 @@ LEFT_OUT: dict[tuple[str, ...], Any] = {
     ("world_size",): 1,
     ("offload_optimizer",): False,
     ("offload_param",): False,
+    ("zero_init",): True,
+    ("ds_config",): None,
+    ("versions",): {},
     ("device", "gpu"): None,
+    ("device", "gpus_per_node"): 8,
+    ("device", "link"): None,
+    ("device", "interconnect"): None,
+    ("device", "node_memory_gib"): None,
     **{(name,): default for name, default in techniques.DEFAULTS.items()},
     ("weights",): "random",
     ("data",): "synthetic",
@@ -49,7 +56,7 @@ LEFT_OUT: dict[tuple[str, ...], Any] = {
 NAMES = (("allocator", "name"), ("protocol", "name"), ("model", "name"), ("model", "parameters"),
          ("model", "max_positions"), ("fingerprints",))  # fmt: skip
 # Where files are named: their contents stand for them.
-FILES = (("runner", "target"), ("model", "path"), ("data",))
+FILES = (("runner", "target"), ("model", "path"), ("data",), ("ds_config",))
 # What others read: there an empty node or a null says something.
 VERBATIM = (("runner", "options"), ("model", "config"))
 
@@ -93,10 +100,19 @@ class RunnerAxis(_Frozen):
 
 
 class DeviceAxis(_Frozen):
-    """Where it runs. `gpu` names the card whose memory and generation are simulated (harness/gpus.py)."""
+    """Where it runs. `gpu` names the card whose memory and generation are simulated (harness/gpus.py).
+
+    The others say what else of a machine is simulated: how many cards a node has, what links them (`link`) and what
+    links nodes (`interconnect`), by name, and a node's memory in GiB; None is what the card usually comes with, or
+    unknown.
+    """
 
     name: Literal["cuda", "cpu", "simulated"]
     gpu: str | None = None
+    gpus_per_node: int = Field(default=8, ge=1)
+    link: str | None = None
+    interconnect: str | None = None
+    node_memory_gib: float | None = Field(default=None, gt=0)
 
 
 class ProtocolAxis(_Frozen):
@@ -112,7 +128,9 @@ class Trial(_Frozen):
 
     What the techniques among the axes mean, from `precision` to `use_cache`, is in techniques.AXES.
 
-    `record` adds one untimed step whose allocator events are kept, for `replay`.
+    `record` adds one untimed step whose allocator events are kept, for `replay`. `ds_config` is the path of a DeepSpeed
+    configuration; `zero_init` makes the model under `zero.Init`, divided from the start (ZeRO 3). `versions` are those
+    of packages that a simulated run is to be like, where they differ from what is installed.
     """
 
     model: ModelAxis
@@ -122,10 +140,13 @@ class Trial(_Frozen):
     precision: str
     allocator: AllocatorAxis
     runner: RunnerAxis
-    sharding: Literal["none", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"] = "none"
+    sharding: Literal["none", "ddp", "fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"] = "none"
     world_size: int = Field(default=1, ge=1)
     offload_optimizer: bool = False
     offload_param: bool = False
+    zero_init: bool = True
+    ds_config: str | None = None
+    versions: dict[str, str] = {}
     device: DeviceAxis
     protocol: ProtocolAxis
     quantization: str = "none"
@@ -277,6 +298,8 @@ def _fingerprints(trial: Trial) -> dict[str, str]:
             named.append(Path(trial.model.path) / "tokenizer.json")
     if trial.data != "synthetic":
         named.append(Path(trial.data))
+    if trial.ds_config is not None:
+        named.append(Path(trial.ds_config))
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in named if path.is_file()}
 
 

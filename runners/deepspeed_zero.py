@@ -6,29 +6,21 @@ autocast. `runner.options` is merged over the generated configuration, key by ke
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import functools
-from collections.abc import Iterable, Iterator, KeysView, Mapping
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import ValidationError
 
-from vramsweep.harness import registry
-from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, ranks, trace, zero_traced
+from vramsweep.harness.trial import Trial
+from vramsweep.runners import build, ranks, shardings, trace
 from vramsweep.runners.measure import StepMeter
-
-PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise for what they do not know
+from vramsweep.runners.shardings import zero, zero_traced
 
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` optimizer steps under `meter`."""
-    with zero_traced.behave() if trial.device.name == "simulated" else contextlib.nullcontext():
+    with shardings.traced(trial):
         _run(trial, device, meter)
 
 
@@ -37,8 +29,8 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         # The shared-memory communication kernel would be compiled on first use, for 20 s; gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=ranks.backend(trial, device), verbose=False)
-    config = ds_config(trial)
-    heeded(config)
+    config = zero.ds_config(trial)
+    zero.heeded(config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
     # given a dtype, ZeRO-3 overrides it where fp16 is not supported, as on many CPUs; the configuration is heeded
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.sharding == "zero3"):
@@ -54,7 +46,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     meter.built(
         lambda: {
             **build.describe(net, optimizer),
-            "optimizer_effective": _wrapped(optimizer),
+            "optimizer_effective": zero.wrapped(optimizer),
             "padding_fraction": data.padding_fraction,
             "runner_config": config,
         },
@@ -71,115 +63,3 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
             engine.step()
             micro += 1
         meter.step_end(loss)
-
-
-def ds_config(trial: Trial) -> dict[str, Any]:
-    """The DeepSpeed configuration of one trial, overrides merged in."""
-    stage = registry.sharding(trial.sharding).stage
-    zero: dict[str, Any] = {"stage": stage}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": trial.micro_batch,
-        "gradient_accumulation_steps": trial.grad_accum,
-        "steps_per_print": 1 << 30,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
-    }
-    if trial.precision in ("bf16", "fp16"):
-        config[trial.precision] = {"enabled": True}
-    if trial.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-        config["zero_force_ds_cpu_optimizer"] = False  # the trial's optimizer, not DeepSpeed's own
-    if trial.offload_param:
-        zero["offload_param"] = {"device": "cpu"}
-    return _merged(config, trial.runner.options)
-
-
-def _wrapped(optimizer: Any) -> str:
-    """DeepSpeed's optimizer and the one in it, which at stage 0 in fp32 are the same."""
-    name, inner = build.optimizer_name(optimizer), getattr(optimizer, "optimizer", None)
-    return name if inner is not None else f"{name}({name})"
-
-
-class _Asked(dict[str, Any]):
-    """A node of a configuration that remembers which keys were asked for."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__({k: _Asked(v) if isinstance(v, Mapping) else v for k, v in values.items()})
-        self.asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        return _Keys(self)
-
-    def __iter__(self) -> Iterator[str]:  # so that ** asks key by key
-        return super().__iter__()
-
-
-class _Keys(KeysView[str]):
-    """Keys of a node: `in` asks for one."""
-
-
-def heeded(config: Mapping[str, Any]) -> None:
-    """Raise InvalidTrial for a key of the configuration that DeepSpeed does not look at, with the closest one it does.
-
-    DeepSpeed reads its whole configuration when it makes a DeepSpeedConfig: models of pydantic forbid what they do not
-    know, while of everything else unknown keys have no effect. Nodes that it asks for nothing it passes on.
-    """
-    asked = _Asked(config)
-    try:
-        deepspeed.DeepSpeedConfig(asked)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        hint = _closest(str(first["loc"][-1]), _fields()) if first["type"] == "extra_forbidden" else ""
-        text = f"runner.options: DeepSpeed's {error.title} does not take {key}: {first['msg']}{hint}"
-        raise InvalidTrial(text) from None
-    except deepspeed.DeepSpeedConfigError as error:
-        raise InvalidTrial(f"runner.options: {error}") from None
-    ignored = next(_ignored(asked), None)
-    if ignored is not None:
-        path, known = ignored
-        raise InvalidTrial(
-            f"runner.options.{path}: DeepSpeed {deepspeed.__version__} does not look at it, so it would have no effect"
-            f"{_closest(path.rpartition('.')[2], known)}"
-        )
-
-
-def _ignored(node: _Asked, before: str = "") -> Iterator[tuple[str, set[str]]]:
-    """Dotted names of the keys that nobody asked for, each with what was asked for beside it."""
-    if not node.asked or before in PASSED_ON:
-        return
-    for key, value in dict.items(node):
-        if key not in node.asked:
-            yield f"{before}{key}", node.asked
-        elif isinstance(value, _Asked):
-            yield from _ignored(value, f"{before}{key}.")
-
-
-def _fields(model: Any = DeepSpeedConfigModel) -> set[str]:
-    """The fields of all of DeepSpeed's models."""
-    return set(model.model_fields).union(*(_fields(kind) for kind in model.__subclasses__()))
-
-
-def _closest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, sorted(known), 1)
-    return f"; the closest is {found[0]}" if found else ""
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        held = merged.get(key)
-        merged[key] = _merged(held, value) if isinstance(held, Mapping) and isinstance(value, Mapping) else value
-    return merged

@@ -1,7 +1,7 @@
 """The plain training loop: forward, backward, optimizer step; autocast and GradScaler as the precision asks.
 
 How ranks divide the work is put around the model before: DistributedDataParallel (which sends gradients with the last
-of the accumulated passes only), or FSDP2 (fsdp.py), whose precision is its own, without autocast.
+of the accumulated passes only), or FSDP2 (shardings/fsdp2.py), whose precision is its own, without autocast.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import build, ranks
+from vramsweep.runners import build, shardings
 from vramsweep.runners.instruments import scaler_skips
 from vramsweep.runners.measure import StepMeter
 
@@ -52,13 +51,7 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
 
 def _sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any] | None]:
     """The model as the ranks share it, and what the sharding was told."""
-    if trial.sharding == "fsdp2":
-        from vramsweep.runners import fsdp  # what plain trials do without
-
-        return fsdp.sharded(trial, device)
-    net = build.model(trial, device)
     if trial.sharding == "none":
-        return net, None
-    dist.init_process_group(ranks.backend(trial, device))
-    wrapped = torch.nn.parallel.DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
-    return wrapped, {"bucket_cap_mb": wrapped.bucket_bytes_cap / (1 << 20)}
+        return build.model(trial, device), None
+    found: tuple[Any, dict[str, Any] | None] = shardings.hook(trial, "sharded")(trial, device)
+    return found

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from vramsweep.harness.trial import Trial
-from vramsweep.runners.fsdp import weightless
+from vramsweep.runners.shardings.fsdp2 import weightless
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Layer = Callable[[int, int, bool], nn.Module]  # of (in, out, bias)

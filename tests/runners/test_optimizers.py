@@ -28,6 +28,7 @@ from vramsweep.runners import build, predict, run, simulated
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.kernels import work
 from vramsweep.runners.measure import COMPILED_UNSEEN
+from vramsweep.runners.shardings import zero
 from vramsweep.runners.techniques import ao, bnb
 from vramsweep.runners.trace import Trace
 
@@ -527,16 +528,14 @@ def test_deepspeed_s_cpu_adam_really_steps_and_takes_none_of_the_card(
     ],
 )
 def test_what_deepspeed_would_ignore_is_an_error(options: dict[str, Any], said: str) -> None:
-    from vramsweep.runners import deepspeed_zero
 
     chosen = trial.parse(tiny(**deepspeed("zero2")))
-    config = deepspeed_zero._merged(deepspeed_zero.ds_config(chosen), options)
+    config = zero.merged(zero.ds_config(chosen), options)
     with pytest.raises(InvalidTrial, match=said):
-        deepspeed_zero.heeded(config)
+        zero.heeded(config)
 
 
 def test_what_deepspeed_reads_is_left_alone() -> None:
-    from vramsweep.runners import deepspeed_zero
 
     options = {
         "gradient_clipping": 1.0,
@@ -550,7 +549,7 @@ def test_what_deepspeed_reads_is_left_alone() -> None:
         "wall_clock_breakdown": False,
     }
     chosen = trial.parse(tiny(**deepspeed("zero2")))
-    deepspeed_zero.heeded(deepspeed_zero._merged(deepspeed_zero.ds_config(chosen), options))
+    zero.heeded(zero.merged(zero.ds_config(chosen), options))
 
 
 CUDA = {"device": {"name": "cuda"}}

@@ -1,0 +1,30 @@
+"""How ranks divide a model, a module for each way (harness/registry.py names the module of each sharding).
+
+A module has the functions that its way needs, and no others:
+
+- `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told), for the plain
+  loop;
+- `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given;
+- `traced(trial)`: a context manager in which the library believes to run on CUDA, where everything is fake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+
+from vramsweep.harness import registry
+from vramsweep.harness.trial import Trial
+
+
+def hook(trial: Trial, name: str) -> Any:
+    """The function of this name in the module of the trial's sharding; None where it has none."""
+    module = registry.sharding(trial.sharding).module
+    return None if module is None else getattr(importlib.import_module(module), name, None)
+
+
+def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
+    """The library of the trial's sharding on a card that is not there; nothing where the trial is not simulated."""
+    found = hook(trial, "traced") if trial.device.name == "simulated" else None
+    return contextlib.nullcontext() if found is None else found(trial)

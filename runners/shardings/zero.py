@@ -1,0 +1,137 @@
+"""The DeepSpeed configuration of a trial: generated from its axes, overrides merged in, checked for what is ignored."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Iterator, KeysView, Mapping
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import ValidationError
+
+from vramsweep.harness import registry
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import build
+from vramsweep.runners.shardings import zero_traced
+
+PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise for what they do not know
+
+
+def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
+    """DeepSpeed on a card that is not there."""
+    return zero_traced.behave()
+
+
+def ds_config(trial: Trial) -> dict[str, Any]:
+    """The DeepSpeed configuration of one trial, overrides merged in."""
+    stage = registry.sharding(trial.sharding).stage
+    zero: dict[str, Any] = {"stage": stage}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": trial.micro_batch,
+        "gradient_accumulation_steps": trial.grad_accum,
+        "steps_per_print": 1 << 30,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+    }
+    if trial.precision in ("bf16", "fp16"):
+        config[trial.precision] = {"enabled": True}
+    if trial.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        config["zero_force_ds_cpu_optimizer"] = False  # the trial's optimizer, not DeepSpeed's own
+    if trial.offload_param:
+        zero["offload_param"] = {"device": "cpu"}
+    return merged(config, trial.runner.options)
+
+
+def wrapped(optimizer: Any) -> str:
+    """DeepSpeed's optimizer and the one in it, which at stage 0 in fp32 are the same."""
+    name, inner = build.optimizer_name(optimizer), getattr(optimizer, "optimizer", None)
+    return name if inner is not None else f"{name}({name})"
+
+
+class _Asked(dict[str, Any]):
+    """A node of a configuration that remembers which keys were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({k: _Asked(v) if isinstance(v, Mapping) else v for k, v in values.items()})
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return _Keys(self)
+
+    def __iter__(self) -> Iterator[str]:  # so that ** asks key by key
+        return super().__iter__()
+
+
+class _Keys(KeysView[str]):
+    """Keys of a node: `in` asks for one."""
+
+
+def heeded(config: Mapping[str, Any]) -> None:
+    """Raise InvalidTrial for a key of the configuration that DeepSpeed does not look at, with the closest one it does.
+
+    DeepSpeed reads its whole configuration when it makes a DeepSpeedConfig: models of pydantic forbid what they do not
+    know, while of everything else unknown keys have no effect. Nodes that it asks for nothing it passes on.
+    """
+    asked = _Asked(config)
+    try:
+        deepspeed.DeepSpeedConfig(asked)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        hint = _closest(str(first["loc"][-1]), _fields()) if first["type"] == "extra_forbidden" else ""
+        text = f"runner.options: DeepSpeed's {error.title} does not take {key}: {first['msg']}{hint}"
+        raise InvalidTrial(text) from None
+    except deepspeed.DeepSpeedConfigError as error:
+        raise InvalidTrial(f"runner.options: {error}") from None
+    ignored = next(_ignored(asked), None)
+    if ignored is not None:
+        path, known = ignored
+        raise InvalidTrial(
+            f"runner.options.{path}: DeepSpeed {deepspeed.__version__} does not look at it, so it would have no effect"
+            f"{_closest(path.rpartition('.')[2], known)}"
+        )
+
+
+def _ignored(node: _Asked, before: str = "") -> Iterator[tuple[str, set[str]]]:
+    """Dotted names of the keys that nobody asked for, each with what was asked for beside it."""
+    if not node.asked or before in PASSED_ON:
+        return
+    for key, value in dict.items(node):
+        if key not in node.asked:
+            yield f"{before}{key}", node.asked
+        elif isinstance(value, _Asked):
+            yield from _ignored(value, f"{before}{key}.")
+
+
+def _fields(model: Any = DeepSpeedConfigModel) -> set[str]:
+    """The fields of all of DeepSpeed's models."""
+    return set(model.model_fields).union(*(_fields(kind) for kind in model.__subclasses__()))
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; the closest is {found[0]}" if found else ""
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with those of `over` in place of the same of `base`."""
+    found = dict(base)
+    for key, value in over.items():
+        held = found.get(key)
+        found[key] = merged(held, value) if isinstance(held, Mapping) and isinstance(value, Mapping) else value
+    return found
