@@ -41,6 +41,7 @@ PR_SET_CHILD_SUBREAPER = 36
 END_S = 10.0  # for everything that an attempt leaves behind to end once it is killed
 SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
 LOGS = ("stdout.log", "stderr.log")
+ENDED = "ended"  # the record of a rank that did not end well
 RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
 
 # What can be wrong with the folder that is written to. Everything else that the system refuses (processes, descriptors,
@@ -211,6 +212,7 @@ class Launcher:
             deadline_s=deadline_s,
             host_oom_kills=machine.host_oom_kills() - kills,
             last_words=last_line(folder / LOGS[1]) if code else None,
+            rank=next((record["rank"] for record in steps(folder) if record.get("event") == ENDED), None),
         )
         notes = (f"{logs.dropped} bytes of its logs were dropped",) if logs.dropped else ()
         return self._attempted(evidence, began, template is not None, runner, notes)

@@ -78,7 +78,8 @@ class Evidence:
     `exit_code` is negative for the signal that ended the worker and None if it is not known (its template died);
     `result` is the worker's result file, `result_error` why that could not be read; `host_oom_kills` counts what the
     kernel's out-of-memory killer did on the host meanwhile; `foreign` lists other processes on the device beforehand;
-    `start_error` is why no worker could be started; `last_words` the last line that it wrote to stderr.
+    `start_error` is why no worker could be started; `last_words` the last line that it wrote to stderr; `rank` is the
+    rank whose end the exit code tells of, None where there is but one or none failed.
     """
 
     exit_code: int | None = None
@@ -90,6 +91,7 @@ class Evidence:
     foreign: tuple[int, ...] = ()
     start_error: str | None = None
     last_words: str | None = None
+    rank: int | None = None
 
 
 # PyTorch's own, the runtime's, the driver API's (expandable segments), cuBLAS's, cuDNN's, and NCCL's (names the call)
@@ -130,7 +132,9 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
         return Outcome.CRASH, evidence.start_error
     error = (evidence.result or {}).get("error")
     if error is not None:
-        return _from_error(error["type"], error["message"])
+        kind, reason = _from_error(error["type"], error["message"])
+        rank = error.get("rank")
+        return kind, reason if rank is None or kind is Outcome.INVALID else f"rank {rank}: {reason}"
     if published(evidence):
         return Outcome.OK, None
     ended = _ended(evidence)
@@ -161,15 +165,16 @@ def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
     """How a worker ended that did not end well."""
     if evidence.expired:
         return Outcome.TIMEOUT, f"no end within {evidence.deadline_s:g} s"
+    who = "" if evidence.rank is None else f"rank {evidence.rank} "
     if evidence.exit_code == -signal.SIGKILL and evidence.host_oom_kills > 0:
-        return Outcome.HOST_OOM, "killed by the kernel for want of host memory"
+        return Outcome.HOST_OOM, f"{who}killed by the kernel for want of host memory"
     if evidence.exit_code is None:
         return Outcome.CRASH, "the template process died, and the worker with it"
     if evidence.exit_code == 0:
         return None
-    how = f"exit status {evidence.exit_code}"
+    how = f"{who and f'{who}ended with '}exit status {evidence.exit_code}"
     if evidence.exit_code < 0:
-        how = f"killed by {signal.Signals(-evidence.exit_code).name}"
+        how = f"{who}killed by {signal.Signals(-evidence.exit_code).name}"
     if evidence.last_words and evidence.exit_code != -signal.SIGKILL:  # which nobody announces
         how = f"{how}; its last words: {evidence.last_words}"
     return Outcome.CRASH, how

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vramsweep.harness import machine, outcome, plan, registry, variables
-from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, environment, steps
+from vramsweep.harness.attempt import ENDED, RECORDING, Launcher, about_writing, environment, steps
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.flags import flags
 from vramsweep.harness.journal import Journal, finished, read, terminal
@@ -291,7 +291,7 @@ def _attempts(folder: Path) -> int:
 
 def _phase(place: Path) -> str | None:
     """Where an attempt stopped, from the records it left."""
-    records = steps(place)
+    records = [record for record in steps(place) if record.get("event") != ENDED]
     if not records:
         return "start"
     if "phase" in records[-1]:  # a simulated run says more

@@ -32,6 +32,8 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
     if trial.device.name == "simulated":
         return simulated.run(trial, folder, runner)
     rank = int(os.environ.get("RANK", "0"))
+    if trial.world_size > 1:  # a forked rank's library read the variable long ago
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     device = _device(trial)
     build.prepare(trial)
 

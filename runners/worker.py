@@ -11,15 +11,14 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
 
 from vramsweep.harness import registry
 from vramsweep.harness import trial as trials
-from vramsweep.harness.attempt import SPEC
-from vramsweep.runners import result
+from vramsweep.harness.attempt import ENDED, SPEC, STEPS
+from vramsweep.runners import agent, result
 
 PR_SET_PDEATHSIG = 1
 
@@ -57,43 +56,16 @@ def main(folder: Path, parent: int) -> int:
 
 
 def _ranks(trial: trials.Trial, folder: Path) -> int:
-    """Fork one process a rank and wait; the first to fail ends the others, which would wait for it for ever."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    own = os.getpid()
-    pids: set[int] = set()
-    for rank in range(trial.world_size):
-        pid = os.fork()
-        if pid == 0:
-            die_with(own)
-            _rendezvous(rank, trial.world_size, port)
-            leave(_rank(trial, folder))
-        pids.add(pid)
-    failed = 0
-    while pids:
-        pid, status = os.wait()
-        pids.discard(pid)
-        code = os.waitstatus_to_exitcode(status)
-        if code and not failed:
-            failed = code
-            for other in pids:
-                os.kill(other, signal.SIGKILL)
-    if failed < 0:  # report the rank's signal as our own
-        signal.signal(-failed, signal.SIG_DFL) if -failed not in (signal.SIGKILL, signal.SIGSTOP) else None
-        os.kill(own, -failed)
-    return failed
-
-
-def _rendezvous(rank: int, world_size: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    """Run every rank; one that fails is named in the records, where the parent looks for it."""
+    ended = agent.ranks(trial.world_size, lambda rank: _rank(trial, folder))
+    if ended.rank is not None:
+        with (folder / STEPS).open("a") as records:
+            records.write(json.dumps({"event": ENDED, "rank": ended.rank}) + "\n")
+    if ended.code < 0:  # report the rank's signal as our own
+        own_end = -ended.code
+        signal.signal(own_end, signal.SIG_DFL) if own_end not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), own_end)
+    return ended.code
 
 
 def _rank(trial: trials.Trial, folder: Path) -> int:
@@ -111,6 +83,8 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
         traceback.print_exc()
         kind = type(error)
         told = {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}}
+        if trial.world_size > 1 and "RANK" in os.environ:
+            told["error"]["rank"] = os.environ["RANK"]
         known = getattr(error, "columns", None)  # what the row can say all the same
         result.error(folder, told | ({"values": known} if isinstance(known, dict) else {}))
         return 1

@@ -1,14 +1,16 @@
 """A worker as a program of its own, with something made different: `python patched_worker.py FOLDER [WHAT ...]`.
 
 more: rank 1 holds 64 MiB more than rank 0. fail: it runs out of memory in the step whose FLOPs are counted, where
-rank 0 would wait for it for ever. fp16: DeepSpeed takes any CPU for one with half precision. averages: rank 0 writes a
-line to the folder's file `averages` for each bucket of gradients that is averaged. A test cannot fork ranks itself: its
-process has run tensor operations.
+rank 0 would wait for it for ever. killed, raises, exits: rank 1 ends so before its first step, where rank 0 waits for
+it too. fp16: DeepSpeed takes any CPU for one with half precision. averages: rank 0 writes a line to the folder's file
+`averages` for each bucket of gradients that is averaged. A test cannot fork ranks itself: its process has run tensor
+operations.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,20 @@ def data(trial: Any, original: Any = build.data) -> Any:
     if os.environ["RANK"] == "1":
         HELD.append(torch.ones(64 << 20, dtype=torch.uint8))
     return original(trial)
+
+
+def ending(how: str) -> Any:
+    def data(trial: Any) -> Any:
+        if os.environ["RANK"] != "1":
+            return original(trial)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            os._exit(7)
+        raise ValueError("the data of this rank are bad")
+
+    original = build.data
+    return data
 
 
 def enter(count: Count, original: Any = Count.enter) -> None:
@@ -54,6 +70,8 @@ if __name__ == "__main__":
     folder, *what = sys.argv[1:]
     if "averages" in what:
         torch.nn.parallel.DistributedDataParallel = Averaging  # type: ignore[misc]
+    for how in {"killed", "raises", "exits"}.intersection(what):
+        build.data = ending(how)
     if "more" in what:
         build.data = data
     if "fail" in what:
