@@ -5,6 +5,8 @@ memory and launch seconds of the same trial. The factors 1 / e are fitted by non
 errors (every step counts the same, long or short), and judged by leaving out one configuration at a time. Precisions
 are apart, as tensor cores and other units reach different shares of their peaks.
 
+Rows of several ranks stay out of it: how far their communication overlaps is a question of its own.
+
 What comes out is an estimate still: it never enters a measured column, figure or fit.
 """
 
@@ -112,7 +114,7 @@ def pairs(table: Table) -> pd.DataFrame:
     """
     both = pair(table, "step_median_s", "optimizer_effective", *SECONDS)
     known = both[["step_median_s_measured", *(f"{name}_predicted" for name in SECONDS)]].notna().all(axis=1)
-    ran = both["outcome_predicted"].eq("ok") & both["outcome_measured"].eq("ok")
+    ran = both["outcome_predicted"].eq("ok") & both["outcome_measured"].eq("ok") & both["world_size"].eq(1)
     both = both[known & ran & both["optimizer_effective_predicted"].eq(both["optimizer_effective_measured"])]
     both = both.rename(columns={f"{name}_predicted": name for name in SECONDS})
     shapes = both.groupby(["gpu", *(key for key in KEYS if key != "allocator_conf"), *SECONDS], dropna=False)
@@ -125,12 +127,15 @@ def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFram
 
     `extrapolated`: its estimated step is shorter or longer than those of all pairs.
     """
-    names = ["simulated_gpu", "precision", "seq_len", "micro_batch", "estimated_step_s", "estimated_tokens_per_s"]
+    names = [
+        *("simulated_gpu", "precision", "seq_len", "micro_batch", "world_size"),
+        *("estimated_step_s", "estimated_tokens_per_s"),
+    ]
     rows = table.ok(*names, *SECONDS).dropna(subset=list(SECONDS)).reset_index(drop=True)
     step = pd.Series(np.nan, index=rows.index)
     beyond = pd.Series(False, index=rows.index)
     for one in calibrations:
-        mine = rows["simulated_gpu"].eq(one.gpu) & rows["precision"].eq(one.precision)
+        mine = rows["simulated_gpu"].eq(one.gpu) & rows["precision"].eq(one.precision) & rows["world_size"].eq(1)
         step = step.mask(mine, rows[list(SECONDS)].to_numpy(float) @ np.array(one.factors))
         beyond |= mine & ~rows["estimated_step_s"].astype(float).between(*one.range)
     step = step.where(step > 0)

@@ -96,12 +96,14 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
     lines = []
     known = [group for group in groups if len(group.ok(*SECONDS))] if len(steps) else []
     for group in whatever(known, "allocator"):
-        rows = group.ok(*SECONDS, "estimated_tokens_per_s", "estimated_step_s", "seq_len").sort_values("seq_len")
+        links = ("estimated_tokens_per_s_no_overlap", "estimated_link")
+        rows = group.ok(*SECONDS, "estimated_tokens_per_s", "seq_len", also=links).sort_values("seq_len")
         rows = rows.drop_duplicates("seq_len")
         rows = rows.iloc[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int))]
         for _, row in rows.iterrows():
             shares = (
-                f"{p} {100 * row[s] / row['estimated_step_s']:.0f} %" for p, s in zip(PARTS, SECONDS, strict=True)
+                f"{p} {100 * row[s] / sum(row[name] for name in SECONDS):.0f} %"
+                for p, s in zip(PARTS, SECONDS, strict=True)
             )
             line = {
                 "settings": group.label,
@@ -109,6 +111,9 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
                 "estimated, at most (tokens/s)": f"{row['estimated_tokens_per_s']:,.0f}",
                 "bound by": ", ".join(shares),
             }
+            if pd.notna(row["estimated_link"]):
+                least = row["estimated_tokens_per_s_no_overlap"]
+                line["if nothing overlaps (tokens/s)"] = f"{least:,.0f} over {row['estimated_link']}"
             if steps["calibrated_step_s"].notna().any():
                 step = steps.loc[row["trial_id"]]
                 speed = step["calibrated_tokens_per_s"]

@@ -36,6 +36,9 @@ class Gpu:
     `multiprocessors` is torch's multi_processor_count: what the product's sheet or white paper gives (CUDA cores / 128
     from Ampere's GA102 on); for the A10G, B200, B300, H20 and RTX PRO 6000 Server what logs on GitHub say, for the H800
     DeepSeek-V3's report (arXiv:2412.19437, section 3.2).
+
+    `link` (harness/links.py) is what joins the cards of a node: NVLink where the product is a module for boards that
+    have it, else the PCI Express generation of its data sheet, as bridges are extra; None where nodes differ.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Gpu:
     bf16: float | None
     fp8: float | None
     source: str
+    link: str | None
 
 
 def _gpu(
@@ -61,6 +65,7 @@ def _gpu(
     multiprocessors: int,
     teraflops: tuple[float | None, ...],
     source: str,
+    link: str | None = None,
 ) -> Gpu:
     """`memory`: GiB, reported MiB, GB/s; `teraflops`: fp32, tf32, fp16, bf16 and, where it is known, fp8."""
     rates = (None if rate is None else rate * TERA for rate in teraflops)
@@ -69,7 +74,7 @@ def _gpu(
     gib, reported, bandwidth = memory
     bandwidth *= 1e9
     return Gpu(
-        name, devices, gib, reported, bandwidth, capability, multiprocessors, fp32, tf32, half, bf16, fp8, source
+        name, devices, gib, reported, bandwidth, capability, multiprocessors, fp32, tf32, half, bf16, fp8, source, link
     )
 
 
@@ -88,10 +93,39 @@ _RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture white paper"
 _PRO = "NVIDIA RTX PRO Blackwell GPU Architecture white paper"
 
 GPUS: tuple[Gpu, ...] = (
-    _gpu("b300-270gb", ("B300 SXM6 AC",), (270, 274114, 7700), (10, 3), 148, (75, 1100, 2250, 2250, 4500), _ULTRA),
-    _gpu("b200", ("B200",), (180, 182631, 7700), (10, 0), 148, (75, 1100, 2250, 2250, 4500), _BLACKWELL),
-    _gpu("h200-141gb", ("H200",), (141, 143156, 4800), (9, 0), 132, (67, 494.7, 989.4, 989.4, 1979), _H200),
-    _gpu("h200-nvl-141gb", ("H200 NVL",), (141, 143155, 4800), (9, 0), 132, (60, 417.5, 835.5, 835.5, 1671), _H200),
+    _gpu(
+        "b300-270gb",
+        ("B300 SXM6 AC",),
+        (270, 274114, 7700),
+        (10, 3),
+        148,
+        (75, 1100, 2250, 2250, 4500),
+        _ULTRA,
+        link="nvlink5",
+    ),
+    _gpu(
+        "b200", ("B200",), (180, 182631, 7700), (10, 0), 148, (75, 1100, 2250, 2250, 4500), _BLACKWELL, link="nvlink5"
+    ),
+    _gpu(
+        "h200-141gb",
+        ("H200",),
+        (141, 143156, 4800),
+        (9, 0),
+        132,
+        (67, 494.7, 989.4, 989.4, 1979),
+        _H200,
+        link="nvlink4",
+    ),
+    _gpu(
+        "h200-nvl-141gb",
+        ("H200 NVL",),
+        (141, 143155, 4800),
+        (9, 0),
+        132,
+        (60, 417.5, 835.5, 835.5, 1671),
+        _H200,
+        link="pcie5",
+    ),
     _gpu("gh200-144gb", ("GH200 144G HBM3e",), (144, None, 4900), (9, 0), 132, (67, 494.7, 989.4, 989.4, 1979), _GH200),
     _gpu(
         "gh200-96gb",
@@ -110,10 +144,31 @@ GPUS: tuple[Gpu, ...] = (
         132,
         (60, 417.5, 835.5, 835.5, 1671),
         "NVIDIA H100 NVL data sheet",
+        link="pcie5",
     ),
-    _gpu("h100-pcie-80gb", ("H100 PCIe",), (80, 81008, 2000), (9, 0), 114, (51, 378, 756, 756, 1513), _H100),
-    _gpu("h100-80gb", ("H100 80GB HBM3",), (80, 80998, 3350), (9, 0), 132, (67, 494.7, 989.4, 989.4, 1979), _H100),
-    _gpu("h800-80gb", ("H800",), (80, 81008, 3350), (9, 0), 132, (67, 494.7, 989.4, 989.4, 1979), _H800),
+    _gpu(
+        "h100-pcie-80gb", ("H100 PCIe",), (80, 81008, 2000), (9, 0), 114, (51, 378, 756, 756, 1513), _H100, link="pcie5"
+    ),
+    _gpu(
+        "h100-80gb",
+        ("H100 80GB HBM3",),
+        (80, 80998, 3350),
+        (9, 0),
+        132,
+        (67, 494.7, 989.4, 989.4, 1979),
+        _H100,
+        link="nvlink4",
+    ),
+    _gpu(
+        "h800-80gb",
+        ("H800",),
+        (80, 81008, 3350),
+        (9, 0),
+        132,
+        (67, 494.7, 989.4, 989.4, 1979),
+        _H800,
+        link="nvlink4-400",
+    ),
     _gpu(
         "h20-96gb",
         ("H20",),
@@ -122,6 +177,7 @@ GPUS: tuple[Gpu, ...] = (
         78,
         (44, 74, 148, 148, 296),
         "NVIDIA H20 product specification, as resellers print it",
+        link="nvlink4",
     ),
     _gpu(
         "a100-40gb",
@@ -132,8 +188,19 @@ GPUS: tuple[Gpu, ...] = (
         (19.5, 156, 312, 312),
         _A100,
     ),
-    _gpu("a100-80gb", ("A100-SXM4-80GB",), (80, 81038, 2039), (8, 0), 108, (19.5, 156, 312, 312), _A100),
-    _gpu("a100-pcie-80gb", ("A100 80GB PCIe",), (80, 81154, 1935), (8, 0), 108, (19.5, 156, 312, 312), _A100),
+    _gpu(
+        "a100-80gb", ("A100-SXM4-80GB",), (80, 81038, 2039), (8, 0), 108, (19.5, 156, 312, 312), _A100, link="nvlink3"
+    ),
+    _gpu(
+        "a100-pcie-80gb",
+        ("A100 80GB PCIe",),
+        (80, 81154, 1935),
+        (8, 0),
+        108,
+        (19.5, 156, 312, 312),
+        _A100,
+        link="pcie4",
+    ),
     _gpu(
         "a800-80gb",
         ("A800-SXM4-80GB",),
@@ -142,6 +209,7 @@ GPUS: tuple[Gpu, ...] = (
         108,
         (19.5, 156, 312, 312),
         "as the A100, slower NVLink",
+        link="nvlink3-400",
     ),
     _gpu(
         "a800-pcie-80gb",
@@ -151,10 +219,31 @@ GPUS: tuple[Gpu, ...] = (
         108,
         (19.5, 156, 312, 312),
         "as the A100's PCIe card",
+        link="pcie4",
     ),
-    _gpu("a40-48gb", ("A40",), (48, 45416, 696), (8, 6), 84, (37.4, 74.8, 149.7, 149.7), "NVIDIA A40 data sheet"),
-    _gpu("a30-24gb", ("A30",), (24, 24164, 933), (8, 0), 56, (10.3, 82, 165, 165), "NVIDIA A30 data sheet"),
-    _gpu("a10-24gb", ("A10",), (24, 22599, 600), (8, 6), 72, (31.2, 62.5, 125, 125), "NVIDIA A10 data sheet"),
+    _gpu(
+        "a40-48gb",
+        ("A40",),
+        (48, 45416, 696),
+        (8, 6),
+        84,
+        (37.4, 74.8, 149.7, 149.7),
+        "NVIDIA A40 data sheet",
+        link="pcie4",
+    ),
+    _gpu(
+        "a30-24gb", ("A30",), (24, 24164, 933), (8, 0), 56, (10.3, 82, 165, 165), "NVIDIA A30 data sheet", link="pcie4"
+    ),
+    _gpu(
+        "a10-24gb",
+        ("A10",),
+        (24, 22599, 600),
+        (8, 6),
+        72,
+        (31.2, 62.5, 125, 125),
+        "NVIDIA A10 data sheet",
+        link="pcie4",
+    ),
     _gpu(
         "a10g-24gb",
         ("A10G",),
@@ -163,6 +252,7 @@ GPUS: tuple[Gpu, ...] = (
         80,
         (35, 35, 70, 70),
         "NVIDIA A10G data sheet (published by AWS)",
+        link="pcie4",
     ),
     _gpu(
         "l40s-48gb",
@@ -172,11 +262,28 @@ GPUS: tuple[Gpu, ...] = (
         142,
         (91.6, 183, 362.05, 362.05, 733),
         "NVIDIA L40S data sheet",
+        link="pcie4",
     ),
     _gpu(
-        "l40-48gb", ("L40",), (48, 45465, 864), (8, 9), 142, (90.5, 90.5, 181.05, 181.05, 362), "NVIDIA L40 data sheet"
+        "l40-48gb",
+        ("L40",),
+        (48, 45465, 864),
+        (8, 9),
+        142,
+        (90.5, 90.5, 181.05, 181.05, 362),
+        "NVIDIA L40 data sheet",
+        link="pcie4",
     ),
-    _gpu("l4-24gb", ("L4",), (24, 22563, 300), (8, 9), 58, (30.3, 60, 121, 121, 242.5), "NVIDIA L4 data sheet"),
+    _gpu(
+        "l4-24gb",
+        ("L4",),
+        (24, 22563, 300),
+        (8, 9),
+        58,
+        (30.3, 60, 121, 121, 242.5),
+        "NVIDIA L4 data sheet",
+        link="pcie4",
+    ),
     _gpu(
         "rtxpro6000-96gb",
         ("RTX PRO 6000 Blackwell Workstation Edition",),
@@ -185,6 +292,7 @@ GPUS: tuple[Gpu, ...] = (
         188,
         (126, 251.9, 503.8, 503.8),
         _PRO,
+        link="pcie5",
     ),
     _gpu(
         "rtxpro6000-maxq-96gb",
@@ -194,6 +302,7 @@ GPUS: tuple[Gpu, ...] = (
         188,
         (109.7, 219.5, 438.9, 438.9),
         _PRO,
+        link="pcie5",
     ),
     _gpu(
         "rtxpro6000-server-96gb",
@@ -203,6 +312,7 @@ GPUS: tuple[Gpu, ...] = (
         188,
         (120, None, None, None),
         "NVIDIA RTX PRO 6000 Blackwell Server Edition data sheet (gives no dense rate of its tensor cores)",
+        link="pcie5",
     ),
     _gpu(
         "rtx6000ada-48gb",
@@ -212,8 +322,9 @@ GPUS: tuple[Gpu, ...] = (
         142,
         (91.1, 182.1, 364.2, 364.2, 728.5),
         _ADA,
+        link="pcie4",
     ),
-    _gpu("a6000-48gb", ("RTX A6000",), (48, 48537, 768), (8, 6), 84, (38.7, 77.4, 154.8, 154.8), _GA102),
+    _gpu("a6000-48gb", ("RTX A6000",), (48, 48537, 768), (8, 6), 84, (38.7, 77.4, 154.8, 154.8), _GA102, link="pcie4"),
     _gpu(
         "a5000-24gb",
         ("RTX A5000",),
@@ -222,6 +333,7 @@ GPUS: tuple[Gpu, ...] = (
         64,
         (27.8, 55.6, 111.1, 111.1),
         "NVIDIA RTX A5000 data sheet",
+        link="pcie4",
     ),
     _gpu(
         "a4000-16gb",
@@ -231,6 +343,7 @@ GPUS: tuple[Gpu, ...] = (
         48,
         (19.2, 38.3, 76.7, 76.7),
         "NVIDIA RTX A4000 data sheet",
+        link="pcie4",
     ),
     _gpu(
         "rtx5090-32gb",
@@ -240,6 +353,7 @@ GPUS: tuple[Gpu, ...] = (
         170,
         (104.8, 104.8, 209.5, 209.5, 419),
         _RTX_BLACKWELL,
+        link="pcie5",
     ),
     _gpu(
         "rtx5080-16gb",
@@ -249,18 +363,54 @@ GPUS: tuple[Gpu, ...] = (
         84,
         (56.3, 56.3, 112.6, 112.6, 225.1),
         _RTX_BLACKWELL,
+        link="pcie5",
     ),
     _gpu(
-        "rtx4090-24gb", ("GeForce RTX 4090",), (24, 24081, 1008), (8, 9), 128, (82.6, 82.6, 165.2, 165.2, 330.3), _ADA
+        "rtx4090-24gb",
+        ("GeForce RTX 4090",),
+        (24, 24081, 1008),
+        (8, 9),
+        128,
+        (82.6, 82.6, 165.2, 165.2, 330.3),
+        _ADA,
+        link="pcie4",
     ),
-    _gpu("rtx4080-16gb", ("GeForce RTX 4080",), (16, None, 716.8), (8, 9), 76, (48.7, 48.7, 97.5, 97.5, 194.9), _ADA),
-    _gpu("rtx3090ti-24gb", ("GeForce RTX 3090 Ti",), (24, 24110, 1008), (8, 6), 84, (40, 40, 80, 80), _ADA),
-    _gpu("rtx3090-24gb", ("GeForce RTX 3090",), (24, 24124, 936.2), (8, 6), 82, (35.6, 35.6, 71, 71), _GA102),
-    _gpu("v100-32gb", ("V100-SXM2-32GB",), (32, 32494, 900), (7, 0), 80, (15.7, None, 125, None), _VOLTA),
-    _gpu("v100-16gb", ("V100-SXM2-16GB",), (16, 16130, 900), (7, 0), 80, (15.7, None, 125, None), _VOLTA),
-    _gpu("v100-pcie-32gb", ("V100-PCIE-32GB",), (32, 32510, 900), (7, 0), 80, (14, None, 112, None), _VOLTA),
-    _gpu("v100-pcie-16gb", ("V100-PCIE-16GB",), (16, None, 900), (7, 0), 80, (14, None, 112, None), _VOLTA),
-    _gpu("t4-16gb", ("T4",), (16, 14912, 320), (7, 5), 40, (8.1, None, 65, None), _TURING),
+    _gpu(
+        "rtx4080-16gb",
+        ("GeForce RTX 4080",),
+        (16, None, 716.8),
+        (8, 9),
+        76,
+        (48.7, 48.7, 97.5, 97.5, 194.9),
+        _ADA,
+        link="pcie4",
+    ),
+    _gpu(
+        "rtx3090ti-24gb", ("GeForce RTX 3090 Ti",), (24, 24110, 1008), (8, 6), 84, (40, 40, 80, 80), _ADA, link="pcie4"
+    ),
+    _gpu(
+        "rtx3090-24gb",
+        ("GeForce RTX 3090",),
+        (24, 24124, 936.2),
+        (8, 6),
+        82,
+        (35.6, 35.6, 71, 71),
+        _GA102,
+        link="pcie4",
+    ),
+    _gpu(
+        "v100-32gb", ("V100-SXM2-32GB",), (32, 32494, 900), (7, 0), 80, (15.7, None, 125, None), _VOLTA, link="nvlink2"
+    ),
+    _gpu(
+        "v100-16gb", ("V100-SXM2-16GB",), (16, 16130, 900), (7, 0), 80, (15.7, None, 125, None), _VOLTA, link="nvlink2"
+    ),
+    _gpu(
+        "v100-pcie-32gb", ("V100-PCIE-32GB",), (32, 32510, 900), (7, 0), 80, (14, None, 112, None), _VOLTA, link="pcie3"
+    ),
+    _gpu(
+        "v100-pcie-16gb", ("V100-PCIE-16GB",), (16, None, 900), (7, 0), 80, (14, None, 112, None), _VOLTA, link="pcie3"
+    ),
+    _gpu("t4-16gb", ("T4",), (16, 14912, 320), (7, 5), 40, (8.1, None, 65, None), _TURING, link="pcie3"),
 )
 _BY_DEVICE = {device: gpu for gpu in GPUS for device in gpu.devices}
 

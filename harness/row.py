@@ -174,7 +174,7 @@ COLUMNS: tuple[Column, ...] = (
     ),
     *_columns(
         "estimate",
-        ("estimated_step_s", float, "s", "roofline estimate of a simulated row, not measured: as a rule a lower bound; the three parts below sum to it"),
+        ("estimated_step_s", float, "s", "roofline estimate of a simulated row, not measured, as a rule a lower bound: the three parts below summed, or where that is longer the communication, which is taken to run wholly beside them"),
         ("estimated_tokens_per_s", float, "tokens/s", "roofline estimate, not measured, as a rule an upper bound on speed: tokens of a step / estimated_step_s"),
         ("estimated_compute_s", float, "s", "roofline estimate, not measured: kernels bound by the peak FLOP/s of their precision"),
         ("estimated_memory_s", float, "s", "roofline estimate, not measured: kernels bound by the memory's bandwidth"),
@@ -182,6 +182,12 @@ COLUMNS: tuple[Column, ...] = (
         ("estimated_flops", int, "FLOP", "simulated, not measured: matrix products, convolutions and attention of one optimizer step, recomputation included"),
         ("estimated_moved_bytes", int, "B", "simulated, not measured: what the kernels of one optimizer step read and write at least"),
         ("estimated_launches", int, "", "simulated, not measured: kernel launches of one optimizer step"),
+        ("estimated_communication_s", float, "s", "estimate, not measured, of several ranks: all collectives of one optimizer step, one after the other, at the published rate of the link; null where that is not known"),
+        ("estimated_communication_bytes", int, "B", "estimate, not measured, of several ranks: what each sends in one optimizer step, by the ring algorithm"),
+        ("estimated_collectives", int, "", "simulated, not measured, of several ranks: calls to the others in one optimizer step"),
+        ("estimated_link", str, "", "the link that communication was estimated for, within a node + between nodes where there are several (harness/links.py)"),
+        ("estimated_step_no_overlap_s", float, "s", "estimate, not measured, of several ranks: the step if no communication runs beside the computation; the truth lies between estimated_step_s and this, were all peaks reached"),
+        ("estimated_tokens_per_s_no_overlap", float, "tokens/s", "estimate, not measured, of several ranks: tokens of a step / estimated_step_no_overlap_s"),
     ),
     *_columns(
         "health",

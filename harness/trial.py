@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vramsweep.harness import registry, techniques
+from vramsweep.harness import links, registry, techniques
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
@@ -52,6 +52,8 @@ LEFT_OUT: dict[tuple[str, ...], Any] = {
     ("record",): False,
     ("repeat",): 0,
 }
+# What of a device is only said of one that is simulated.
+SIMULATED = ("gpu", "gpus_per_node", "link", "interconnect", "node_memory_gib")
 # Names and remarks, which change nothing; a custom target may well choose its model by the name.
 NAMES = (("allocator", "name"), ("protocol", "name"), ("model", "name"), ("model", "parameters"),
          ("model", "max_positions"), ("fingerprints",))  # fmt: skip
@@ -327,8 +329,9 @@ def _positions(trial: Trial) -> str | None:
 def _device(trial: Trial) -> str | None:
     if trial.device.name == "simulated":
         return _simulated(trial)
-    if trial.device.gpu is not None:
-        return f"device.gpu belongs to device=simulated, not {trial.device.name}"
+    given = [name for name in SIMULATED if getattr(trial.device, name) not in (None, LEFT_OUT["device", name])]
+    if given:
+        return f"device.{given[0]} belongs to device=simulated, not {trial.device.name}"
     if trial.device.name == "cuda":
         return None
     if trial.allocator.conf:
@@ -344,6 +347,10 @@ def _simulated(trial: Trial) -> str | None:
     if trial.device.gpu not in {gpu.name for gpu in GPUS}:
         names = ", ".join(sorted(gpu.name for gpu in GPUS))
         return f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of {names}"
+    for name, between_nodes in (("link", False), ("interconnect", True)):
+        chosen, listed = getattr(trial.device, name), links.names(between_nodes)
+        if chosen is not None and chosen not in listed:
+            return f"device.{name} is {chosen}, which is not listed; choose one of {', '.join(listed)}"
     conf = allocator_config.parse(trial.allocator.conf)
     if conf.throw_on_cudamalloc_oom:
         return (

@@ -93,6 +93,6 @@ def _end(main: Callable[[int], int], rank: int, parent: int) -> None:
 
 def _store(descriptor: int, port: int) -> object:
     """The key-value store in which the ranks meet, served by threads of this process as long as it is held."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(ADDRESS, port, None, True, MEETING, wait_for_workers=False, master_listen_fd=descriptor)

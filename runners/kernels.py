@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.runners.cuda_like import Capability
 from vramsweep.runners.dispatch import FORMULAS
@@ -51,7 +52,7 @@ MOST_TENSORS = (110, 64, 48, 36, 30)
 
 def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Work | None:
     """What this call asks of a card of this compute capability; None for a view and whatever else launches nothing."""
-    if _launches_nothing(func):
+    if _launches_nothing(func) or func.namespace == "c10d":  # links.py has the time of those
         return None
     name = _name(func)
     given = _unique((*args, *kwargs.values()))
@@ -78,6 +79,36 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) ->
         moved = [rest, times * min(whole, rest)]
     kind, flops = _arithmetic(func, args, kwargs, out, given, capability)
     return Work(kind, flops, sum(moved), _launches(name, args, out))
+
+
+# c10d's operators: the kind of each, and which argument holds the whole of what is moved.
+COLLECTIVES = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "alltoall_": ("all_to_all", 0),
+    "alltoall_base_": ("all_to_all", 0),
+}
+
+
+def collective(func: Any, args: Any) -> Collective | None:
+    """The call to the other ranks that an operator of c10d is; None for one that moves nothing (barriers).
+
+    Any other has a kind that nobody has a formula for.
+    """
+    name = _name(func)
+    if name in ("barrier", "monitored_barrier_"):
+        return None
+    kind, at = COLLECTIVES.get(name, (name, 0))
+    return Collective(kind, sum(map(nbytes, _unique((args[at],)).values())))
 
 
 def nbytes(tensor: torch.Tensor) -> int:

@@ -23,10 +23,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from vramsweep.harness import machine
+from vramsweep.harness import links, machine
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
+from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work, estimate
 from vramsweep.harness.trial import SIMULATION, InvalidTrial, Trial
 from vramsweep.runners import build, masks, techniques
@@ -37,7 +38,8 @@ from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.trace import Mark, Trace, Tracer
 
-FORMAT = 5  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
+FORMAT = 6  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
+COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -156,14 +158,15 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
     if kept.is_file():
         stored = json.loads(kept.read_text())
         stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
-        stored["trace"]["kernels"] = [(Work(*work), count) for work, count in stored["trace"]["kernels"]]
+        for name, kind in COUNTED.items():
+            stored["trace"][name] = [(kind(*one), count) for one, count in stored["trace"][name]]
         return Trace(**stored["trace"]), stored["details"]
     trace, details = trace_trial(trial, card, folder, runner)
     kept.parent.mkdir(exist_ok=True)
     aside = kept.with_suffix(f".{os.getpid()}")
     values = asdict(trace) | {
         "marks": [list(asdict(mark).values()) for mark in trace.marks],
-        "kernels": [(list(asdict(work).values()), count) for work, count in trace.kernels],
+        **{name: [(list(asdict(one).values()), count) for one, count in getattr(trace, name)] for name in COUNTED},
     }
     aside.write_text(json.dumps({"trace": values, "details": details}))
     aside.rename(kept)
@@ -214,16 +217,32 @@ def columns(predicted: Prediction) -> dict[str, Any]:
 
 
 def speed(trial: Trial, trace: Trace, card: Gpu) -> dict[str, Any]:
-    """The row's estimate of speed; nothing where a peak is unknown, or where ranks or the host would set the pace."""
+    """The row's estimate of speed; nothing where a peak or a link is unknown, or where the host would set the pace.
+
+    How far collectives run beside the computation is not known: from wholly (the shortest step) to not at all.
+    """
     offloaded = trial.offload_optimizer or trial.offload_param or trial.activation_offload
     paged = trial.optimizer.startswith("paged_")  # where its pages are decides
-    alone = not paged and trial.world_size == 1 and not offloaded
-    found = estimate(trace.kernels, card, trial.precision == "tf32") if alone else None
-    if found is None or not found.step_s:
+    found = None if paged or offloaded else estimate(trace.kernels, card, trial.precision == "tf32")
+    within, between = trial.device.link or card.link, trial.device.interconnect
+    ranks, per_node = trial.world_size, trial.device.gpus_per_node
+    link, network = (None if name is None else links.named(name) for name in (within, between))
+    sent = links.communication(trace.collectives, ranks, per_node, link, network)
+    if found is None or sent is None or not found.step_s:
         return {}
+    shortest, longest = max(found.step_s, sent.seconds), found.step_s + sent.seconds
+    several = {
+        "estimated_communication_s": sent.seconds,
+        "estimated_communication_bytes": sent.nbytes,
+        "estimated_collectives": sent.calls,
+        "estimated_link": " + ".join(filter(None, (within, between if ranks > per_node else None))),
+        "estimated_step_no_overlap_s": longest,
+        "estimated_tokens_per_s_no_overlap": trial.tokens_per_step() / longest,
+    }
     return {
-        "estimated_step_s": found.step_s,
-        "estimated_tokens_per_s": trial.tokens_per_step() / found.step_s,
+        **(several if ranks > 1 else {}),
+        "estimated_step_s": shortest,
+        "estimated_tokens_per_s": trial.tokens_per_step() / shortest,
         "estimated_compute_s": found.compute_s,
         "estimated_memory_s": found.memory_s,
         "estimated_launch_s": found.launch_s,

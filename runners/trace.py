@@ -27,10 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.runners.cuda_like import Capability, scratch
 from vramsweep.runners.dispatch import sharded, storage_resizes
-from vramsweep.runners.kernels import work
+from vramsweep.runners.kernels import collective, work
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 CATEGORIES = (
@@ -73,7 +74,7 @@ class Trace:
     Event 0 is `torch.cuda.empty_cache`.
 
     `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
-    `kernels` are the operators of the last step, each with how often it ran.
+    `kernels` are the operators of the last step, `collectives` its calls to other ranks, each with how often it ran.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -82,6 +83,7 @@ class Trace:
     events: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     kernels: list[tuple[Work, int]] = field(default_factory=list)
+    collectives: list[tuple[Collective, int]] = field(default_factory=list)
 
 
 def cublas_workspace(capability: Capability) -> int:
@@ -99,6 +101,7 @@ class Tracer(TorchDispatchMode):
         self.in_last_step = False
         self._capability = capability
         self._kernels: Counter[Work] = Counter()
+        self._collectives: Counter[Collective] = Counter()
         self._workspace = cublas_workspace(capability)
         self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
         self._numbers: dict[int, int] = {}  # storage's address to its number, while it lives
@@ -126,6 +129,7 @@ class Tracer(TorchDispatchMode):
             self._closed = True
             self.trace.categories = self._categories()
             self.trace.kernels = list(self._kernels.items())
+            self.trace.collectives = list(self._collectives.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
@@ -145,6 +149,8 @@ class Tracer(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
             self._know("communication", tensors)
+            if self.in_last_step and (called := collective(func, args)) is not None:
+                self._collectives[called] += 1
         taken = [self._allocate(size) for size in scratch(func, args)]
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):

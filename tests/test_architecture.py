@@ -60,7 +60,7 @@ def test_imports(path: Path) -> None:
         assert used <= allowed
 
 
-@pytest.mark.parametrize("name", ["outcome", "row", "plan", "trial", "gpus", "roofline", "variables"])
+@pytest.mark.parametrize("name", ["outcome", "row", "plan", "trial", "gpus", "links", "roofline", "variables"])
 def test_the_pure_core_starts_nothing(name: str) -> None:
     assert not tops(ROOT / "harness" / f"{name}.py") & {"subprocess", "os", "time", "psutil", "pynvml"}
 
