@@ -6,7 +6,8 @@ Words choose the cases whose names hold all of them.
 
 Nothing is timed. The real ranks train over gloo while every tensor storage is counted; the prediction is the runner
 traced on fake tensors over a fake process group, as device=simulated does. Both count bytes of rank 0: at rest after
-everything is built, at rest between steps, and the largest in each phase of the third step. Left out on both sides:
+everything is built, at rest between steps, and the largest in each phase of the third step; and what its collectives
+move in that step, under "sent" (the whole of what is gathered, scattered or reduced). Left out on both sides:
 token ids, one-element tensors, which are on the host for the one and on the device for the other, and CUDA's
 workspaces. The real ranks' optimizer updates all parameters at once, as on CUDA, not one after the other.
 """
@@ -34,15 +35,16 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from vramsweep.harness import gpus, registry, trial  # noqa: E402
-from vramsweep.runners import build, simulated, worker  # noqa: E402
+from vramsweep.runners import build, kernels, simulated, worker  # noqa: E402
 from vramsweep.runners.dispatch import LiveBytes  # noqa: E402
 from vramsweep.runners.instruments import backward_boundaries  # noqa: E402
 from vramsweep.runners.trace import Trace  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
-COLUMNS = ("built", "rest", "forward", "backward", "optimizer")
+COLUMNS = ("built", "rest", "forward", "backward", "optimizer", "sent")
 MODEL = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True,
@@ -81,13 +83,26 @@ def runner(chosen: trial.Trial) -> Any:
     return importlib.import_module(registry.runner(chosen.runner.name).module)
 
 
+class Sent(TorchDispatchMode):
+    """Counts what collectives move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and (called := kernels.collective(func, args)) is not None:
+            self.nbytes += called.nbytes
+        return func(*args, **(kwargs or {}))
+
+
 class Rests:
     """A measure.StepMeter that notes what is alive at rest and the peaks of the third step's phases, in bytes."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.index = rank, 0
         self.found: dict[str, int] = {}
-        self.live = LiveBytes()
+        self.live, self.sent = LiveBytes(), Sent()
 
     def built(self, describe: Any, skipped: Any = None) -> None:
         self.found["built"] = resting()
@@ -97,10 +112,13 @@ class Rests:
             self.apart = resting()
             self.live.__enter__()
             self.apart = self.live.live - self.apart  # ids and counters
+            self.sent.__enter__()
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         if self.index == 2:
             self.mark("optimizer")
+            self.sent.__exit__(None, None, None)
+            self.found["sent"] = self.sent.nbytes
             self.live.__exit__(None, None, None)
         del loss
         self.found["rest"] = resting()
@@ -168,7 +186,8 @@ def predicted(case: Case, world: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         trace, _ = simulated.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), runner(chosen))
     ids = 2 * 8 * chosen.micro_batch * chosen.seq_len  # a batch: token ids and labels, 8 bytes each
-    return {name: size - (name != "built") * ids for name, size in sums(trace).items()}
+    sent = sum(count * one.nbytes for one, count in trace.collectives)
+    return {name: size - (name != "built") * ids for name, size in sums(trace).items()} | {"sent": sent}
 
 
 def sums(trace: Trace) -> dict[str, int]:
@@ -217,9 +236,8 @@ def line(result: dict[str, Any]) -> str:
     cells = []
     for column in COLUMNS:
         bytes_, off = result["real"][column], result["predicted"][column] - result["real"][column]
-        cells.append(
-            f"{bytes_:,} ({'exact' if not off else f'{off:+,} B' if abs(off) < 1000 else f'{off / bytes_:+.1%}'})"
-        )
+        share = f"{off:+,} B" if abs(off) < 1000 else f"{off / max(bytes_, 1):+.1%}"
+        cells.append(f"{bytes_:,} ({share if off else 'exact'})")
     return " | ".join([f"| {result['case']}", str(result["ranks"]), *cells]) + " |"
 
 
