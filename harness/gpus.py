@@ -467,8 +467,8 @@ def card_table() -> str:
         return "–" if value is None else f"{value / TERA:g}"
 
     head = (
-        "| `device.gpu` | nominal GiB | torch reports GiB | limit GiB | GB/s | fp32 | tf32 | fp16 | bf16 | source |\n"
-        "|---|---|---|---|---|---|---|---|---|---|"
+        "| `device.gpu` | nominal GiB | torch reports GiB | limit GiB | GB/s | fp32 | tf32 | fp16 | bf16 | link | source |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|"
     )
 
     def gib(mib: int | None) -> str:
@@ -477,7 +477,7 @@ def card_table() -> str:
     rows = [
         f"| `{gpu.name}` | {gpu.memory_gib} | {gib(gpu.reported_mib)} | "
         f"{memory_limit(gpu) / GIB:.2f} | {gpu.bandwidth / 1e9:g} | {rate(gpu.fp32)} | {rate(gpu.tf32)} | "
-        f"{rate(gpu.half)} | {rate(gpu.bf16)} | {gpu.source} |"
+        f"{rate(gpu.half)} | {rate(gpu.bf16)} | {gpu.link or '–'} | {gpu.source} |"
         for gpu in GPUS
     ]
     return "\n".join([head, *rows])
