@@ -466,10 +466,9 @@ def card_table() -> str:
     def rate(value: float | None) -> str:
         return "–" if value is None else f"{value / TERA:g}"
 
-    head = (
-        "| `device.gpu` | nominal GiB | torch reports GiB | limit GiB | GB/s | fp32 | tf32 | fp16 | bf16 | link | source |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|"
-    )
+    names = ["`device.gpu`", "nominal GiB", "torch reports GiB", "limit GiB", "GB/s", "fp32", "tf32", "fp16", "bf16"]
+    names += ["link", "source"]
+    head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
 
     def gib(mib: int | None) -> str:
         return "–" if mib is None else f"{mib / 1024:.2f}"
