@@ -11,6 +11,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import build, ranks, shardings, trace
@@ -32,9 +33,11 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     config = zero.ds_config(trial)
     zero.heeded(config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
-    # given a dtype, ZeRO-3 overrides it where fp16 is not supported, as on many CPUs; the configuration is heeded
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.sharding == "zero3"):
-        net = build.model(trial, device, dtype)
+    # While it lives, transformers makes models under zero.Init and gathers each layer's weights to initialise them. Under
+    # a zero.Init of our own it would initialise empty partitions, and weights would stay as torch makes layers.
+    divided = HfDeepSpeedConfig(config) if zero.divided(trial) else None
+    net = build.model(trial, zero.place(trial, device), dtype)
+    zero.read_back(trial, net)
     client = None if "optimizer" in config else build.optimizer(trial, net.parameters(), device)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=net, model_parameters=net.parameters(), optimizer=client, config=config
@@ -63,3 +66,4 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
             engine.step()
             micro += 1
         meter.step_end(loss)
+    del divided

@@ -8,14 +8,18 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
 from vramsweep.harness import registry
+from vramsweep.harness.ds_config import ACCUM, AUTO, BATCH, MICRO, OFFLOADS, read
+from vramsweep.harness.errors import UserError
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build
 from vramsweep.runners.shardings import zero_traced
 
+OWN_ADAM = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise for what they do not know
 
 
@@ -25,24 +29,98 @@ def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
 
 
 def ds_config(trial: Trial) -> dict[str, Any]:
-    """The DeepSpeed configuration of one trial, overrides merged in."""
-    stage = registry.sharding(trial.sharding).stage
-    zero: dict[str, Any] = {"stage": stage}
+    """The configuration that DeepSpeed's engine is given: the axes', over it the user's file, over it the options.
+
+    "auto" is the Trainer's word: here it leaves a value to the axes, or else to DeepSpeed's own default.
+    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": trial.micro_batch,
         "gradient_accumulation_steps": trial.grad_accum,
         "steps_per_print": 1 << 30,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
+        "zero_optimization": _zero_optimization(trial),
     }
     if trial.precision in ("bf16", "fp16"):
         config[trial.precision] = {"enabled": True}
     if trial.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False  # the trial's optimizer, not DeepSpeed's own
-    if trial.offload_param:
-        zero["offload_param"] = {"device": "cpu"}
-    return merged(config, trial.runner.options)
+    return merged(merged(config, _decided(_file(trial))), trial.runner.options)
+
+
+def trainer_config(trial: Trial) -> dict[str, Any]:
+    """What the Trainer is given as `deepspeed`: the user's file over what the axes say that no TrainingArguments do.
+
+    The Trainer fills in what is "auto" (transformers/integrations/deepspeed.py: HfTrainerDeepSpeedConfig); where there
+    is no file that is everything it can, as its documentation has it.
+    """
+    config: dict[str, Any] = {
+        **dict.fromkeys((MICRO, ACCUM, BATCH), AUTO),
+        "bf16": {"enabled": AUTO},
+        "fp16": {"enabled": AUTO},
+        "zero_optimization": _zero_optimization(trial),
+    }
+    if trial.ds_config is None:
+        config["gradient_clipping"] = AUTO
+    given = _file(trial)
+    zero = given.get("zero_optimization", {})
+    given["zero_optimization"] = {  # which the Trainer does not fill in
+        key: _decided(value) if key in OFFLOADS else value
+        for key, value in zero.items()
+        if (key, value) != ("stage", AUTO)
+    }
+    if "optimizer" not in given:
+        if trial.optimizer in OWN_ADAM:
+            config["optimizer"] = {
+                "type": "AdamW",
+                "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), AUTO),
+            }
+        elif trial.offload_optimizer and trial.optimizer != "default":  # or accelerate would put DeepSpeed's there
+            config["zero_force_ds_cpu_optimizer"] = False
+    return merged(config, given)
+
+
+def _zero_optimization(trial: Trial) -> dict[str, Any]:
+    offloads = [axis for axis in OFFLOADS if getattr(trial, axis)]
+    stage = registry.sharding(trial.sharding).stage
+    return {"stage": stage, **{axis: {"device": "cpu"} for axis in offloads}}
+
+
+def _file(trial: Trial) -> dict[str, Any]:
+    """The user's configuration, with what DeepSpeed called otherwise by its name of today; empty without one."""
+    if trial.ds_config is None:
+        return {}
+    try:
+        found = read(trial.ds_config)
+    except UserError as error:  # it was there when the trial was planned
+        raise InvalidTrial(str(error)) from None
+    if "bfloat16" in found and "bf16" not in found:
+        found["bf16"] = found.pop("bfloat16")
+    return found
+
+
+def _decided(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what it leaves to others."""
+    nodes = {k: _decided(v) if isinstance(v, Mapping) else v for k, v in config.items()}
+    return {key: value for key, value in nodes.items() if value != AUTO}
+
+
+def divided(trial: Trial) -> bool:
+    """Whether the model is made under zero.Init."""
+    return trial.sharding == "zero3" and trial.zero_init
+
+
+def place(trial: Trial, device: torch.device) -> torch.device:
+    """Where the model is made: on the host where it is whole and others are to bring it to the device."""
+    if divided(trial) or (trial.runner.name == "deepspeed" and trial.sharding != "zero3"):
+        return device
+    return torch.device("meta" if trial.device.name == "simulated" else "cpu")
+
+
+def read_back(trial: Trial, net: torch.nn.Module) -> None:
+    """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id."""
+    found = {hasattr(parameter, "ds_id") for parameter in net.parameters()}
+    if found != {divided(trial)}:
+        raise RuntimeError(f"zero_init={trial.zero_init}, and of the model's parameters are divided or not: {found}")
 
 
 def wrapped(optimizer: Any) -> str:
