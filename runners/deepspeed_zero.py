@@ -33,8 +33,8 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     config = zero.ds_config(trial)
     zero.heeded(config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
-    # While it lives, transformers makes models under zero.Init and gathers each layer's weights to initialise them. Under
-    # a zero.Init of our own it would initialise empty partitions, and weights would stay as torch makes layers.
+    # While it lives, transformers makes models under zero.Init, and gathers each layer's weights to initialise them.
+    # Under a zero.Init of our own it would initialise empty partitions: weights would stay as torch makes layers.
     divided = HfDeepSpeedConfig(config) if zero.divided(trial) else None
     net = build.model(trial, zero.place(trial, device), dtype)
     zero.read_back(trial, net)
