@@ -62,6 +62,8 @@ DEEPSPEED = {"options": {"zero_optimization": SMALL}}
 CASES = [
     case("ZeRO-0", "deepspeed", "zero0", "fp32", **DEEPSPEED),
     *(case(f"ZeRO-{n}", "deepspeed", f"zero{n}", p, **DEEPSPEED) for p in ("bf16", "fp32") for n in (1, 2, 3)),
+    *(case("DDP", "torch", "ddp", p) for p in ("fp32", "bf16")),
+    *(case("Trainer DDP", "trainer", "ddp", p) for p in ("fp32", "bf16")),
     *(case("FSDP2", "torch", "fsdp2", p) for p in ("fp32", "bf16")),
 ]
 

@@ -4,7 +4,10 @@ A module has the functions that its way needs, and no others:
 
 - `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told), for the plain
   loop;
-- `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given;
+- `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
+  options say is merged in, as these win over them;
+- `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
+- `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;
 - `traced(trial)`: a context manager in which the library believes to run on CUDA, where everything is fake.
 """
 
@@ -14,6 +17,8 @@ import contextlib
 import importlib
 from typing import Any
 
+import torch
+
 from vramsweep.harness import registry
 from vramsweep.harness.trial import Trial
 
@@ -22,6 +27,18 @@ def hook(trial: Trial, name: str) -> Any:
     """The function of this name in the module of the trial's sharding; None where it has none."""
     module = registry.sharding(trial.sharding).module
     return None if module is None else getattr(importlib.import_module(module), name, None)
+
+
+def checked(trial: Trial, net: Any) -> None:
+    """Raise InvalidTrial unless the model that trains is divided as the trial says."""
+    found = hook(trial, "checked")
+    if found is not None:
+        found(trial, net)
+
+
+def host(trial: Trial) -> torch.device:
+    """Where host memory is: in a simulated run device meta, as all fake tensors on the CPU stand for GPU memory."""
+    return torch.device("meta" if trial.device.name == "simulated" else "cpu")
 
 
 def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
