@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
+import json
 from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
+from accelerate.state import DistributedType, PartialState
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
+from transformers import training_args
 
 from vramsweep.harness import registry
 from vramsweep.harness.ds_config import ACCUM, AUTO, BATCH, MICRO, OFFLOADS, read
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build
+from vramsweep.runners import build, ranks, trace
 from vramsweep.runners.shardings import zero_traced
 
 OWN_ADAM = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
@@ -26,6 +31,25 @@ PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise 
 def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
     """DeepSpeed on a card that is not there."""
     return zero_traced.behave()
+
+
+@contextlib.contextmanager
+def on_cpu(trial: Trial) -> Iterator[None]:
+    """A CPU taken for a device of DeepSpeed's, and the ranks meet over gloo, or over the group that is simulated.
+
+    Left alone, DeepSpeed compiles a kernel for its shared memory for 20 s, accelerate takes each rank for the only one
+    where it sees no card, and TrainingArguments want bf16 on a CPU with use_cpu only, which switches DeepSpeed off.
+    """
+    meeting = ("fake" if trial.device.name == "simulated" else ranks.BACKENDS["cpu"], DistributedType.NO)
+    replaced = [
+        (PartialState, "_prepare_backend", lambda *args: meeting),
+        (training_args, "is_torch_bf16_gpu_available", lambda: True),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}))
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
 
 
 def ds_config(trial: Trial) -> dict[str, Any]:
@@ -116,11 +140,48 @@ def place(trial: Trial, device: torch.device) -> torch.device:
     return torch.device("meta" if trial.device.name == "simulated" else "cpu")
 
 
-def read_back(trial: Trial, net: torch.nn.Module) -> None:
+def arguments(trial: Trial) -> dict[str, Any]:
+    """TrainingArguments. With use_cpu (or ACCELERATE_USE_CPU) accelerate would silently leave DeepSpeed out."""
+    return {"deepspeed": trainer_config(trial), "use_cpu": False}
+
+
+def made(trial: Trial, net: torch.nn.Module) -> None:
     """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id."""
     found = {hasattr(parameter, "ds_id") for parameter in net.parameters()}
     if found != {divided(trial)}:
         raise RuntimeError(f"zero_init={trial.zero_init}, and of the model's parameters are divided or not: {found}")
+
+
+def checked(trial: Trial, net: Any) -> None:
+    """Raise InvalidTrial unless what trains is DeepSpeed's engine, of the stage, batch and ranks that are asked for."""
+    if not isinstance(net, deepspeed.DeepSpeedEngine):
+        raise InvalidTrial(f"sharding={trial.sharding}: what trains is {type(net).__name__}, not DeepSpeed's engine")
+    stage = registry.sharding(trial.sharding).stage
+    asked = (stage, trial.world_size, trial.micro_batch, trial.grad_accum)
+    found = (
+        net.zero_optimization_stage(),
+        net.dp_world_size,
+        net.train_micro_batch_size_per_gpu(),
+        net.gradient_accumulation_steps(),
+    )
+    if found != asked:
+        raise InvalidTrial(
+            f"DeepSpeed's engine has stage, ranks, batch and accumulation {found}, and the trial asks for {asked}"
+        )
+    tracer = trace.active()
+    if tracer is not None:
+        tracer.held = functools.partial(zero_traced.held, net.optimizer)
+
+
+def told(net: Any) -> dict[str, Any]:
+    """DeepSpeed's optimizer with the one in it, and the configuration in force."""
+    config = json.loads(json.dumps(net.config, default=str), parse_constant=str)  # accelerate prints every inf steps
+    return {"optimizer_effective": wrapped(net.optimizer), "runner_config": {"deepspeed": config}}
+
+
+def skipped(net: Any) -> int:
+    """Updates that were skipped for an overflow."""
+    return int(net.skipped_steps)
 
 
 def wrapped(optimizer: Any) -> str:
