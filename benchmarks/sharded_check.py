@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import importlib
 import json
 import logging
@@ -61,9 +62,26 @@ def case(name: str, runner: str, sharding: str, precision: str, **over: Any) -> 
 
 
 DEEPSPEED = {"options": {"zero_optimization": SMALL}}
+
+
+def ds_config(stage: int, **more: Any) -> dict[str, str]:
+    """A file as users of the Trainer have it, with buckets of the size above; what `more` says goes over it."""
+    zero = {"stage": stage, **SMALL, **more.pop("zero_optimization", {})}
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    text = json.dumps({**auto, "zero_optimization": zero, **more}, sort_keys=True)
+    path = Path(tempfile.gettempdir()) / f"ds_config-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    path.write_text(text)
+    return {"ds_config": str(path)}
+
+
 CASES = [
     case("ZeRO-0", "deepspeed", "zero0", "fp32", **DEEPSPEED),
     *(case(f"ZeRO-{n}", "deepspeed", f"zero{n}", p, **DEEPSPEED) for p in ("bf16", "fp32") for n in (1, 2, 3)),
+    *(case("ZeRO-3 whole first", "deepspeed", "zero3", p, zero_init=False, **DEEPSPEED) for p in ("bf16", "fp32")),
+    case("Trainer ZeRO-0", "trainer", "zero0", "fp32", **ds_config(0)),
+    *(case(f"Trainer ZeRO-{n}", "trainer", f"zero{n}", p, **ds_config(n)) for p in ("bf16", "fp32") for n in (1, 2, 3)),
+    *(case("DDP", "torch", "ddp", p) for p in ("fp32", "bf16")),
+    *(case("Trainer DDP", "trainer", "ddp", p) for p in ("fp32", "bf16")),
     *(case("FSDP2", "torch", "fsdp2", p) for p in ("fp32", "bf16")),
 ]
 

@@ -32,7 +32,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from vramsweep.harness import machine, mistakes, plan, preview, sweep, techniques, upgrade
+from vramsweep.harness import ds_config, machine, mistakes, plan, preview, sweep, techniques, upgrade
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
@@ -260,8 +260,17 @@ def _target(target: str | None) -> str:
     return f"{Path(path).stem}.{function}" if path else "target"
 
 
+def _said(axis: str, otherwise: Any, *, _root_: Any) -> Any:
+    """What the trial's ds_config says of an axis that is left alone; a file that is no such has nothing to say here."""
+    path = _root_.get("ds_config")
+    with contextlib.suppress(UserError):
+        return ds_config.axes(ds_config.read(path), _root_.world_size).get(axis, otherwise) if path else otherwise
+    return otherwise
+
+
 # What conf/ refers to; registered on import, as Hydra imports our plugin whenever it composes
 OmegaConf.register_new_resolver("vramsweep.device", _detected, replace=True)
+OmegaConf.register_new_resolver("vramsweep.said", _said, replace=True)
 OmegaConf.register_new_resolver("vramsweep.target", _target, replace=True)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vramsweep.harness import techniques
+from vramsweep.harness import ds_config, techniques
+from vramsweep.harness.errors import UserError
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -37,6 +38,8 @@ class Sharding:
 
 
 _PLACE = "vramsweep.runners.shardings"
+# the last two are pulled in by DeepSpeed's first initialise
+_ZERO_PRELOAD = (f"{_PLACE}.zero", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject")
 # fmt: off
 SHARDINGS = (
     Sharding("none", "one rank that holds everything"),
@@ -46,10 +49,14 @@ SHARDINGS = (
              f"{_PLACE}.fsdp1", preload=(f"{_PLACE}.fsdp1",)),
     Sharding("fsdp2", "every rank holds a part of each tensor, gathered block by block (fully_shard)",
              f"{_PLACE}.fsdp2", preload=(f"{_PLACE}.fsdp2",), measurement=2),
-    Sharding("zero0", "DeepSpeed without sharding: gradients are averaged", f"{_PLACE}.zero", stage=0, measurement=2),
-    Sharding("zero1", "optimizer state divided (ZeRO 1)", f"{_PLACE}.zero", stage=1, measurement=2),
-    Sharding("zero2", "and gradients (ZeRO 2)", f"{_PLACE}.zero", stage=2, measurement=2),
-    Sharding("zero3", "and weights (ZeRO 3)", f"{_PLACE}.zero", stage=3, measurement=2),
+    Sharding("zero0", "DeepSpeed without sharding: gradients are averaged", f"{_PLACE}.zero", stage=0,
+             preload=_ZERO_PRELOAD, measurement=2),
+    Sharding("zero1", "optimizer state divided (ZeRO 1)", f"{_PLACE}.zero", stage=1, preload=_ZERO_PRELOAD,
+             measurement=2),
+    Sharding("zero2", "and gradients (ZeRO 2)", f"{_PLACE}.zero", stage=2, preload=_ZERO_PRELOAD,
+             measurement=2),
+    Sharding("zero3", "and weights (ZeRO 3)", f"{_PLACE}.zero", stage=3, preload=_ZERO_PRELOAD,
+             measurement=2),
 )
 # fmt: on
 ZERO = tuple(s.name for s in SHARDINGS if s.stage is not None)
@@ -97,7 +104,7 @@ def _fsdp(trial: Trial) -> str | None:
 def _offload(trial: Trial) -> str | None:
     given = [name for name in ("offload_optimizer", "offload_param") if getattr(trial, name)]
     if given and trial.sharding not in ZERO:
-        return f"{given[0]} needs runner=deepspeed with sharding=zero1 to zero3, not sharding={trial.sharding}"
+        return f"{given[0]} needs runner=deepspeed or trainer with sharding=zero1 to zero3, not {trial.sharding}"
     if trial.offload_optimizer and trial.sharding == "zero0":
         return "offload_optimizer needs sharding=zero1 to zero3 (stage 0 silently ignores it)"
     if trial.offload_param and trial.sharding != "zero3":
@@ -105,19 +112,38 @@ def _offload(trial: Trial) -> str | None:
     return None
 
 
-def _deepspeed_precision(trial: Trial) -> str | None:
+def _ds_config(trial: Trial) -> str | None:
+    if trial.ds_config is None:
+        return None
+    if trial.runner.name not in ("deepspeed", "trainer"):
+        return f"ds_config needs runner=deepspeed or trainer, not {trial.runner.name}"
+    try:
+        config = ds_config.read(trial.ds_config)
+    except UserError as error:
+        return str(error)
+    wrong = next(ds_config.against(trial, config), None)
+    if wrong is not None:
+        return f"ds_config {trial.ds_config}: {wrong}"
+    if trial.device.name == "simulated" and ds_config.said(config, "optimizer") and ds_config.adam(config) is None:
+        return f"ds_config {trial.ds_config}: {_untraced(ds_config.said(config, 'optimizer.type'))}"
+    return None
+
+
+def _zero_init(trial: Trial) -> str | None:
+    if not trial.zero_init and trial.sharding != "zero3":
+        return (
+            f"zero_init=false changes nothing with sharding={trial.sharding}: zero.Init divides weights, as zero3 does"
+        )
+    return None
+
+
+def _zero_precision(trial: Trial) -> str | None:
+    if trial.sharding not in ZERO:
+        return None
     if trial.precision == "bf16_pure":
         return "deepspeed keeps fp32 master weights, so bf16_pure does not exist there; use bf16"
     if trial.device.name == "cpu" and trial.sharding == "zero0" and trial.precision in ("bf16", "fp16"):
         return f"deepspeed ZeRO-0 in {trial.precision} does not run on device=cpu; use fp32, or sharding=zero1 to zero3"
-    return None
-
-
-def _deepspeed_simulated(trial: Trial) -> str | None:
-    if trial.device.name != "simulated":
-        return None
-    if trial.offload_param:
-        return "offload_param cannot be simulated; offload_optimizer can, or measure on device=cuda"
     return None
 
 
@@ -132,12 +158,14 @@ def _deepspeed_optimizer(trial: Trial) -> str | None:
         return f"runner.options.optimizer of type {kind} belongs to the axis optimizer: give optimizer={own}"
     if trial.optimizer != "default":
         return f"runner.options.optimizer contradicts optimizer={trial.optimizer}; give one of them"
-    if trial.device.name == "simulated":
-        return (
-            f"runner.options.optimizer of type {kind} cannot be simulated; leave it out for torch's AdamW, choose one "
-            "with optimizer=, or measure on device=cuda"
-        )
-    return None
+    return f"runner.options.{_untraced(kind)}" if trial.device.name == "simulated" else None
+
+
+def _untraced(kind: Any) -> str:
+    return (
+        f"optimizer of type {kind} cannot be simulated; leave it out for torch's AdamW, choose one with optimizer=, or "
+        "measure on device=cuda"
+    )
 
 
 _MODELS = (
@@ -172,7 +200,7 @@ _TRAINER_OWNED = {
     "use_cache": "use_cache",
     "use_cpu": "device",
     "no_cuda": "device",
-    "deepspeed": "sharding",
+    "deepspeed": "sharding (zero0 to zero3), or to ds_config, the path of a file",
     "fsdp": "sharding",
     "fsdp_config": "sharding",
 }
@@ -223,7 +251,7 @@ RUNNERS = (
         preload=("vramsweep.runners.torch_loop", *_MODELS),
         measurement=1,
         shardings=("none", "ddp", "fsdp2"),
-        simulated=("none", "fsdp2"),
+        simulated=("none", "ddp", "fsdp2"),
         options=("reshard_after_forward",),
         rules=(_torch_reshard, _fsdp),
     ),
@@ -234,8 +262,8 @@ RUNNERS = (
         # accelerate imports deepspeed, where it is installed, to unwrap any model
         preload=("vramsweep.runners.trainer", "deepspeed", *_MODELS),
         measurement=1,
-        shardings=("none",),
-        simulated=("none",),
+        shardings=("none", "ddp", *ZERO),
+        simulated=("none", "ddp", *ZERO),
         owned=_TRAINER_OWNED,
         options=None,
         rules=(_trainer_optimizer, _trainer_optim_args),
@@ -244,33 +272,13 @@ RUNNERS = (
         "deepspeed",
         "DeepSpeed's engine; options are merged over the generated ds_config",
         module="vramsweep.runners.deepspeed_zero",
-        # the last two are pulled in by its first initialise
-        preload=(
-            "vramsweep.runners.deepspeed_zero",
-            "deepspeed.runtime.zero.muon.muon_optimizer",
-            "deepspeed.module_inject",
-            *_MODELS,
-        ),
+        preload=("vramsweep.runners.deepspeed_zero", *_MODELS),
         measurement=3,
         shardings=ZERO,
         simulated=ZERO,
-        owned={
-            "train_micro_batch_size_per_gpu": "micro_batch",
-            "train_batch_size": "micro_batch, grad_accum and world_size",
-            "gradient_accumulation_steps": "grad_accum",
-            "bf16.enabled": "precision",
-            "bfloat16.enabled": "precision",
-            "fp16.enabled": "precision",
-            "amp.enabled": "precision",
-            "torch_autocast.enabled": "precision",
-            "zero_optimization.stage": "sharding",
-            "zero_optimization.offload_optimizer.device": "offload_optimizer",
-            "zero_optimization.offload_param.device": "offload_param",
-            "zero_optimization.cpu_offload": "offload_optimizer",
-            "zero_optimization.cpu_offload_param": "offload_param",
-        },
+        owned={key: axis for key, (axis, _) in ds_config.OWNED.items()},
         options=None,
-        rules=(_deepspeed_precision, _deepspeed_optimizer, _deepspeed_simulated),
+        rules=(_deepspeed_optimizer,),
     ),
     Runner(
         "custom",
@@ -300,7 +308,8 @@ def sharding(name: str) -> Sharding:
 def template(trial: Trial) -> str:
     """Names the template that a trial's worker is forked from: the runner, "+" the sharding and techniques that need
     more than it imports."""
-    more = [trial.sharding] if _SHARDINGS[trial.sharding].preload else []
+    mine = _SHARDINGS[trial.sharding].preload
+    more = [next(s.name for s in SHARDINGS if s.preload == mine)] if mine else []  # those that import the same share
     return "+".join((trial.runner.name, *more, *map(str, techniques.preloads(trial))))
 
 
@@ -328,8 +337,11 @@ def rules(trial: Trial) -> Iterator[str | None]:
     if entry is None:
         yield f"runner {trial.runner.name}: there is no such runner; runners: {', '.join(_RUNNERS)}"
         return
+    yield _ds_config(trial)
     yield _supported(trial, entry)
     yield _offload(trial)
+    yield _zero_init(trial)
+    yield _zero_precision(trial)
     yield _options(trial, entry)
     for rule in entry.rules:
         yield rule(trial)

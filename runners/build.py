@@ -253,11 +253,15 @@ def parameters(net: torch.nn.Module, trained: bool = False) -> int:
     return total if trained else total + buffers
 
 
+def counts(net: Any) -> dict[str, Any]:
+    """Columns about the parameters of a model, which must be whole, or divided in a way that still tells."""
+    return {"parameters": parameters(net), "trainable_parameters": parameters(net, trained=True)}
+
+
 def describe(net: Any, optim: Any) -> dict[str, Any]:
     """Columns about what was really built."""
     return {
-        "parameters": parameters(net),
-        "trainable_parameters": parameters(net, trained=True),
+        **counts(net),
         "attention_effective": getattr(getattr(net, "config", None), "_attn_implementation", None),
         "optimizer_effective": optimizer_name(optim),
     }

@@ -398,8 +398,11 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         """`Module.to` swaps fake parameters, and torch's own function refuses where fake mode watches them."""
         if isinstance(old, DTensor):
             swap_tensors(old, new)
-        else:
+        elif old.device == new.device:
             old.data = new.data
+        else:  # between host memory and the device, which are two kinds of tensor
+            old.__dict__, new.__dict__ = new.__dict__, old.__dict__
+            torch._C._swap_tensor_impl(old, new)
 
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import build, ranks, shardings, trace
+from vramsweep.runners import build, ranks, shardings
 from vramsweep.runners.measure import StepMeter
-from vramsweep.runners.shardings import zero, zero_traced
+from vramsweep.runners.shardings import zero
 
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
@@ -25,32 +26,29 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
 
 
 def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
-    if trial.device.name != "cuda":
-        # The shared-memory communication kernel would be compiled on first use, for 20 s; gloo does without.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=ranks.backend(trial, device), verbose=False)
     config = zero.ds_config(trial)
     zero.heeded(config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
-    # given a dtype, ZeRO-3 overrides it where fp16 is not supported, as on many CPUs; the configuration is heeded
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.sharding == "zero3"):
-        net = build.model(trial, device, dtype)
+    # While it lives, transformers makes models under zero.Init, and gathers each layer's weights to initialise them.
+    # Under a zero.Init of our own it would initialise empty partitions: weights would stay as torch makes layers.
+    divided = HfDeepSpeedConfig(config) if zero.divided(trial) else None
+    net = build.model(trial, zero.place(trial, device), dtype)
+    zero.made(trial, net)
     client = None if "optimizer" in config else build.optimizer(trial, net.parameters(), device)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=net, model_parameters=net.parameters(), optimizer=client, config=config
     )
     data = build.data(trial)
-    tracer = trace.active()
-    if tracer is not None:
-        tracer.held = functools.partial(zero_traced.held, optimizer)
+    zero.checked(trial, engine)
     meter.built(
         lambda: {
             **build.describe(net, optimizer),
-            "optimizer_effective": zero.wrapped(optimizer),
+            **zero.told(engine),
             "padding_fraction": data.padding_fraction,
             "runner_config": config,
         },
-        lambda: int(engine.skipped_steps),
+        functools.partial(zero.skipped, engine),
     )
     micro = 0
     for _ in range(trial.steps()):
@@ -63,3 +61,4 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
             engine.step()
             micro += 1
         meter.step_end(loss)
+    del divided

@@ -29,6 +29,7 @@ def backend(trial: Trial, device: torch.device) -> str:
         return BACKENDS[device.type]
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # accelerate's own "cpu:0" is another device to fake tensors
     if dist.is_initialized():
         dist.destroy_process_group()
     with _disable_current_modes():
@@ -36,10 +37,15 @@ def backend(trial: Trial, device: torch.device) -> str:
     return "fake"
 
 
-def mesh(trial: Trial, device: torch.device) -> DeviceMesh:
-    """Join, and all ranks in one dimension; its table of ranks is a real tensor where everything else is fake."""
+def join(trial: Trial, device: torch.device) -> None:
+    """Join the process group."""
     name = backend(trial, device)
     if not dist.is_initialized():
         dist.init_process_group(name)
+
+
+def mesh(trial: Trial, device: torch.device) -> DeviceMesh:
+    """Join, and all ranks in one dimension; its table of ranks is a real tensor where everything else is fake."""
+    join(trial, device)
     with _disable_current_modes():
         return init_device_mesh(device.type, (trial.world_size,))

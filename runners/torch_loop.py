@@ -20,6 +20,11 @@ from vramsweep.runners.measure import StepMeter
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` optimizer steps under `meter`."""
+    with shardings.traced(trial):
+        _run(trial, device, meter)
+
+
+def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     net, config = _sharded(trial, device)
     optimizer = build.optimizer(trial, net.parameters(), device)
     scaler = torch.amp.GradScaler(device.type, enabled=trial.precision == "fp16")

@@ -2,10 +2,14 @@
 
 Set by us, and recorded in `runner_config` with everything else: the batch (the trial's, whose default is the Trainer's
 own 8), max_steps, precision, no checkpoints, no reporting, no progress bar. `runner.options` overrides any argument.
+
+Several ranks: the Trainer wraps the model itself, as its arguments say (shardings/), and gives each rank its part of
+the samples. The model is made after the arguments, as most users do; zero_init=false makes it before.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,10 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from vramsweep.harness.registry import ZERO
 from vramsweep.harness.techniques import technique
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, techniques
+from vramsweep.runners import build, ranks, shardings, techniques
 from vramsweep.runners.instruments import scaler_skips
 from vramsweep.runners.measure import StepMeter
 
@@ -37,12 +42,13 @@ class _Samples(Dataset[dict[str, torch.Tensor]]):
 class _Boundaries(TrainerCallback):
     """Tells the meter where steps begin and end."""
 
-    def __init__(self, meter: StepMeter, describe: Callable[[], dict[str, Any]]) -> None:
-        self.meter, self.describe = meter, describe
+    def __init__(self, meter: StepMeter, describe: Callable[[], dict[str, Any]], prepared: Callable[[], None]) -> None:
+        self.meter, self.describe, self.prepared = meter, describe, prepared
         self.skipped: Callable[[], int | None] = lambda: 0  # without a scaler
         self.loss: torch.Tensor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.prepared()
         self.meter.built(self.describe, self.skipped)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -65,16 +71,38 @@ class _Trainer(Trainer):
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` steps under `meter`."""
-    net = build.model(trial, device)
-    data = build.data(trial)
+    if trial.sharding != "none":
+        ranks.backend(trial, device)
+    with shardings.traced(trial):
+        _run(trial, device, meter, folder)
+
+
+def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    place = shardings.hook(trial, "place")
+    where = device if place is None else place(trial, device)
+    first = None if trial.zero_init else build.model(trial, where)
     arguments = training_arguments(trial, folder)
+    net = build.model(trial, where) if first is None else first
+    if (made := shardings.hook(trial, "made")) is not None:
+        made(trial, net)
+    counts = build.counts(net)  # the wrapped model may not tell
+    data = build.data(trial)
 
     def describe() -> dict[str, Any]:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         config = {k: v for k, v in arguments.to_sanitized_dict().items() if k not in ("output_dir", "logging_dir")}
-        return build.describe(net, optimizer) | {"padding_fraction": data.padding_fraction, "runner_config": config}
+        built = build.describe(net, optimizer) | counts
+        told = shardings.hook(trial, "told")
+        more = told(trainer.model_wrapped) if told else {}
+        config |= more.get("runner_config", {})
+        return built | more | {"padding_fraction": data.padding_fraction, "runner_config": config}
 
-    boundaries = _Boundaries(meter, describe)
+    def prepared() -> None:
+        shardings.checked(trial, trainer.model_wrapped)
+        if (skipped := shardings.hook(trial, "skipped")) is not None:
+            boundaries.skipped = functools.partial(skipped, trainer.model_wrapped)
+
+    boundaries = _Boundaries(meter, describe, prepared)
     samples = _Samples(data, trial.steps() * trial.samples_per_step())
     trainer = _Trainer(
         model=net,
@@ -84,7 +112,7 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
         optimizer_cls_and_kwargs=None if _named(trial) else _optimizer(trial, arguments, device),
     )
     trainer.boundaries = boundaries
-    if trial.device.name == "simulated" and trial.precision == "fp16":
+    if trial.device.name == "simulated" and trial.precision == "fp16" and trial.sharding not in ZERO:
         # Accelerate leaves fp16 off on a CPU, where the fake tensors are
         trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler()
     if trainer.accelerator.scaler is not None:
@@ -135,7 +163,8 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
     optim = technique("optimizer", trial.optimizer).optim
     if optim is not None and _named(trial):
         chosen["optim"] = optim
+    divided = shardings.hook(trial, "arguments")
     try:
-        return TrainingArguments(**(chosen | trial.runner.options))
+        return TrainingArguments(**(chosen | trial.runner.options | (divided(trial) if divided else {})))
     except (TypeError, ValueError) as error:
         raise InvalidTrial(f"runner.options: {error}") from None

@@ -4,7 +4,14 @@ A module has the functions that its way needs, and no others:
 
 - `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told), for the plain
   loop;
-- `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given;
+- `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
+  options say is merged in, as these win over them;
+- `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
+- `made(trial, net)`: raises if the model was not made as the trial says;
+- `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;
+- `told(net)`: columns about the model that trains, after `checked`, beside or in place of those of every run;
+- `skipped(net)`: how many updates it has skipped so far for an overflow;
+- `on_cpu(trial)`: a context manager in which the library works on a CPU, and on fake tensors, which are there;
 - `traced(trial)`: a context manager in which the library believes to run on CUDA, where everything is fake.
 """
 
@@ -12,7 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from vramsweep.harness import registry
 from vramsweep.harness.trial import Trial
@@ -24,7 +34,23 @@ def hook(trial: Trial, name: str) -> Any:
     return None if module is None else getattr(importlib.import_module(module), name, None)
 
 
-def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """The library of the trial's sharding on a card that is not there; nothing where the trial is not simulated."""
-    found = hook(trial, "traced") if trial.device.name == "simulated" else None
-    return contextlib.nullcontext() if found is None else found(trial)
+def checked(trial: Trial, net: Any) -> None:
+    """Raise InvalidTrial unless the model that trains is divided as the trial says."""
+    found = hook(trial, "checked")
+    if found is not None:
+        found(trial, net)
+
+
+def host(trial: Trial) -> torch.device:
+    """Where host memory is: in a simulated run device meta, as all fake tensors on the CPU stand for GPU memory."""
+    return torch.device("meta" if trial.device.name == "simulated" else "cpu")
+
+
+@contextlib.contextmanager
+def traced(trial: Trial) -> Iterator[None]:
+    """The library of the trial's sharding on a card that is not there, or on a CPU; nothing where there is a card."""
+    names = {"cuda": (), "cpu": ("on_cpu",), "simulated": ("on_cpu", "traced")}[trial.device.name]
+    with contextlib.ExitStack() as stack:
+        for found in filter(None, (hook(trial, name) for name in names)):
+            stack.enter_context(found(trial))
+        yield

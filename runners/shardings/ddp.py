@@ -1,20 +1,118 @@
-"""DistributedDataParallel: every rank holds the whole model, and gradients are averaged in buckets."""
+"""DistributedDataParallel: every rank holds the whole model, and gradients are averaged in buckets.
+
+In a simulated run torch's own reducer (torch/csrc/distributed/c10d/reducer.cpp) makes its buckets of fake tensors.
+What it reads on the host is real: the order in which buckets are built anew, which parameters were used.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as library
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from vramsweep.harness.trial import Trial
-from vramsweep.runners import build, ranks
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import build, ranks, trace
 
 
 def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """The wrapped model, and the size of its buckets."""
+    """The wrapped model, and the size of its buckets with what else it was told."""
     net = build.model(trial, device)
-    dist.init_process_group(ranks.backend(trial, device))
-    wrapped = DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
-    return wrapped, {"bucket_cap_mb": wrapped.bucket_bytes_cap / (1 << 20)}
+    ranks.join(trial, device)
+    wrapped = DistributedDataParallel(
+        net, device_ids=[device] if device.type == "cuda" else None, **trial.runner.options
+    )
+    return wrapped, {"bucket_cap_mb": wrapped.bucket_bytes_cap / (1 << 20), **trial.runner.options}
+
+
+def checked(trial: Trial, net: torch.nn.Module) -> None:
+    """Raise InvalidTrial unless the model is, or holds, a DistributedDataParallel of as many ranks as asked for."""
+    found = next((m for m in net.modules() if isinstance(m, DistributedDataParallel)), None)
+    if found is None:
+        raise InvalidTrial(
+            f"sharding=ddp: {type(net).__name__} is no DistributedDataParallel and holds none, so no rank hears of the "
+            "others; wrap the model and return the wrapped one"
+        )
+    size = dist.get_world_size(found.process_group)
+    if size != trial.world_size:
+        raise InvalidTrial(f"sharding=ddp: the model averages over {size} ranks, and world_size is {trial.world_size}")
+
+
+@contextlib.contextmanager
+def traced(trial: Trial) -> Iterator[None]:
+    """The reducer on fake tensors."""
+    reducing = _Reducing()
+    replaced = [
+        (library, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),  # it compares real ranks
+        (DistributedDataParallel, "_ddp_init_helper", reducing.on_host(DistributedDataParallel._ddp_init_helper)),
+        (c10d.Reducer, "_rebuild_buckets", reducing.on_host(c10d.Reducer._rebuild_buckets)),
+    ]
+    tracer = trace.active()
+    if tracer is not None:
+        tracer.held = reducing.held
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(reducing)
+        yield
+
+
+class _Reducing(TorchDispatchMode):
+    """Host tables of the reducer are real, and its averages have a result: the fake group's have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._making = False  # the reducer makes tables just now
+        self._tables: dict[int, torch.Tensor] = {}
+        self._buckets: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._views = False
+
+    def on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, making its tables of integers on the host."""
+
+        def run(owner: Any, *args: Any) -> Any:
+            self._making = True
+            self._views = getattr(owner, "gradient_as_bucket_view", self._views)
+            try:
+                return function(owner, *args)
+            finally:
+                self._making = False
+
+        return run
+
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """The buckets, by what trace.py calls them: where gradients are views into them they are these."""
+        alive = [bucket for reference in self._buckets.values() if (bucket := reference()) is not None]
+        return {"gradients" if self._views else "communication": alive}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [value for value in args if isinstance(value, torch.Tensor)]
+        table = self._making and kwargs.get("dtype") is torch.int32
+        if table or (given and all(_key(tensor) in self._tables for tensor in given)):
+            with _disable_current_modes():
+                out = func(*args, **kwargs)
+            if table:
+                self._tables[_key(out)] = out
+            return out
+        out = func(*args, **kwargs)
+        if func is not torch.ops.c10d.allreduce_.default:
+            return out
+        tensors = list(args[0])
+        self._buckets |= {_key(t): weakref.ref(t) for t in tensors if t.is_floating_point()}
+        future: Any = torch.futures.Future()
+        future.set_result(tensors)
+        return tensors, c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
+import json
 from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import Any
+from unittest import mock
 
 import deepspeed
+import torch
+from accelerate.state import DistributedType, PartialState
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
+from transformers import training_args
 
 from vramsweep.harness import registry
+from vramsweep.harness.ds_config import ACCUM, AUTO, BATCH, MICRO, OFFLOADS, read
+from vramsweep.harness.errors import UserError
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build
+from vramsweep.runners import build, ranks, trace
 from vramsweep.runners.shardings import zero_traced
 
+OWN_ADAM = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise for what they do not know
 
 
@@ -24,25 +33,155 @@ def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
     return zero_traced.behave()
 
 
+@contextlib.contextmanager
+def on_cpu(trial: Trial) -> Iterator[None]:
+    """A CPU taken for a device of DeepSpeed's, and the ranks meet over gloo, or over the group that is simulated.
+
+    Left alone, DeepSpeed compiles a kernel for its shared memory for 20 s, accelerate takes each rank for the only one
+    where it sees no card, and TrainingArguments want bf16 on a CPU with use_cpu only, which switches DeepSpeed off.
+    """
+    meeting = ("fake" if trial.device.name == "simulated" else ranks.BACKENDS["cpu"], DistributedType.NO)
+    replaced = [
+        (PartialState, "_prepare_backend", lambda *args: meeting),
+        (training_args, "is_torch_bf16_gpu_available", lambda: True),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}))
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
 def ds_config(trial: Trial) -> dict[str, Any]:
-    """The DeepSpeed configuration of one trial, overrides merged in."""
-    stage = registry.sharding(trial.sharding).stage
-    zero: dict[str, Any] = {"stage": stage}
+    """The configuration that DeepSpeed's engine is given: the axes', over it the user's file, over it the options.
+
+    "auto" is the Trainer's word: here it leaves a value to the axes, or else to DeepSpeed's own default.
+    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": trial.micro_batch,
         "gradient_accumulation_steps": trial.grad_accum,
         "steps_per_print": 1 << 30,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
+        "zero_optimization": _zero_optimization(trial),
     }
     if trial.precision in ("bf16", "fp16"):
         config[trial.precision] = {"enabled": True}
     if trial.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False  # the trial's optimizer, not DeepSpeed's own
-    if trial.offload_param:
-        zero["offload_param"] = {"device": "cpu"}
-    return merged(config, trial.runner.options)
+    return merged(merged(config, _decided(_file(trial))), trial.runner.options)
+
+
+def trainer_config(trial: Trial) -> dict[str, Any]:
+    """What the Trainer is given as `deepspeed`: the user's file over what the axes say that no TrainingArguments do.
+
+    The Trainer fills in what is "auto" (transformers/integrations/deepspeed.py: HfTrainerDeepSpeedConfig); where there
+    is no file that is everything it can, as its documentation has it.
+    """
+    config: dict[str, Any] = {
+        **dict.fromkeys((MICRO, ACCUM, BATCH), AUTO),
+        "bf16": {"enabled": AUTO},
+        "fp16": {"enabled": AUTO},
+        "zero_optimization": _zero_optimization(trial),
+    }
+    if trial.ds_config is None:
+        config["gradient_clipping"] = AUTO
+    given = _file(trial)
+    zero = given.get("zero_optimization", {})
+    given["zero_optimization"] = {  # which the Trainer does not fill in
+        key: _decided(value) if key in OFFLOADS else value
+        for key, value in zero.items()
+        if (key, value) != ("stage", AUTO)
+    }
+    if "optimizer" not in given:
+        if trial.optimizer in OWN_ADAM:
+            config["optimizer"] = {
+                "type": "AdamW",
+                "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), AUTO),
+            }
+        elif trial.offload_optimizer and trial.optimizer != "default":  # or accelerate would put DeepSpeed's there
+            config["zero_force_ds_cpu_optimizer"] = False
+    return merged(config, given)
+
+
+def _zero_optimization(trial: Trial) -> dict[str, Any]:
+    offloads = [axis for axis in OFFLOADS if getattr(trial, axis)]
+    stage = registry.sharding(trial.sharding).stage
+    return {"stage": stage, **{axis: {"device": "cpu"} for axis in offloads}}
+
+
+def _file(trial: Trial) -> dict[str, Any]:
+    """The user's configuration, with what DeepSpeed called otherwise by its name of today; empty without one."""
+    if trial.ds_config is None:
+        return {}
+    try:
+        found = read(trial.ds_config)
+    except UserError as error:  # it was there when the trial was planned
+        raise InvalidTrial(str(error)) from None
+    if "bfloat16" in found and "bf16" not in found:
+        found["bf16"] = found.pop("bfloat16")
+    return found
+
+
+def _decided(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what it leaves to others."""
+    nodes = {k: _decided(v) if isinstance(v, Mapping) else v for k, v in config.items()}
+    return {key: value for key, value in nodes.items() if value != AUTO}
+
+
+def divided(trial: Trial) -> bool:
+    """Whether the model is made under zero.Init."""
+    return trial.sharding == "zero3" and trial.zero_init
+
+
+def place(trial: Trial, device: torch.device) -> torch.device:
+    """Where the model is made: on the host where it is whole and others are to bring it to the device."""
+    if divided(trial) or (trial.runner.name == "deepspeed" and trial.sharding != "zero3"):
+        return device
+    return torch.device("meta" if trial.device.name == "simulated" else "cpu")
+
+
+def arguments(trial: Trial) -> dict[str, Any]:
+    """TrainingArguments. With use_cpu (or ACCELERATE_USE_CPU) accelerate would silently leave DeepSpeed out."""
+    return {"deepspeed": trainer_config(trial), "use_cpu": False}
+
+
+def made(trial: Trial, net: torch.nn.Module) -> None:
+    """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id."""
+    found = {hasattr(parameter, "ds_id") for parameter in net.parameters()}
+    if found != {divided(trial)}:
+        raise RuntimeError(f"zero_init={trial.zero_init}, and of the model's parameters are divided or not: {found}")
+
+
+def checked(trial: Trial, net: Any) -> None:
+    """Raise InvalidTrial unless what trains is DeepSpeed's engine, of the stage, batch and ranks that are asked for."""
+    if not isinstance(net, deepspeed.DeepSpeedEngine):
+        raise InvalidTrial(f"sharding={trial.sharding}: what trains is {type(net).__name__}, not DeepSpeed's engine")
+    stage = registry.sharding(trial.sharding).stage
+    asked = (stage, trial.world_size, trial.micro_batch, trial.grad_accum)
+    found = (
+        net.zero_optimization_stage(),
+        net.dp_world_size,
+        net.train_micro_batch_size_per_gpu(),
+        net.gradient_accumulation_steps(),
+    )
+    if found != asked:
+        raise InvalidTrial(
+            f"DeepSpeed's engine has stage, ranks, batch and accumulation {found}, and the trial asks for {asked}"
+        )
+    tracer = trace.active()
+    if tracer is not None:
+        tracer.held = functools.partial(zero_traced.held, net.optimizer)
+
+
+def told(net: Any) -> dict[str, Any]:
+    """DeepSpeed's optimizer with the one in it, and the configuration in force."""
+    config = json.loads(json.dumps(net.config, default=str), parse_constant=str)  # accelerate prints every inf steps
+    return {"optimizer_effective": wrapped(net.optimizer), "runner_config": {"deepspeed": config}}
+
+
+def skipped(net: Any) -> int:
+    """Updates that were skipped for an overflow."""
+    return int(net.skipped_steps)
 
 
 def wrapped(optimizer: Any) -> str:
