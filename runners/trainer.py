@@ -71,7 +71,7 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
     """Train `trial.steps()` steps under `meter`."""
     if trial.sharding != "none":
         ranks.backend(trial, device)
-    with shardings.traced(trial):
+    with shardings.around(trial, device), shardings.traced(trial):
         _run(trial, device, meter, folder)
 
 
@@ -81,6 +81,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
     first = None if trial.zero_init else build.model(trial, where)
     arguments = training_arguments(trial, folder)
     net = build.model(trial, where) if first is None else first
+    shardings.call(trial, "fitting", net)
     counts = build.counts(net)  # the wrapped model may not tell
     data = build.data(trial)
 
@@ -90,7 +91,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
         built = build.describe(net, optimizer) | counts
         return built | {"padding_fraction": data.padding_fraction, "runner_config": config}
 
-    boundaries = _Boundaries(meter, describe, lambda: shardings.checked(trial, trainer.model_wrapped))
+    boundaries = _Boundaries(meter, describe, lambda: shardings.call(trial, "checked", trainer.model_wrapped))
     samples = _Samples(data, trial.steps() * trial.samples_per_step())
     trainer = _Trainer(
         model=net,
