@@ -202,7 +202,13 @@ _TRAINER_OWNED = {
     "no_cuda": "device",
     "deepspeed": "sharding (zero0 to zero3), or to ds_config, the path of a file",
     "fsdp": "sharding",
-    "fsdp_config": "sharding",
+    "fsdp_config.version": "sharding",
+    "fsdp_config.fsdp_version": "sharding",
+    "fsdp_config.cpu_offload": "offload_param",
+    "fsdp_config.fsdp_cpu_offload": "offload_param",
+    "fsdp_config.fsdp_offload_params": "offload_param",
+    "fsdp_config.activation_checkpointing": "checkpointing",
+    "fsdp_config.fsdp_activation_checkpointing": "checkpointing",
 }
 
 
@@ -262,8 +268,8 @@ RUNNERS = (
         # accelerate imports deepspeed, where it is installed, to unwrap any model
         preload=("vramsweep.runners.trainer", "deepspeed", *_MODELS),
         measurement=1,
-        shardings=("none", "ddp", *ZERO),
-        simulated=("none", "ddp", *ZERO),
+        shardings=("none", "ddp", "fsdp1", "fsdp2", *ZERO),
+        simulated=("none", "ddp", "fsdp1", "fsdp2", *ZERO),
         owned=_TRAINER_OWNED,
         options=None,
         rules=(_trainer_optimizer, _trainer_optim_args),

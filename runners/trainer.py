@@ -73,7 +73,7 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
     """Train `trial.steps()` steps under `meter`."""
     if trial.sharding != "none":
         ranks.backend(trial, device)
-    with shardings.traced(trial):
+    with shardings.around(trial, device), shardings.traced(trial):
         _run(trial, device, meter, folder)
 
 
@@ -83,8 +83,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
     first = None if trial.zero_init else build.model(trial, where)
     arguments = training_arguments(trial, folder)
     net = build.model(trial, where) if first is None else first
-    if (made := shardings.hook(trial, "made")) is not None:
-        made(trial, net)
+    shardings.call(trial, "fitting", net)
     counts = build.counts(net)  # the wrapped model may not tell
     data = build.data(trial)
 
@@ -98,7 +97,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
         return built | more | {"padding_fraction": data.padding_fraction, "runner_config": config}
 
     def prepared() -> None:
-        shardings.checked(trial, trainer.model_wrapped)
+        shardings.call(trial, "checked", trainer.model_wrapped)
         if (skipped := shardings.hook(trial, "skipped")) is not None:
             boundaries.skipped = functools.partial(skipped, trainer.model_wrapped)
 

@@ -7,7 +7,8 @@ A module has the functions that its way needs, and no others:
 - `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
   options say is merged in, as these win over them;
 - `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
-- `made(trial, net)`: raises if the model was not made as the trial says;
+- `fitting(trial, net)`: raises if the model was not made as the trial says, or cannot be divided as it says;
+- `around(trial, device)`: a context manager around the Trainer's whole run, real or simulated;
 - `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;
 - `told(net)`: columns about the model that trains, after `checked`, beside or in place of those of every run;
 - `skipped(net)`: how many updates it has skipped so far for an overflow;
@@ -34,11 +35,17 @@ def hook(trial: Trial, name: str) -> Any:
     return None if module is None else getattr(importlib.import_module(module), name, None)
 
 
-def checked(trial: Trial, net: Any) -> None:
-    """Raise InvalidTrial unless the model that trains is divided as the trial says."""
-    found = hook(trial, "checked")
+def call(trial: Trial, name: str, *given: Any) -> None:
+    """Call the function of this name with the trial and these, where there is one."""
+    found = hook(trial, name)
     if found is not None:
-        found(trial, net)
+        found(trial, *given)
+
+
+def around(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """What the library of the trial's sharding needs around it under the Trainer."""
+    found = hook(trial, "around")
+    return contextlib.nullcontext() if found is None else found(trial, device)
 
 
 def host(trial: Trial) -> torch.device:

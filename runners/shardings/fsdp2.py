@@ -14,11 +14,31 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, ranks
+from vramsweep.runners.shardings import fsdp_trainer
+
+place, around, fitting, traced = fsdp_trainer.place, fsdp_trainer.around, fsdp_trainer.fitting, fsdp_trainer.traced
+
+
+def arguments(trial: Trial) -> dict[str, Any]:
+    """TrainingArguments for FSDP2."""
+    return fsdp_trainer.arguments(trial, 2)
+
+
+def checked(trial: Trial, net: torch.nn.Module) -> None:
+    """Raise InvalidTrial unless the model's parameters are divided over as many ranks as asked for."""
+    found = next((p for p in net.parameters() if isinstance(p, DTensor)), None)
+    if not isinstance(net, FSDPModule) or found is None:
+        raise InvalidTrial(f"sharding=fsdp2: {type(net).__name__} was not passed to fully_shard")
+    if found.device_mesh.size() != trial.world_size:
+        size = found.device_mesh.size()
+        raise InvalidTrial(
+            f"sharding=fsdp2: the model is divided over {size} ranks, and world_size is {trial.world_size}"
+        )
 
 
 def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any]]:

@@ -1,0 +1,116 @@
+"""The Trainer's `fsdp` arguments, of FSDP1 and FSDP2 alike, and what accelerate needs to take them without a card.
+
+`runner.options.fsdp_config` is the user's fsdp_config; what axes say is not in it (harness/registry.py). Precision is
+accelerate's: with bf16 and fp16 a policy that gathers, computes and reduces in half precision, and parameters in fp32
+(accelerate/state.py AcceleratorState, utils/fsdp_utils.py fsdp2_prepare_model, accelerator.py prepare_model).
+
+On a CPU accelerate would leave FSDP out and wrap the model in DistributedDataParallel (AcceleratorState: MULTI_CPU is
+none of the kinds that take a plugin), so it is told that the ranks are cards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import accelerate.utils.dataclasses as plugins
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import _init_utils as fsdp1_init
+from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
+from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2_api
+
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import ranks, shardings
+
+_DEFAULT_MESH = next(
+    name for name in ("_init_default_mesh", "_init_default_fully_shard_mesh") if hasattr(fsdp2_api, name)
+)
+
+
+def arguments(trial: Trial, version: int) -> dict[str, Any]:
+    """TrainingArguments for this version of FSDP."""
+    offload = {"cpu_offload": True} if trial.offload_param else {}
+    return {"fsdp": True, "fsdp_config": {"version": version, **offload, **trial.runner.options.get("fsdp_config", {})}}
+
+
+def place(trial: Trial, device: torch.device) -> torch.device:
+    """The model is made on the host; FSDP moves it unit by unit."""
+    return shardings.host(trial)
+
+
+def fitting(trial: Trial, net: torch.nn.Module) -> None:
+    """Raise InvalidTrial for a class to wrap that the model lacks."""
+    asked = {key.removeprefix("fsdp_"): value for key, value in trial.runner.options.get("fsdp_config", {}).items()}
+    named = asked.get("transformer_layer_cls_to_wrap") or []
+    there = {type(module).__name__ for module in net.modules()}
+    for name in [named] if isinstance(named, str) else named:
+        if name not in there:
+            usual = ", ".join(getattr(net, "_no_split_modules", None) or ()) or "none that it names itself"
+            raise InvalidTrial(
+                f"runner.options.fsdp_config.transformer_layer_cls_to_wrap: {type(net).__name__} has no {name}; its "
+                f"layers are {usual}, which is the default"
+            )
+
+
+@contextlib.contextmanager
+def around(trial: Trial, device: torch.device) -> Iterator[None]:
+    """The process group joined, and accelerate's belief in cards where there are none."""
+    if device.type == "cuda":
+        yield
+        return
+    mesh = ranks.mesh(trial, device)
+    replaced: list[tuple[Any, str, Any]] = [
+        (PartialState, "_prepare_backend", lambda *args: (dist.get_backend(), DistributedType.MULTI_GPU)),
+        (PartialState, "set_device", lambda self: setattr(self, "device", device)),
+        (plugins, "is_cuda_available", lambda: True),  # it asks where sync_module_states is to make parameters
+        (torch.cuda, "current_device", lambda: device),
+        (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # which are to be on a card
+        (fsdp2_api, _DEFAULT_MESH, lambda *args, **kwargs: mesh),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, value in replaced:
+            stack.enter_context(mock.patch.object(owner, attribute, value))
+        yield
+
+
+@contextlib.contextmanager
+def traced(trial: Trial) -> Iterator[None]:
+    """FSDP on fake tensors: host memory, on device meta, is moved, not taken for what is to be made later."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (fsdp2_init, "_move_states_to_device", _moved),
+        (fsdp1_init, "_move_module_to_device", _module_moved),
+        (fsdp1_init, "_need_to_materialize_module", lambda *args: (False, False)),
+        # accelerate tells parameters apart by it
+        (torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, value in replaced:
+            stack.enter_context(mock.patch.object(owner, attribute, value))
+        yield
+
+
+def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], device: torch.device) -> None:
+    """In the place of what moves a module's tensors; those that are there already stay.
+
+    The tensor's object goes on: modules and an optimizer know it. `.data` cannot be exchanged across devices for fake
+    tensors.
+    """
+    for tensor in itertools.chain(parameters, buffers):
+        if tensor.device != device:
+            there = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+            torch._C._swap_tensor_impl(tensor, there)  # type: ignore[attr-defined]
+            if isinstance(tensor, FakeTensor):
+                tensor.fake_device = device
+
+
+def _module_moved(module: torch.nn.Module, ignored: Any, ignored_buffers: Any, device: torch.device) -> None:
+    """In the place of FSDP1's, which leaves out what an inner FSDP has flattened."""
+    buffers = [buffer for buffer in module.buffers() if buffer not in ignored_buffers]
+    _moved(list(fsdp1_init._get_orig_params(module, ignored)), buffers, device)
