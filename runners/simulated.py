@@ -35,9 +35,9 @@ from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import Prediction, replay
-from vramsweep.runners.trace import Mark, Trace, Tracer
+from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer
 
-FORMAT = 5  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
+FORMAT = 6  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -157,14 +157,16 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
         stored = json.loads(kept.read_text())
         stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
         stored["trace"]["kernels"] = [(Work(*work), count) for work, count in stored["trace"]["kernels"]]
+        host = stored["trace"]["host"]
+        stored["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
         return Trace(**stored["trace"]), stored["details"]
     trace, details = trace_trial(trial, card, folder, runner)
     kept.parent.mkdir(exist_ok=True)
     aside = kept.with_suffix(f".{os.getpid()}")
-    values = asdict(trace) | {
-        "marks": [list(asdict(mark).values()) for mark in trace.marks],
-        "kernels": [(list(asdict(work).values()), count) for work, count in trace.kernels],
-    }
+    values = asdict(trace)
+    for storages in (values, values["host"]):
+        storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
+    values["kernels"] = [(list(work.values()), count) for work, count in values["kernels"]]
     aside.write_text(json.dumps({"trace": values, "details": details}))
     aside.rename(kept)
     return trace, details
