@@ -329,6 +329,11 @@ def _device(trial: Trial) -> str | None:
         return _simulated(trial)
     if trial.device.gpu is not None:
         return f"device.gpu belongs to device=simulated, not {trial.device.name}"
+    if trial.device.node_memory_gib is not None:
+        return (
+            f"device.node_memory_gib belongs to device=simulated, not {trial.device.name}, whose memory is what it is; "
+            "leave it out"
+        )
     if trial.device.name == "cuda":
         return None
     if trial.allocator.conf:
@@ -355,8 +360,11 @@ def _simulated(trial: Trial) -> str | None:
             f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
             "simulated; measure it on device=cuda"
         )
-    if trial.weights == "pretrained":
-        return "weights=pretrained cannot be simulated, and would not change memory; use weights=random"
+    if trial.weights == "pretrained" and trial.quantization != "none":
+        return (
+            f"weights=pretrained with quantization={trial.quantization} cannot be simulated; use weights=random, which "
+            "takes the same memory on the card"
+        )
     return None
 
 

@@ -411,8 +411,13 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         """`Module.to` swaps fake parameters, and torch's own function refuses where fake mode watches them."""
         if isinstance(old, DTensor):
             swap_tensors(old, new)
-        else:
+        elif old.device == new.device:
             old.data = new.data
+        else:  # from host memory to the card, or back
+            torch._C._swap_tensor_impl(old, new)
+            here: Any = old
+            there: Any = new
+            here.fake_device, there.fake_device = there.fake_device, here.fake_device
 
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
