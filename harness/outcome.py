@@ -34,7 +34,7 @@ class Kind:
 OUTCOMES = (
     Kind(Outcome.OK, True, False, "never", "measured, or predicted"),
     Kind(Outcome.OOM, True, False, "never", "the GPU's memory is too small"),
-    Kind(Outcome.HOST_OOM, True, False, "never", "the host's memory is too small"),
+    Kind(Outcome.HOST_OOM, True, False, "never", "the host's memory is too small; simulated: a node's, as given"),
     Kind(Outcome.INVALID, True, False, "never", "cannot run; the reason says why and what would"),
     Kind(Outcome.TIMEOUT, False, False, "asked", "no result within the deadline"),
     Kind(Outcome.CRASH, False, True, "asked", "the worker raised (not tried at once again), was killed, did not start"),
@@ -189,6 +189,8 @@ def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
         return Outcome.ENVIRONMENT, lines[0] if lines else kind
     if kind.endswith("InvalidTrial"):
         return Outcome.INVALID, lines[0] if lines else kind
+    if kind.endswith("HostOutOfMemoryError"):  # of a simulated node
+        return Outcome.HOST_OOM, reason
     if kind.endswith("OutOfMemoryError") or _OOM.search(text):
         return Outcome.OOM, reason
     if kind.endswith(".MemoryError") or _HOST_OOM.search(text):

@@ -331,7 +331,7 @@ def _device(trial: Trial) -> str | None:
         return _simulated(trial)
     given = [name for name in SIMULATED if getattr(trial.device, name) not in (None, LEFT_OUT["device", name])]
     if given:
-        return f"device.{given[0]} belongs to device=simulated, not {trial.device.name}"
+        return f"device.{given[0]} belongs to device=simulated, not {trial.device.name}; leave it out"
     if trial.device.name == "cuda":
         return None
     if trial.allocator.conf:
@@ -362,8 +362,11 @@ def _simulated(trial: Trial) -> str | None:
             f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
             "simulated; measure it on device=cuda"
         )
-    if trial.weights == "pretrained":
-        return "weights=pretrained cannot be simulated, and would not change memory; use weights=random"
+    if trial.weights == "pretrained" and trial.quantization != "none":
+        return (
+            f"weights=pretrained with quantization={trial.quantization} cannot be simulated; use weights=random, which "
+            "takes the same memory on the card"
+        )
     return None
 
 

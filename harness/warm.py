@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from vramsweep.harness import node
 from vramsweep.harness.waiting import last_line, readable
 
 COMMAND = (sys.executable, "-m", "vramsweep.runners.template")
@@ -221,19 +222,7 @@ class Template:
 
 def room(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """How many templates may be alive at once: by the memory of the machine, or of the least of our cgroups."""
-    limits = [psutil.virtual_memory().total]
-    for line in own.read_text().splitlines() if own.exists() else []:
-        controllers, path = line.split(":", 2)[1:]
-        if controllers not in ("", "memory"):
-            continue
-        top, name = (root, "memory.max") if controllers == "" else (root / "memory", "memory.limit_in_bytes")
-        place = top / path.lstrip("/")
-        for folder in (place, *place.parents):
-            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-                limits.append(int((folder / name).read_text()))
-            if folder == top:
-                break
-    return max(LEAST, min(limits) // SHARE // TEMPLATE_BYTES)
+    return max(LEAST, node.memory_here(own, root) // SHARE // TEMPLATE_BYTES)
 
 
 class WarmWorker:

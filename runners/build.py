@@ -12,7 +12,7 @@ holds `DOCUMENTS` documents of one length, the last perhaps shorter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import techniques
+from vramsweep.runners import places, techniques
 from vramsweep.runners.techniques import attention
 from vramsweep.runners.techniques.bnb import label
 
@@ -71,15 +71,18 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     if limit is not None and trial.seq_len > limit:
         raise InvalidTrial(f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions")
 
-    def make(dtype: torch.dtype) -> Any:
+    def make(dtype: torch.dtype, device: torch.device = device) -> Any:
         with device:
             return AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.implementation(trial), trust_remote_code=False
             )
 
-    if trial.weights == "pretrained":
+    simulated = trial.device.name == "simulated"
+    if trial.weights == "pretrained" and simulated and not (trial.sharding == "zero3" and trial.zero_init):
+        net: Any = _as_read(config, dtype, make).to(device)
+    elif trial.weights == "pretrained" and not simulated:
         special = techniques.pretrained(trial, device)
-        net: Any = AutoModelForCausalLM.from_pretrained(
+        net = AutoModelForCausalLM.from_pretrained(
             str(trial.model.path),
             **{
                 "config": config,
@@ -92,13 +95,30 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
         if not special:
             net.to(device)
     else:
-        net = techniques.construct(trial, make, device, dtype)
+        with places.host() if simulated and device == places.HOST else contextlib.nullcontext():
+            net = techniques.construct(trial, make, device, dtype)
     if trial.use_cache != "default":
         net.config.use_cache = trial.use_cache == "on"
     elif trial.runner.name != "trainer":  # which has its own say, and left the cache on before transformers 5
         net.config.use_cache = False
     net = techniques.applied(trial, net, device)
     net.train()
+    return net
+
+
+def _as_read(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> Any:
+    """The fake model as `from_pretrained` leaves it, on the host.
+
+    transformers makes a model without memory and gives each weight what safetensors has mapped of the checkpoint's
+    file, or a copy of that where the dtypes differ (transformers 5, core_model_loading._materialize_copy). The pages of
+    a mapped file are shared by all ranks and can be given back: they count as nothing. Under `zero.Init` it is not
+    called: weights are divided at once, and one rank alone maps the file (modeling_utils._load_pretrained_model).
+    """
+    mapped = (config.dtype or torch.float32) == dtype  # what the checkpoint says that it is in
+    net = make(dtype, places.HOST)
+    with places.host():
+        for tensor in () if mapped else (*net.parameters(), *net.buffers()):
+            tensor.data = torch.empty_like(tensor)
     return net
 
 

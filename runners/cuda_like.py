@@ -35,6 +35,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vramsweep.runners import places
+
 aten = torch.ops.aten
 Capability = tuple[int, int]
 Kernels = Iterable[tuple[str, Callable[..., Any]]]
@@ -90,18 +92,29 @@ def behave(capability: Capability) -> Iterator[set[str]]:
 class CudaIsHere(TorchFunctionMode):
     """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there.
 
-    What DeepSpeed names "cpu" is on device meta instead: host memory (offload), which is not traced.
+    What DeepSpeed names "cpu", and what it makes beside a tensor that is there, is in host memory (places.py).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
-            return args[0]
+        kwargs = kwargs or {}
+        if func is torch.Tensor.pin_memory:
+            return places.pinned(args[0]) if args[0].is_meta else args[0]
+        if func is torch.Tensor.cuda:
+            return args[0].to("cpu") if args[0].is_meta else args[0]
         host = "cpu"
+        made: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if str(sys._getframe(1).f_globals.get("__name__")).startswith("deepspeed."):
             host = "meta"
             if func is torch.Tensor.cpu:
-                return args[0].to(host)
-        return func(*(_placed(v, host) for v in args), **{k: _placed(v, host) for k, v in (kwargs or {}).items()})
+                func, args = torch.Tensor.to, (args[0], "cpu")
+            if any(value in ("cpu", places.HOST) for value in (*args, *kwargs.values()) if _names_place(value)):
+                made = places.host(pinned=bool(kwargs.pop("pin_memory", False)))
+        with made:
+            return func(*(_placed(v, host) for v in args), **{k: _placed(v, host) for k, v in kwargs.items()})
+
+
+def _names_place(value: Any) -> bool:
+    return isinstance(value, (str, torch.device))
 
 
 def _placed(value: Any, host: str) -> Any:

@@ -34,7 +34,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     # Under a zero.Init of our own it would initialise empty partitions: weights would stay as torch makes layers.
     divided = HfDeepSpeedConfig(config) if zero.divided(trial) else None
     net = build.model(trial, zero.place(trial, device), dtype)
-    zero.made(trial, net)
+    zero.fitting(trial, net)
     client = None if "optimizer" in config else build.optimizer(trial, net.parameters(), device)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=net, model_parameters=net.parameters(), optimizer=client, config=config

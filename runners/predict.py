@@ -6,11 +6,13 @@ harness.allocator.simulator; this module only splits it into phases and finds wh
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
-from vramsweep.runners.trace import CATEGORIES, Mark, Trace
+from vramsweep.runners.trace import CATEGORIES, HOST_CATEGORIES, HostStorages, Mark, Trace
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 Peaks = dict[str, int]
@@ -31,6 +33,20 @@ class Prediction:
     final: Stats
     failed: Mark | None
     failed_request: int | None
+
+
+@dataclass(frozen=True)
+class HostPrediction:
+    """Host memory of one rank's tensors: peak of each phase in order and of the whole run, and what that was made of.
+
+    `breakdown` sums to `peak`: sizes by category, and under "rounding" what page-locked memory takes beyond them.
+    `pinned` is the peak of page-locked memory, blocks that are kept for reuse included.
+    """
+
+    phases: tuple[tuple[Mark, int], ...]
+    peak: int
+    breakdown: dict[str, int]
+    pinned: int
 
 
 def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None) -> Prediction:
@@ -71,6 +87,46 @@ def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None) -> P
     breakdown = _breakdown(trace, blocks, busiest)
     failed = phases[-1][0] if phases and failed_request is not None else None
     return Prediction(tuple(phases), peak, breakdown, simulator.stats(), failed, failed_request if failed else None)
+
+
+def host_replay(storages: HostStorages, config: AllocatorConfig) -> HostPrediction:
+    """Host memory over time: pageable tensors as large as they are, page-locked ones from torch's host allocator.
+
+    Its blocks are powers of two and are never given back, but serve the next request for one as large; but for those
+    above the two sizes that a setting may give (CachingHostAllocatorImpl in ATen/core/CachingHostAllocator.h).
+    """
+    rounded, cached = (
+        math.inf if size is None else size << 20
+        for size in (config.pinned_max_round_threshold_mb, config.pinned_max_cached_size_mb)
+    )
+    held = dict.fromkeys((*HOST_CATEGORIES, "rounding"), 0)
+    spare: Counter[int] = Counter()  # blocks by size
+    phases: list[tuple[Mark, int]] = []
+    peak, breakdown = 0, held.copy()
+    total = locked = pinned = start = 0
+    for mark in storages.marks:
+        most = total
+        for event in storages.events[start : mark.end]:
+            number, sign = abs(event) - 1, 1 if event > 0 else -1
+            size = storages.sizes[number]
+            held[storages.categories[number]] += sign * size
+            grown = sign * size
+            if storages.pinned[number]:
+                block = 1 << (size - 1).bit_length() if size <= min(rounded, cached) else size
+                grown = sign * block
+                if block <= cached and (event < 0 or spare[block]):
+                    spare[block] -= sign
+                    grown = 0
+                held["rounding"] += grown - sign * size
+                locked += grown
+                pinned = max(pinned, locked)
+            total += grown
+            most = max(most, total)
+            if total > peak:
+                peak, breakdown = total, held.copy()
+        phases.append((mark, most))
+        start = mark.end
+    return HostPrediction(tuple(phases), peak, breakdown, pinned)
 
 
 def _restart_peaks(simulator: Simulator) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from vramsweep.harness import links, machine
+from vramsweep.harness import links, machine, node
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
@@ -35,8 +35,8 @@ from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
 from vramsweep.runners.over_ranks import Columns
-from vramsweep.runners.predict import Prediction, replay
-from vramsweep.runners.trace import Mark, Trace, Tracer
+from vramsweep.runners.predict import HostPrediction, Prediction, host_replay, replay
+from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer
 
 FORMAT = 6  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold
@@ -50,6 +50,10 @@ class SimulatedOutOfMemoryError(RuntimeError):
     def __init__(self, text: str, columns: dict[str, Any]) -> None:
         super().__init__(text)
         self.columns = columns
+
+
+class SimulatedHostOutOfMemoryError(SimulatedOutOfMemoryError):
+    """The same of the node's memory."""
 
 
 class TraceMeter:
@@ -84,13 +88,15 @@ class TraceMeter:
 def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     """Predict the trial's memory and estimate its speed; the row's columns.
 
-    Raises SimulatedOutOfMemoryError when it would not fit, InvalidTrial for a step that cannot be traced.
+    Raises SimulatedOutOfMemoryError when it would not fit into the card, SimulatedHostOutOfMemoryError when the node's
+    memory is full before that, InvalidTrial for a step that cannot be traced.
     """
     card = named(trial.device.gpu)
     config = allocator_config.parse(trial.allocator.conf)
     trace, details = _trace_kept(trial, card, folder, runner)
     limit = memory_limit(card)
     predicted = replay(trace, config, limit)
+    host = host_replay(trace.host, config)
     _record(folder, predicted)
     about = {
         "prediction_basis": basis(trial),
@@ -101,7 +107,11 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
         "allocator_conf_effective": config.render(),
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
+        **host_columns(trial, host),
     }
+    full = _host_full(trial, host)
+    if full is not None and (predicted.failed is None or full < len(predicted.phases)):
+        raise SimulatedHostOutOfMemoryError(_host_refused(trial, host, host.phases[full][0], about), about)
     if predicted.failed is not None:
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
         peak = {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
@@ -160,14 +170,16 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
         stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
         for name, kind in COUNTED.items():
             stored["trace"][name] = [(kind(*one), count) for one, count in stored["trace"][name]]
+        host = stored["trace"]["host"]
+        stored["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
         return Trace(**stored["trace"]), stored["details"]
     trace, details = trace_trial(trial, card, folder, runner)
     kept.parent.mkdir(exist_ok=True)
     aside = kept.with_suffix(f".{os.getpid()}")
-    values = asdict(trace) | {
-        "marks": [list(asdict(mark).values()) for mark in trace.marks],
-        **{name: [(list(asdict(one).values()), count) for one, count in getattr(trace, name)] for name in COUNTED},
-    }
+    values = asdict(trace)
+    for storages in (values, values["host"]):
+        storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
+    values |= {name: [(list(one.values()), count) for one, count in values[name]] for name in COUNTED}
     aside.write_text(json.dumps({"trace": values, "details": details}))
     aside.rename(kept)
     return trace, details
@@ -260,6 +272,60 @@ def _refused(predicted: Prediction, card: Gpu, without_limit: Prediction) -> str
         f"{card.name} ({memory_limit(card) / GIB:.2f} GiB without the CUDA context) is too small: a request of "
         f"{predicted.failed_request / MIB:,.1f} MiB fails {where}; without a limit the run would reserve "
         f"{without_limit.peak['reserved'] / GIB:,.2f} GiB"
+    )
+
+
+def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
+    """The row's columns on the memory of the fullest node: what its ranks hold, all as rank 0."""
+    ranks = node.ranks(trial)
+    processes = ranks * node.PROCESS[trial.runner.name]
+    workers = ranks * node.loader_workers(trial) * node.LOADER_WORKER
+    loading = max((peak for mark, peak in host.phases if mark.step is None), default=0)
+    return {
+        "host_ranks": ranks,
+        "host_peak_bytes": processes + workers + ranks * host.peak,
+        "host_load_peak_bytes": processes + ranks * loading,
+        "host_processes_bytes": processes,
+        "host_workers_bytes": workers,
+        **{f"host_peak_{name}_bytes": ranks * size for name, size in host.breakdown.items()},
+        "host_pinned_peak_bytes": ranks * host.pinned,
+        "host_total_bytes": node.limit(trial),
+    }
+
+
+def _host_full(trial: Trial, host: HostPrediction) -> int | None:
+    """The number of the first phase in which the node's memory is not enough."""
+    limit = node.limit(trial)
+    if limit is None:
+        return None
+    ranks, workers = node.ranks(trial), node.loader_workers(trial) * node.LOADER_WORKER
+    each = [peak + node.PROCESS[trial.runner.name] + workers * (mark.step is not None) for mark, peak in host.phases]
+    return next((index for index, size in enumerate(each) if ranks * size > limit), None)
+
+
+# What would help against each part of host memory.
+_LESS = {
+    "loading": "make the model divided from the start (fsdp2, zero3 with zero_init=true), or read the checkpoint in "
+    "its own dtype, which is mapped and shared by all ranks",
+    "parameters": "use offload_param=false, or divide over more nodes",
+    "gradients": "leave optimizer and weights on the card (offload_optimizer=false), or divide over more nodes",
+    "optimizer_state": "use offload_optimizer=false, or divide over more nodes",
+    "activations": "use activation_offload=false, or a smaller seq_len or micro_batch",
+    "rounding": "page-locked blocks are powers of two: use pin_memory=false for what is offloaded",
+    "workers": "use fewer dataloader_num_workers",
+}
+
+
+def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mapping[str, Any]) -> str:
+    parts = {name: about[f"host_peak_{name}_bytes"] for name in host.breakdown}
+    parts |= {name: about[f"host_{name}_bytes"] for name in ("processes", "workers")}
+    largest = sorted(filter(parts.get, parts), key=lambda name: -parts[name])
+    told = ", ".join(f"{name} {parts[name] / GIB:,.2f}" for name in largest[:4])
+    phase = "loading" if where.step is None else f"the {where.phase} phase of step {where.step}"
+    need = f"{about['host_ranks']} ranks need" if about["host_ranks"] > 1 else "one rank needs"
+    return (
+        f"a node's {trial.device.node_memory_gib:g} GiB of host memory are too few from {phase} on: {need} at least "
+        f"{about['host_peak_bytes'] / GIB:,.2f} GiB ({told}); {_LESS.get(largest[0], 'take a node with more memory')}"
     )
 
 

@@ -1,10 +1,10 @@
 """The ordered stream of allocations and frees of a training run on a GPU that is not there.
 
 `Tracer` is a dispatch mode over FakeTensorMode: it notes each storage when an operator first returns it and again when
-it dies, as CUDA's caching allocator would be asked. Every fake tensor stands for one in GPU memory; host memory is
-what real tensors hold, and they stay outside: one-element constants (`torch.tensor(0.0)`, the optimizer's step
-counters) are computed with for real, larger ones become fake, "copied to the GPU", in the first operator that sees
-them. All sizes are in bytes.
+it dies, as CUDA's caching allocator would be asked. A fake tensor stands for one in GPU memory, or in host memory where
+places.py says so, whose storages are a list of their own. Real tensors stay outside: one-element constants
+(`torch.tensor(0.0)`, the optimizer's step counters) are computed with for real, larger ones (batches) become fake,
+"copied to the GPU", in the first operator that sees them. All sizes are in bytes.
 
 Not covered: CUDA's choice of operators (cuda_like.py), replaying the stream (predict.py).
 """
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
+from vramsweep.runners import places
 from vramsweep.runners.cuda_like import Capability, scratch
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import collective, work
@@ -44,6 +45,7 @@ CATEGORIES = (
     "temporaries",
     "workspaces",
 )
+HOST_CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "loading", "other")
 MATMULS = {
     getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")
 }
@@ -69,21 +71,102 @@ class Mark:
 
 
 @dataclass
-class Trace:
-    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it.
-    Event 0 is `torch.cuda.empty_cache`.
+class Storages:
+    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
+
+    sizes: list[int] = field(default_factory=list)
+    categories: list[str] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+
+@dataclass
+class HostStorages(Storages):
+    """Those in host memory, of `HOST_CATEGORIES`; `pinned[i]`: page-locked. What is "loading" does not outlive it."""
+
+    pinned: list[bool] = field(default_factory=list)
+
+
+@dataclass
+class Trace(Storages):
+    """Those in GPU memory, of `CATEGORIES`, and beside them the host's. Event 0 is `torch.cuda.empty_cache`.
 
     `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
     `kernels` are the operators of the last step, `collectives` its calls to other ranks, each with how often it ran.
     """
 
-    sizes: list[int] = field(default_factory=list)
     streams: list[int] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
     kernels: list[tuple[Work, int]] = field(default_factory=list)
     collectives: list[tuple[Collective, int]] = field(default_factory=list)
+    host: HostStorages = field(default_factory=HostStorages)
+
+
+class _Book:
+    """Keeps the record of one memory: which storages are in it now, and what each was for."""
+
+    def __init__(self, kept: Storages, asked: Callable[[], None]) -> None:
+        self.kept = kept
+        self.numbers: dict[int, int] = {}  # storage's address to its number, while it lives
+        self.known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
+        self._asked = asked  # called for each new storage, to note what else is to be known of it
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._closed = False
+
+    def allocate(self, size: int) -> int:
+        """Note a request; the storage's number."""
+        number = len(self.kept.sizes)
+        self.kept.sizes.append(size)
+        self._asked()
+        self.kept.events.append(number + 1)
+        return number
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Note a storage if it is new and has a size, and later its death."""
+        key = storage._cdata
+        if key in self.numbers or not storage.nbytes():
+            return
+        self.numbers[key] = self.allocate(storage.nbytes())
+        self._references[key] = weakref.ref(storage, functools.partial(self.release, key))
+
+    def release(self, key: int, _reference: Any = None) -> None:
+        """Note that the storage of this address is gone."""
+        number = self.numbers.pop(key)
+        del self._references[key]
+        if not self._closed:
+            self.kept.events.append(-(number + 1))
+
+    def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        """These are of the category, as far as they are in this memory."""
+        self.known[category] |= {n for t in tensors if (n := self.number(t)) is not None}
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Of the storage of this rank's part of it; None if it is not in this memory."""
+        tensor = _own(tensor)
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return None
+        return self.numbers.get(tensor.untyped_storage()._cdata)
+
+    def close(self) -> list[str]:
+        """Nothing dies any more. The category of each storage; an activation is made in a forward phase and outlives
+        it."""
+        self._closed = True
+        categories = ["temporaries"] * len(self.kept.sizes)
+        made: dict[int, Mark] = {}
+        start = 0
+        for mark in self.kept.marks:
+            for event in self.kept.events[start : mark.end]:
+                if event > 0:
+                    made[event - 1] = mark
+                elif event < 0:
+                    made.pop(-event - 1, None)
+            for number, origin in made.items():
+                if origin is mark and mark.phase == "forward":
+                    categories[number] = "activations"
+            start = mark.end
+        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", "workspaces"):
+            for number in self.known[name]:
+                categories[number] = name
+        return categories
 
 
 def cublas_workspace(capability: Capability) -> int:
@@ -104,13 +187,12 @@ class Tracer(TorchDispatchMode):
         self._collectives: Counter[Collective] = Counter()
         self._workspace = cublas_workspace(capability)
         self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
-        self._numbers: dict[int, int] = {}  # storage's address to its number, while it lives
-        self._references: dict[int, weakref.ref[Any]] = {}
-        self._known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
+        self._card = _Book(self.trace, self._note_stream)
+        self._host = _Book(self.trace.host, lambda: self.trace.host.pinned.append(bool(places.told())))
+        self._books = (self._card, self._host)
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
-        self._closed = False
         # tensors that are neither a parameter's nor its gradient, by category; asked for when a backward pass ends
         self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
 
@@ -126,8 +208,8 @@ class Tracer(TorchDispatchMode):
         finally:
             torch.cuda.empty_cache = empty_cache
             hook.remove()
-            self._closed = True
-            self.trace.categories = self._categories()
+            self.trace.categories = self._card.close()
+            self.trace.host.categories = _of_host(self.trace.host, self._host.close())
             self.trace.kernels = list(self._kernels.items())
             self.trace.collectives = list(self._collectives.items())
 
@@ -151,10 +233,10 @@ class Tracer(TorchDispatchMode):
             self._know("communication", tensors)
             if self.in_last_step and (called := collective(func, args)) is not None:
                 self._collectives[called] += 1
-        taken = [self._allocate(size) for size in scratch(func, args)]
+        taken = [self._card.allocate(size) for size in scratch(func, args)]
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
-            self._track(tensor)
+            self._track(tensor, tensors)
         self.trace.events += [-(number + 1) for number in reversed(taken)]
         if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
             self._kernels[asked] += 1
@@ -163,7 +245,8 @@ class Tracer(TorchDispatchMode):
 
     def built(self) -> None:
         """Model and optimizer exist: what is alive now is the model."""
-        self._known["buffers"] = set(self._numbers.values())
+        for book in self._books:
+            book.known["buffers"] = set(book.numbers.values())
         # type() first: a lazy module's __class__ may import on being asked
         tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
@@ -177,14 +260,18 @@ class Tracer(TorchDispatchMode):
             self._know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
             grads = [p.grad for p in self._parameters if p.grad is not None]
             self._know("gradients", [*grads, *held.get("gradients", [])])
-            buckets = {n for bucket in held.get("communication", []) if (n := self._number(bucket)) is not None}
-            self._known["communication"] |= buckets
-            for name in ("gradients", "buffers"):
-                self._known[name] -= buckets
-        self.trace.marks.append(Mark(len(self.trace.events), step, phase))
+            for book in self._books:
+                buckets = {n for t in held.get("communication", []) if (n := book.number(t)) is not None}
+                book.known["communication"] |= buckets
+                for name in ("gradients", "buffers"):
+                    book.known[name] -= buckets
+        for book in self._books:
+            book.kept.marks.append(Mark(len(book.kept.events), step, phase))
 
     def _know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
-        self._known[category] |= {n for t in tensors if (n := self._number(t)) is not None}
+        found = list(tensors)
+        for book in self._books:
+            book.know(category, found)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
@@ -198,71 +285,40 @@ class Tracer(TorchDispatchMode):
         backward = _in_backward()
         if backward not in self._threads:
             self._threads.add(backward)
-            self._known["workspaces"].add(self._allocate(self._workspace))
+            self._card.known["workspaces"].add(self._card.allocate(self._workspace))
 
-    def _number(self, tensor: torch.Tensor) -> int | None:
-        tensor = _own(tensor)
+    def _note_stream(self) -> None:
+        self.trace.streams.append(self._streams.setdefault(torch.cpu.current_stream(), len(self._streams)))
+
+    def _track(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
-            return None
-        return self._numbers.get(tensor.untyped_storage()._cdata)
-
-    def _track(self, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
             return
-        self._hold(tensor.untyped_storage())
-
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._numbers:
-            return
-        size = storage.nbytes()
-        if size == 0:
-            return
-        self._numbers[key] = self._allocate(size)
-        self._references[key] = weakref.ref(storage, functools.partial(self._release, key))
+        if tensor.device.type != "meta":
+            self._card.hold(tensor.untyped_storage())
+        elif places.told() is not None or any(self._host.number(t) is not None for t in inputs):
+            self._host.hold(tensor.untyped_storage())
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP frees the weights that it gathered, and makes room for them again, in one and the same storage."""
-        if storage._cdata in self._numbers:
-            self._release(storage._cdata)
-        self._hold(storage)
-        number = self._numbers.get(storage._cdata)
+        book = self._host if storage._cdata in self._host.numbers else self._card
+        if storage._cdata in book.numbers:
+            book.release(storage._cdata)
+        book.hold(storage)
+        number = book.numbers.get(storage._cdata)
         if number is not None:
-            self._known["communication"].add(number)
+            book.known["communication"].add(number)
 
-    def _allocate(self, size: int) -> int:
-        number = len(self.trace.sizes)
-        self.trace.sizes.append(size)
-        self.trace.streams.append(self._streams.setdefault(torch.cpu.current_stream(), len(self._streams)))
-        self.trace.events.append(number + 1)
-        return number
 
-    def _release(self, key: int, _reference: Any = None) -> None:
-        number = self._numbers.pop(key)
-        del self._references[key]
-        if not self._closed:
-            self.trace.events.append(-(number + 1))
+def _of_host(storages: HostStorages, categories: list[str]) -> list[str]:
+    """What host memory was for: there a temporary of the first phase belongs to loading."""
+    loaded = {event for event in storages.events[: storages.marks[0].end] if event > 0} if storages.marks else set()
 
-    def _categories(self) -> list[str]:
-        """What each storage was for. An activation is made in a forward phase and outlives it."""
-        trace = self.trace
-        categories = ["temporaries"] * len(trace.sizes)
-        made: dict[int, Mark] = {}
-        start = 0
-        for mark in trace.marks:
-            for event in trace.events[start : mark.end]:
-                if event > 0:
-                    made[event - 1] = mark
-                elif event < 0:
-                    made.pop(-event - 1, None)
-            for number, origin in made.items():
-                if origin is mark and mark.phase == "forward":
-                    categories[number] = "activations"
-            start = mark.end
-        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", "workspaces"):
-            for number in self._known[name]:
-                categories[number] = name
-        return categories
+    def of(number: int, name: str) -> str:
+        if name in HOST_CATEGORIES:
+            return name
+        return "loading" if name == "temporaries" and number + 1 in loaded else "other"
+
+    return [of(number, name) for number, name in enumerate(categories)]
 
 
 def active() -> Tracer | None:

@@ -105,7 +105,7 @@ def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], 
     for tensor in itertools.chain(parameters, buffers):
         if tensor.device != device:
             there = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-            torch._C._swap_tensor_impl(tensor, there)  # type: ignore[attr-defined]
+            torch._C._swap_tensor_impl(tensor, there)
             if isinstance(tensor, FakeTensor):
                 tensor.fake_device = device
 

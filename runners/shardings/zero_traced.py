@@ -10,7 +10,7 @@ a side stream still uses when they are freed (`record_stream`) go back to the al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,8 @@ import torch
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import utils as zero_utils
+
+from vramsweep.runners import places
 
 
 class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
@@ -68,7 +70,10 @@ class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return tensor.device.type != "meta"
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        return tensor
+        return places.pinned(tensor, None if match_shape else (tensor.numel(),))
+
+    def _torch_empty_pinned(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return places.pinned(tensor, shape)
 
 
 @contextlib.contextmanager

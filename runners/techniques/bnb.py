@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from vramsweep.harness.trial import Trial
+from vramsweep.runners import places
 from vramsweep.runners.techniques import standin
 
 BLOCK = 256
@@ -45,8 +46,9 @@ class Standin(standin.Optimizer):
         if quantized and not self.tables:
             self.tables = [torch.empty(TABLE, device=p.device) for _ in numbers]
         paged = self.is_paged and p.numel() >= LEAST_PAGED
-        dtype, device = torch.uint8 if quantized else torch.float32, "meta" if paged else p.device
-        state = {f"state{n}": torch.zeros_like(p, dtype=dtype, device=device) for n in numbers}
+        dtype, device = torch.uint8 if quantized else torch.float32, places.HOST if paged else p.device
+        with places.host():
+            state = {f"state{n}": torch.zeros_like(p, dtype=dtype, device=device) for n in numbers}
         if quantized:
             blocks = -(-p.numel() // BLOCK)
             state |= {f"absmax{n}": torch.zeros(blocks, device=p.device) for n in numbers}

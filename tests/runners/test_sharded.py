@@ -86,7 +86,8 @@ def test_real_ranks_hold_what_is_predicted(run_sweep: Run) -> None:
 
 def test_an_emptied_cache_and_a_stream_of_its_own_show_in_reserved() -> None:
     def reserved(events: list[int], streams: list[int]) -> int:
-        trace = Trace([30 << 20] * 2, streams, ["temporaries"] * 2, events, [Mark(len(events), None, "load")])
+        marks = [Mark(len(events), None, "load")]
+        trace = Trace([30 << 20] * 2, ["temporaries"] * 2, events, marks, streams=streams)
         return replay(trace, AllocatorConfig(), None).final.reserved
 
     assert reserved([1, -1, 2], [0, 0]) == 30 << 20

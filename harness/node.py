@@ -1,0 +1,58 @@
+"""A node's memory: how many ranks share it, how much there is, and what their processes take of it beside tensors.
+
+Sizes in bytes. What the tensors take is predicted by runners/predict.py and measured by runners/instruments.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from vramsweep.harness.trial import Trial
+
+GIB = 1 << 30
+MIB = 1 << 20
+# Anonymous memory of a process after the runner's imports (`vramsweep.runners.worker.preload`), by
+# benchmarks/host_check.py: torch 2.13.0+cpu, transformers 5.23.0, accelerate 1.15.0, deepspeed 0.19.8, Python 3.11.
+# What a CUDA build and its context take on the host is not in it: no card was at hand to measure it.
+PROCESS = {"torch": 279 * MIB, "custom": 279 * MIB, "trainer": 294 * MIB, "deepspeed": 333 * MIB}
+# What a data loader's worker has for itself, the rest being its rank's pages, after 200 batches of token ids; the same
+# script. A data set that reads and decodes more takes more.
+LOADER_WORKER = 11 * MIB
+
+
+def ranks(trial: Trial) -> int:
+    """How many ranks the fullest node has."""
+    return min(trial.world_size, trial.device.gpus_per_node) if trial.device.name == "simulated" else trial.world_size
+
+
+def loader_workers(trial: Trial) -> int:
+    """How many processes load data for each rank."""
+    return int(trial.runner.options.get("dataloader_num_workers") or 0) if trial.runner.name == "trainer" else 0
+
+
+def limit(trial: Trial) -> int | None:
+    """The simulated node's memory; None where it is not known."""
+    given = trial.device.node_memory_gib
+    return None if given is None else int(given * GIB)
+
+
+def memory_here(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The memory of this machine, or of the least of our cgroups."""
+    limits = [psutil.virtual_memory().total]
+    for line in own.read_text().splitlines() if own.exists() else []:
+        controllers, path = line.split(":", 2)[1:]
+        if controllers not in ("", "memory"):
+            continue
+        top, name = (root, "memory.max") if controllers == "" else (root / "memory", "memory.limit_in_bytes")
+        place = top / path.lstrip("/")
+        for folder in (place, *place.parents):
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                limits.append(int((folder / name).read_text()))
+            if folder == top:
+                break
+    return min(limits)
