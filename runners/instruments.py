@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,26 +67,96 @@ class CudaMemory:
         }
 
 
+LOOK_S = 0.01
+
+
+class Process:
+    """This process's memory as the kernel counts it (/proc/self/status), in bytes; None where it does not tell.
+
+    The kernel remembers the largest resident set, which mapped files and pages of others are part of. What cannot be
+    given back, anonymous and shared memory, is looked at by a thread from `watch` to `rest`, every `LOOK_S`; `peak` is
+    the largest seen.
+    """
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: it would remember the parent's peak
+        self._status = os.open("/proc/self/status", os.O_RDONLY)  # read at every step, for the process's life
+        self._done = threading.Event()
+        self.resident_baseline = self.resident_peak()
+        self.baseline = self.peak = self.held()
+
+    def _counted(self, *names: bytes) -> int | None:
+        text = os.pread(self._status, 1 << 14, 0)
+        found = [re.search(rb"^%b:\s*(\d+) kB$" % name, text, re.MULTILINE) for name in names]
+        return None if None in found else sum(int(match[1]) * 1024 for match in found if match)
+
+    def resident_peak(self) -> int | None:
+        """VmHWM."""
+        return self._counted(b"VmHWM")
+
+    def held(self) -> int | None:
+        """What cannot be given back now."""
+        return self._counted(b"RssAnon", b"RssShmem")
+
+    def look(self) -> int | None:
+        """The largest amount seen that cannot be given back, the present one included."""
+        now = self.held()
+        self.peak = None if now is None or self.peak is None else max(self.peak, now)
+        return self.peak
+
+    def watch(self) -> None:
+        """Look again and again, until `rest` or until nobody needs this object."""
+        self._done.clear()
+        threading.Thread(target=_look, args=(weakref.ref(self), self._done), daemon=True).start()
+
+    def rest(self) -> None:
+        """Look no more."""
+        self._done.set()
+        self.look()
+
+    def started(self) -> int | None:
+        """What the processes that this one has started have for themselves (data loader workers), and theirs."""
+        try:
+            return sum(_own_bytes(child.pid) for child in psutil.Process().children(recursive=True))
+        except (OSError, psutil.Error, StopIteration):  # one has just ended, or the kernel does not let us look
+            return None
+
+    def __del__(self) -> None:
+        os.close(self._status)
+
+
+def _look(process: weakref.ref[Process], done: threading.Event) -> None:
+    while not done.wait(LOOK_S):
+        found = process()
+        if found is None:
+            return
+        found.look()
+        del found
+
+
+def _own_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
+
+
+def pinned_peak() -> int | None:
+    """The largest page-locked memory that torch's host allocator held, in bytes; None where it does not tell."""
+    told = getattr(torch.cuda, "host_memory_stats", dict[str, int])()
+    return told.get("reserved_bytes.peak", told.get("allocated_bytes.peak"))  # its first name, and today's
+
+
 class HostMemory:
     """On CPU: reserved is the process's peak resident set; allocated is known only while a LiveBytes mode counts it."""
 
     name = "cpu_tensors_and_rss"
 
-    def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: it would remember the parent's peak
+    def __init__(self, process: Process) -> None:
         self.live: LiveBytes | None = None
-        self._status = Path("/proc/self/status").open("rb")  # noqa: SIM115 - read at every step, for the process's life
-
-    def resident_peak(self) -> int:
-        """VmHWM in bytes."""
-        self._status.seek(0)
-        text = self._status.read()
-        start = text.index(b"VmHWM:") + 6
-        return int(text[start : text.index(b"kB", start)]) * 1024
+        self._process = process
 
     def take(self) -> Peaks:
         peaks: Peaks = dict.fromkeys(COUNTERS)
-        peaks["reserved"] = self.resident_peak()
+        peaks["reserved"] = self._process.resident_peak()
         if self.live is not None:
             peaks["allocated"] = self.live.take()
         return peaks

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from vramsweep.harness import node
 from vramsweep.harness.attempt import RECORDING, STEPS
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.outcome import of_the_machine
@@ -42,9 +43,11 @@ from vramsweep.runners.instruments import (
     Memory,
     Nvml,
     Peaks,
+    Process,
     backward_boundaries,
     foreign,
     ours,
+    pinned_peak,
 )
 from vramsweep.runners.over_ranks import Columns, over_ranks
 
@@ -98,6 +101,8 @@ class Gauges:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.process = Process()
+        self.process.watch()
         self.nvml = Nvml(device)
         self.baseline = self.nvml.used()
         self.listed = self.nvml.processes()
@@ -111,9 +116,8 @@ class Gauges:
                     raise
                 raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
             torch.cuda.reset_peak_memory_stats()
-        self.memory: Memory = CudaMemory() if self.cuda else HostMemory()
+        self.memory: Memory = CudaMemory() if self.cuda else HostMemory(self.process)
         self.imported = [] if self.cuda else storages_alive()  # a template's, of before its gc.freeze, show nowhere
-        self.rss_baseline = self.memory.resident_peak() if isinstance(self.memory, HostMemory) else None
         self.clock = Clock(device)
         self.compiler = Compiler()
         self.peaks: Peaks = dict.fromkeys(COUNTERS)
@@ -128,6 +132,19 @@ class Gauges:
         peaks = self.memory.take()
         self.peaks = _larger(self.peaks, peaks)
         return peaks
+
+    def host(self) -> Columns:
+        """This rank's share of the columns on host memory, read once the measured steps are over."""
+        peak, started = self.process.look(), self.process.started()
+        return {
+            "host_ranks": 1,
+            "host_peak_bytes": None if peak is None or started is None else peak + started,
+            "host_processes_bytes": self.process.baseline,
+            "host_workers_bytes": started,
+            "host_pinned_peak_bytes": pinned_peak() if self.cuda else None,
+            "host_resident_peak_bytes": self.process.resident_peak(),
+            "host_total_bytes": node.memory_here(),
+        }
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -215,6 +232,7 @@ class Measured:
 
     def start(self) -> None:
         """The next boundary is the first."""
+        self.gauges.process.rest()
         self._skipped = self.skipped()
         self._graphs = self.gauges.compiler.graphs()
         self.gauges.synchronize()
@@ -326,12 +344,14 @@ class Meter:
         self.row: Columns | None = None  # once it is published
         self._to_publish = publish
         self._load: Peaks = {}
+        self._host_load: int | None = None
         self._describe: Callable[[], Columns] = dict
         self._records = (folder / STEPS).open("a", buffering=1) if rank == 0 else None
         self._record({"event": "load"})
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
         self._load = self.gauges.take()
+        self._host_load = self.gauges.process.look()
         self._describe = describe
         if skipped is not None:
             self.measured.skipped = skipped
@@ -378,8 +398,10 @@ class Meter:
             **{f"peak_{c}_bytes": gauges.peaks[c] for c in COUNTERS if c != "inactive_split"},
             "inactive_split_peak_bytes": gauges.peaks["inactive_split"],
             **{f"load_peak_{c}_bytes": self._load.get(c) for c in ("allocated", "reserved")},
-            "rss_baseline_bytes": gauges.rss_baseline,
+            "rss_baseline_bytes": None if gauges.cuda else gauges.process.resident_baseline,
             "memory_source": gauges.memory.name,
+            **gauges.host(),
+            "host_load_peak_bytes": self._host_load,
             "steps_s": sum(self.warmup.times) + self.probe.spent + self.measured.elapsed,
             **described,
             "notes": [*self.probe.columns()["notes"], *self.measured.notes, *(described.get("notes") or ())],

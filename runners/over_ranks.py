@@ -2,7 +2,7 @@
 
 Memory is the worst rank's, whose peak reserved is largest: all of it, so that a row's numbers belong together. Speed is
 the slowest rank's. What tells of the devices' health, of retries and of peaks that still rose is the worst of all,
-as one that waits makes all wait. Everything else is rank 0's.
+as one that waits makes all wait. Host memory is that of all together. Everything else is rank 0's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "notes": _in_turn,
 }
 OF_WORST = ("gpu_name", "gpu_uuid")
-OF_FIRST = ("loss_first", "loss_last")  # each rank has a loss of its own data
+OF_FIRST = ("loss_first", "loss_last", "host_total_bytes")  # each rank has a loss of its own data; a node is one
 
 
 def worst_rank(ranks: Sequence[Columns]) -> int | None:
@@ -68,6 +68,9 @@ def over_ranks(ranks: Sequence[Columns]) -> Columns:
         elif name in OF_FIRST:
             source = 0
         row[name] = ranks[source].get(name)
+        if GROUPS.get(name) == "host" and name not in OF_FIRST:
+            every = [columns.get(name) for columns in ranks]
+            row[name] = None if None in every else sum(every)
         if name in COMBINED:
             known = [columns[name] for columns in ranks if columns.get(name) is not None]
             row[name] = COMBINED[name](known) if known else None
