@@ -37,7 +37,7 @@ import torch  # noqa: E402
 
 from vramsweep.harness import gpus, registry, trial  # noqa: E402
 from vramsweep.runners import build, simulated, worker  # noqa: E402
-from vramsweep.runners.dispatch import LiveBytes  # noqa: E402
+from vramsweep.runners.dispatch import LiveBytes, gradient, held_by_code  # noqa: E402
 from vramsweep.runners.instruments import backward_boundaries  # noqa: E402
 from vramsweep.runners.trace import Trace  # noqa: E402
 
@@ -63,7 +63,21 @@ CASES = [
     case("ZeRO-0", "deepspeed", "zero0", "fp32", **DEEPSPEED),
     *(case(f"ZeRO-{n}", "deepspeed", f"zero{n}", p, **DEEPSPEED) for p in ("bf16", "fp32") for n in (1, 2, 3)),
     *(case("DDP", "torch", "ddp", p) for p in ("fp32", "bf16")),
+    case(
+        "DDP, buckets of 2 MiB as gradients",
+        "torch",
+        "ddp",
+        "fp32",
+        options={"bucket_cap_mb": 2, "gradient_as_bucket_view": True},
+    ),
+    case("DDP, unused looked for", "torch", "ddp", "fp32", options={"find_unused_parameters": True}),
+    *(
+        case(f"DDP, 2 passes{each}", "torch", "ddp", "fp32", grad_accum=2, no_sync=not each)
+        for each in ("", ", each averaged")
+    ),
     *(case("Trainer DDP", "trainer", "ddp", p) for p in ("fp32", "bf16")),
+    *(case("FSDP1", "torch", "fsdp1", p) for p in ("fp32", "bf16")),
+    *(case("FSDP2 offload", "torch", "fsdp2", p, offload_param=True) for p in ("fp32", "bf16")),
     *(case(f"Trainer FSDP{v}", "trainer", f"fsdp{v}", p) for v in (1, 2) for p in ("fp32", "bf16")),
     *(case("FSDP2", "torch", "fsdp2", p) for p in ("fp32", "bf16")),
 ]
@@ -119,11 +133,12 @@ def resting() -> int:
     gc.collect()
     storages = {}
     for tensor in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]:
-        for held in (tensor, tensor.grad if tensor.is_leaf else None):
+        for held in (tensor, gradient(tensor)):
             if held is not None and held.is_floating_point() and held.device.type == "cpu":
                 held = getattr(held, "_local_tensor", held)
                 storage = held.untyped_storage()
                 storages[storage._cdata] = storage.nbytes() if storage.nbytes() > held.element_size() else 0
+    storages |= {storage._cdata: storage.nbytes() for storage in held_by_code()}
     return sum(storages.values())
 
 

@@ -2,13 +2,13 @@
 
 A module has the functions that its way needs, and no others:
 
-- `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told), for the plain
-  loop;
+- `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told, `build.counts` of
+  the whole model), for the plain loop;
 - `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
   options say is merged in, as these win over them;
 - `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
 - `fitting(trial, net)`: raises InvalidTrial for a model that cannot be divided as the trial says;
-- `around(trial, device)`: a context manager around the Trainer's whole run, real or simulated;
+- `around(trial, device)`: a context manager around the whole run, real or simulated;
 - `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;
 - `traced(trial)`: a context manager in which the library believes to run on CUDA, where everything is fake.
 """
@@ -39,7 +39,7 @@ def call(trial: Trial, name: str, *given: Any) -> None:
 
 
 def around(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """What the library of the trial's sharding needs around it under the Trainer."""
+    """What the library of the trial's sharding needs around the whole run."""
     found = hook(trial, "around")
     return contextlib.nullcontext() if found is None else found(trial, device)
 

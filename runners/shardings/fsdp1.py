@@ -1,5 +1,4 @@
-"""FSDP1 (`torch.distributed.fsdp.FullyShardedDataParallel`): blocks flattened to one parameter each, of which every rank
-holds a part.
+"""FSDP1 (`torch.distributed.fsdp.FullyShardedDataParallel`): each block flattened to one parameter, divided over ranks.
 
 The plain loop wraps each transformer block and the rest of the model, as fsdp2.py does, with the same precision.
 `runner.options` are arguments of the class (`OPTIONS`); sharding_strategy and backward_prefetch by their names.
@@ -37,10 +36,11 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
         )
 
 
-def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """The model, made on the host, with this rank's parts on the device, and what FSDP was told."""
+def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The model, made on the host, with this rank's parts on the device, what FSDP was told, what the model counts."""
     ranks.join(trial, device)
     net = build.model(trial, shardings.host(trial))
+    counts = build.counts(net)
     units = set(fsdp2.blocks(net))
     options = dict(trial.runner.options)
     for name, kind in (("sharding_strategy", ShardingStrategy), ("backward_prefetch", BackwardPrefetch)):
@@ -55,7 +55,8 @@ def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any]]:
         device_id=device,
         **options,
     )
-    return wrapped, {"units": len(units) + 1, "mixed_precision": str(wrapped.mixed_precision), **trial.runner.options}
+    told = {"units": len(units) + 1, "mixed_precision": str(wrapped.mixed_precision), **trial.runner.options}
+    return wrapped, told, counts
 
 
 def _named(option: str, kind: Any, name: str) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -23,13 +24,17 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import _init_utils as fsdp1_init
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2_api
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import ranks, shardings
 
-_DEFAULT_MESH = next(name for name in ("_init_default_mesh", "_init_default_fully_shard_mesh") if hasattr(fsdp2_api, name))
+_DEFAULT_MESH = next(
+    name for name in ("_init_default_mesh", "_init_default_fully_shard_mesh") if hasattr(fsdp2_api, name)
+)
 
 
 def arguments(trial: Trial, version: int) -> dict[str, Any]:
@@ -82,6 +87,10 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
 def traced(trial: Trial) -> Iterator[None]:
     """FSDP on fake tensors: host memory, on device meta, is moved, not taken for what is to be made later."""
     replaced: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "cpu", _to_host),
+        (fsdp2_collectives, "torch", _TorchOnTheHost()),
+        (FSDPParamGroup, "_validate_cpu_offload_params", lambda self: None),
+        (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
         (fsdp2_init, "_move_states_to_device", _moved),
         (fsdp1_init, "_move_module_to_device", _module_moved),
         (fsdp1_init, "_need_to_materialize_module", lambda *args: (False, False)),
@@ -103,7 +112,7 @@ def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], 
     for tensor in itertools.chain(parameters, buffers):
         if tensor.device != device:
             there = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-            torch._C._swap_tensor_impl(tensor, there)  # type: ignore[attr-defined]
+            torch._C._swap_tensor_impl(tensor, there)
             if isinstance(tensor, FakeTensor):
                 tensor.fake_device = device
 
@@ -112,3 +121,23 @@ def _module_moved(module: torch.nn.Module, ignored: Any, ignored_buffers: Any, d
     """In the place of FSDP1's, which leaves out what an inner FSDP has flattened."""
     buffers = [buffer for buffer in module.buffers() if buffer not in ignored_buffers]
     _moved(list(fsdp1_init._get_orig_params(module, ignored)), buffers, device)
+
+
+class _TorchOnTheHost:
+    """torch as FSDP2 uses it to send gradients to host memory: what it names "cpu" is there."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(name: str) -> torch.device:
+        return torch.device("meta" if name == "cpu" else name)
+
+
+_cpu = torch.Tensor.cpu
+
+
+def _to_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`Tensor.cpu`, of FSDP to host memory."""
+    ours = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.distributed.fsdp.")
+    return tensor.to("meta") if ours else _cpu(tensor, *args, **kwargs)
