@@ -11,9 +11,11 @@ none of the kinds that take a plugin), so it is told that the ranks are cards.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import _init_utils as fsdp1_init
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
@@ -32,15 +35,29 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import ranks, shardings
 
+optimizers = importlib.import_module("torch.optim.optimizer")
+
 _DEFAULT_MESH = next(
     name for name in ("_init_default_mesh", "_init_default_fully_shard_mesh") if hasattr(fsdp2_api, name)
 )
 
 
+@dataclass
+class Unpinned(CPUOffloadPolicy):
+    """Without a card there is nothing to pin for, and torch refuses to."""
+
+    pin_memory: bool = False
+
+
 def arguments(trial: Trial, version: int) -> dict[str, Any]:
     """TrainingArguments for this version of FSDP."""
-    offload = {"cpu_offload": True} if trial.offload_param else {}
-    return {"fsdp": True, "fsdp_config": {"version": version, **offload, **trial.runner.options.get("fsdp_config", {})}}
+    own = trial.runner.options.get("fsdp_config", {})
+    told: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": version, **own}}
+    if trial.offload_param:
+        told["fsdp_config"]["cpu_offload"] = True
+        if trial.device.name == "cuda" and "ddp_backend" not in trial.runner.options:
+            told["ddp_backend"] = "cuda:nccl,cpu:gloo"  # as `accelerate launch` does: norms are taken on the host
+    return told
 
 
 def place(trial: Trial, device: torch.device) -> torch.device:
@@ -75,6 +92,7 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
         (plugins, "is_cuda_available", lambda: True),  # it asks where sync_module_states is to make parameters
         (torch.cuda, "current_device", lambda: device),
         (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # which are to be on a card
+        *([(torch.distributed.fsdp, "CPUOffloadPolicy", Unpinned)] if trial.device.name == "cpu" else []),
         (fsdp2_api, _DEFAULT_MESH, lambda *args, **kwargs: mesh),
     ]
     with contextlib.ExitStack() as stack:
@@ -94,6 +112,8 @@ def traced(trial: Trial) -> Iterator[None]:
         (fsdp2_init, "_move_states_to_device", _moved),
         (fsdp1_init, "_move_module_to_device", _module_moved),
         (fsdp1_init, "_need_to_materialize_module", lambda *args: (False, False)),
+        # an offloaded optimizer's state, which fused kernels step on the host
+        (optimizers, "_get_fused_kernels_supported_devices", lambda: ["cuda", "cpu", "meta"]),
         # accelerate tells parameters apart by it
         (torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
     ]
