@@ -7,7 +7,7 @@ A module has the functions that its way needs, and no others:
 - `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
   options say is merged in, as these win over them;
 - `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
-- `fitting(trial, net)`: raises InvalidTrial for a model that cannot be divided as the trial says;
+- `fitting(trial, net, arguments)`: raises InvalidTrial where model or TrainingArguments do not allow what is asked;
 - `around(trial, device)`: a context manager around the whole run, real or simulated;
 - `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;
 - `traced(trial)`: a context manager in which the library believes to run on CUDA, where everything is fake.

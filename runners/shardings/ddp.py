@@ -90,6 +90,7 @@ def traced(trial: Trial) -> Iterator[None]:
         (torch.cuda, "set_device", lambda device: None),
         (library, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),  # it compares real ranks
         (DistributedDataParallel, "_ddp_init_helper", reducing.on_host(DistributedDataParallel._ddp_init_helper)),
+        (DistributedDataParallel, "_set_static_graph", reducing.on_host(DistributedDataParallel._set_static_graph)),
         (c10d.Reducer, "_rebuild_buckets", reducing.on_host(c10d.Reducer._rebuild_buckets)),
     ]
     tracer = trace.active()

@@ -60,7 +60,7 @@ def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], di
 
 
 def _named(option: str, kind: Any, name: str) -> Any:
-    known = [member.name for member in kind]
+    known = [member.name for member in kind if "HYBRID" not in member.name]  # which need groups of ranks within a node
     if name.upper() not in known:
         raise InvalidTrial(f"runner.options.{option}: {name} is none of {', '.join(known)}")
     return kind[name.upper()]

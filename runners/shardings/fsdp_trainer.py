@@ -22,6 +22,7 @@ from unittest import mock
 import accelerate.utils.dataclasses as plugins
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensor
@@ -31,6 +32,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_colle
 from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2_api
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from transformers import TrainingArguments
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import ranks, shardings
@@ -52,7 +54,7 @@ class Unpinned(CPUOffloadPolicy):
 def arguments(trial: Trial, version: int) -> dict[str, Any]:
     """TrainingArguments for this version of FSDP."""
     own = trial.runner.options.get("fsdp_config", {})
-    told: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": version, **own}}
+    told: dict[str, Any] = {"fsdp": True, "fsdp_config": _Asked({"version": version, **own})}
     if trial.offload_param:
         told["fsdp_config"]["cpu_offload"] = True
         if trial.device.name == "cuda" and "ddp_backend" not in trial.runner.options:
@@ -65,8 +67,39 @@ def place(trial: Trial, device: torch.device) -> torch.device:
     return shardings.host(trial)
 
 
-def fitting(trial: Trial, net: torch.nn.Module) -> None:
-    """Raise InvalidTrial for a class to wrap that the model lacks."""
+class _Asked(dict[str, Any]):
+    """A configuration that remembers which of its keys TrainingArguments looked at."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().setdefault(key, default)
+
+
+def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None:
+    """Raise InvalidTrial for a key that is not heeded, and for a class to wrap that the model lacks."""
+    config: Any = made.fsdp_config
+    ignored = next((key for key in config if key not in config.asked), None)
+    if ignored is not None:
+        raise InvalidTrial(
+            f"runner.options.fsdp_config.{ignored}: transformers {transformers.__version__} does not look at it with "
+            f"sharding={trial.sharding}; it would have no effect"
+        )
     asked = {key.removeprefix("fsdp_"): value for key, value in trial.runner.options.get("fsdp_config", {}).items()}
     named = asked.get("transformer_layer_cls_to_wrap") or []
     there = {type(module).__name__ for module in net.modules()}
