@@ -48,8 +48,7 @@ def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], di
         net = build.model(trial, device)
     half = trial.precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-    # without a card there is nothing to pin for
-    offload = CPUOffloadPolicy(pin_memory=trial.device.name != "cpu") if trial.offload_param else OffloadPolicy()
+    offload = CPUOffloadPolicy() if trial.offload_param else OffloadPolicy()
     shared = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, **trial.runner.options}
     units = (*blocks(net), net)
     for unit in units:

@@ -15,7 +15,6 @@ import importlib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -26,7 +25,6 @@ import transformers
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import _init_utils as fsdp1_init
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
@@ -42,13 +40,6 @@ optimizers = importlib.import_module("torch.optim.optimizer")
 _DEFAULT_MESH = next(
     name for name in ("_init_default_mesh", "_init_default_fully_shard_mesh") if hasattr(fsdp2_api, name)
 )
-
-
-@dataclass
-class Unpinned(CPUOffloadPolicy):
-    """Without a card there is nothing to pin for, and torch refuses to."""
-
-    pin_memory: bool = False
 
 
 def arguments(trial: Trial, version: int) -> dict[str, Any]:
@@ -125,12 +116,13 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
         (plugins, "is_cuda_available", lambda: True),  # it asks where sync_module_states is to make parameters
         (torch.cuda, "current_device", lambda: device),
         (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # which are to be on a card
-        *([(torch.distributed.fsdp, "CPUOffloadPolicy", Unpinned)] if trial.device.name == "cpu" else []),
+        (torch.Tensor, "pin_memory", lambda tensor, *args: tensor),  # torch refuses to, without a card to pin for
+        (torch.cpu.Stream, "synchronize", lambda self: None),
         (fsdp2_api, _DEFAULT_MESH, lambda *args, **kwargs: mesh),
     ]
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in replaced:
-            stack.enter_context(mock.patch.object(owner, attribute, value))
+            stack.enter_context(mock.patch.object(owner, attribute, value, create=True))
         yield
 
 
