@@ -26,6 +26,7 @@ import socket
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,14 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from vramsweep.harness import gpus, registry, trial  # noqa: E402
 from vramsweep.runners import build, kernels, simulated, worker  # noqa: E402
-from vramsweep.runners.dispatch import LiveBytes  # noqa: E402
+from vramsweep.runners.dispatch import LiveBytes, gradient, held_by_code, sharded, tensors_alive  # noqa: E402
 from vramsweep.runners.instruments import backward_boundaries  # noqa: E402
 from vramsweep.runners.trace import Trace  # noqa: E402
 
@@ -81,7 +85,22 @@ CASES = [
     case("Trainer ZeRO-0", "trainer", "zero0", "fp32", **ds_config(0)),
     *(case(f"Trainer ZeRO-{n}", "trainer", f"zero{n}", p, **ds_config(n)) for p in ("bf16", "fp32") for n in (1, 2, 3)),
     *(case("DDP", "torch", "ddp", p) for p in ("fp32", "bf16")),
+    case(
+        "DDP, buckets of 2 MiB as gradients",
+        "torch",
+        "ddp",
+        "fp32",
+        options={"bucket_cap_mb": 2, "gradient_as_bucket_view": True},
+    ),
+    case("DDP, unused looked for", "torch", "ddp", "fp32", options={"find_unused_parameters": True}),
+    *(
+        case(f"DDP, 2 passes{each}", "torch", "ddp", "fp32", grad_accum=2, no_sync=not each)
+        for each in ("", ", each averaged")
+    ),
     *(case("Trainer DDP", "trainer", "ddp", p) for p in ("fp32", "bf16")),
+    *(case("FSDP1", "torch", "fsdp1", p) for p in ("fp32", "bf16")),
+    *(case("FSDP2 offload", "torch", "fsdp2", p, offload_param=True) for p in ("fp32", "bf16")),
+    case("Trainer FSDP2 offload", "trainer", "fsdp2", "bf16", offload_param=True),
     *(case(f"Trainer FSDP{v}", "trainer", f"fsdp{v}", p) for v in (1, 2) for p in ("fp32", "bf16")),
     *(case("FSDP2", "torch", "fsdp2", p) for p in ("fp32", "bf16")),
 ]
@@ -115,20 +134,97 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Host:
+    """Which storages of a real rank would be in host memory, where FSDP2 offloads: on a CPU both places are one.
+
+    They are the divided parameters, what FSDP2 copies to the "cpu" (gradients), the optimizer's state, and what is
+    computed from any of these. What FSDP2 copies from there to the device is a copy here too.
+    """
+
+    def __init__(self) -> None:
+        self.storages: set[int] = set()
+        self.leaving = False  # a copy to the device is made just now
+        to = torch.Tensor.to
+
+        def placed(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            caller = str(sys._getframe(1).f_globals.get("__name__")).rpartition(".")[2]
+            if caller == "_fsdp_param":
+                self.leaving = True
+                copy = tensor.clone()
+                self.leaving = False
+                return copy
+            if caller == "_fsdp_collectives":
+                with _disable_current_modes():
+                    copy = tensor.clone()
+                self.add(copy)
+                return copy
+            return to(tensor, *args, **kwargs)
+
+        torch.Tensor.to = placed  # type: ignore[method-assign,assignment]
+        register_optimizer_step_post_hook(
+            lambda optimizer, *rest: [self.add(t) for state in optimizer.state.values() for t in state.values()]
+        )
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        if storage._cdata not in self.storages:
+            self.storages.add(storage._cdata)
+            weakref.finalize(storage, self.storages.discard, storage._cdata).atexit = False
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() > 1 and tensor.untyped_storage()._cdata in self.storages
+
+
+class Live(LiveBytes):
+    """Live bytes without those in host memory, and without the copy that gloo makes of what it reduces and scatters.
+
+    Its reduce-scatter is an allreduce of a clone, of which each rank then takes its chunk (ProcessGroupGloo.cpp,
+    reduce_scatter_tensor_coalesced); NCCL's makes none. The clone is first seen when it is cut, in `Work.wait`.
+    """
+
+    def __init__(self, host: Host | None) -> None:
+        super().__init__()
+        self.host = host
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.split.Tensor:
+            storage = args[0].untyped_storage()
+            if storage._cdata not in self._sizes:
+                self._others.add(storage._cdata)
+                weakref.finalize(storage, self._others.discard, storage._cdata).atexit = False
+        if self.host is None or self.host.leaving or sharded(types):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        stays = any(self.host.holds(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                if stays and leaf.untyped_storage()._cdata not in self._sizes:
+                    self.host.add(leaf)
+                self._track(leaf)
+        return out
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        if self.host is None or storage._cdata not in self.host.storages:
+            super()._follow(storage)
+
+
 class Rests:
     """A measure.StepMeter that notes what is alive at rest and the peaks of the third step's phases, in bytes."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.index = rank, 0
+    def __init__(self, rank: int, host: Host | None) -> None:
+        self.rank, self.index, self.host = rank, 0, host
         self.found: dict[str, int] = {}
-        self.live, self.sent = LiveBytes(), Sent()
+        self.live, self.sent = Live(host), Sent()
 
     def built(self, describe: Any, skipped: Any = None) -> None:
-        self.found["built"] = resting()
+        if self.host is not None:
+            for tensor in [t for t in tensors_alive() if isinstance(t, DTensor)]:
+                self.host.add(tensor)
+        self.found["built"] = resting(self.host)
 
     def step_begin(self) -> None:
         if self.index == 2:
-            self.apart = resting()
+            self.apart = resting(self.host)
             self.live.__enter__()
             self.apart = self.live.live - self.apart  # ids and counters
             self.sent.__enter__()
@@ -140,7 +236,7 @@ class Rests:
             self.found["sent"] = self.sent.nbytes
             self.live.__exit__(None, None, None)
         del loss
-        self.found["rest"] = resting()
+        self.found["rest"] = resting(self.host)
         self.index += 1
 
     def mark(self, phase: Any) -> None:
@@ -148,17 +244,18 @@ class Rests:
             self.found[phase] = self.live.take() - self.apart
 
 
-def resting() -> int:
-    """Bytes of the floating-point storages that are alive now, one-element ones left out."""
+def resting(host: Host | None) -> int:
+    """Bytes of the floating-point storages that are alive now, one-element ones and those on the host left out."""
     gc.collect()
     storages = {}
-    for tensor in [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]:
-        for held in (tensor, tensor.grad if tensor.is_leaf else None):
+    for tensor in tensors_alive():
+        for held in (tensor, gradient(tensor)):
             if held is not None and held.is_floating_point() and held.device.type == "cpu":
                 held = getattr(held, "_local_tensor", held)
                 storage = held.untyped_storage()
                 storages[storage._cdata] = storage.nbytes() if storage.nbytes() > held.element_size() else 0
-    return sum(storages.values())
+    storages |= {storage._cdata: storage.nbytes() for storage in held_by_code()}
+    return sum(size for key, size in storages.items() if host is None or key not in host.storages)
 
 
 def real(case: Case, world: int) -> dict[str, int]:
@@ -191,7 +288,7 @@ def as_rank(case: Case, world: int, rank: int, port: int) -> dict[str, int]:
     chosen = make(case, world, {"name": "cpu"})
     for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
         owner._get_foreach_kernels_supported_devices = lambda: ["cpu"]
-    meter = Rests(rank)
+    meter = Rests(rank, Host() if chosen.offload_param and chosen.sharding == "fsdp2" else None)
     build.prepare(chosen)
     boundaries = backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward"))
     with boundaries, tempfile.TemporaryDirectory() as folder:

@@ -25,8 +25,8 @@ class Sharding:
     """How ranks divide a model's weights, gradients and optimizer state.
 
     `module` is what does it (runners/shardings/__init__.py says which functions it has), `stage` is ZeRO's, `preload`
-    what a template imports for it. `measurement` is raised when what is measured under it changes: old rows no longer
-    count then.
+    what a template imports for it, `options` arguments of what wraps the model, which runner=torch passes on.
+    `measurement` is raised when what is measured under it changes: old rows no longer count then.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Sharding:
     stage: int | None = None
     preload: tuple[str, ...] = ()
     measurement: int = 1
+    options: tuple[str, ...] = ()
 
 
 _PLACE = "vramsweep.runners.shardings"
@@ -44,11 +45,15 @@ _ZERO_PRELOAD = (f"{_PLACE}.zero", "deepspeed.runtime.zero.muon.muon_optimizer",
 SHARDINGS = (
     Sharding("none", "one rank that holds everything"),
     Sharding("ddp", "every rank holds everything; gradients are averaged in buckets (DistributedDataParallel)",
-             f"{_PLACE}.ddp"),
+             f"{_PLACE}.ddp", options=("bucket_cap_mb", "gradient_as_bucket_view", "static_graph",
+                                       "find_unused_parameters")),
     Sharding("fsdp1", "every rank holds a part of flattened blocks, gathered as needed (FullyShardedDataParallel)",
-             f"{_PLACE}.fsdp1", preload=(f"{_PLACE}.fsdp1",)),
+             f"{_PLACE}.fsdp1", preload=(f"{_PLACE}.fsdp1",),
+             options=("sharding_strategy", "backward_prefetch", "forward_prefetch", "limit_all_gathers",
+                      "use_orig_params")),
     Sharding("fsdp2", "every rank holds a part of each tensor, gathered block by block (fully_shard)",
-             f"{_PLACE}.fsdp2", preload=(f"{_PLACE}.fsdp2",), measurement=2),
+             f"{_PLACE}.fsdp2", preload=(f"{_PLACE}.fsdp2",), measurement=2,
+             options=("reshard_after_forward",)),
     Sharding("zero0", "DeepSpeed without sharding: gradients are averaged", f"{_PLACE}.zero", stage=0,
              preload=_ZERO_PRELOAD, measurement=2),
     Sharding("zero1", "optimizer state divided (ZeRO 1)", f"{_PLACE}.zero", stage=1, preload=_ZERO_PRELOAD,
@@ -85,23 +90,39 @@ class Runner:
     rules: tuple[Rule, ...] = ()
 
 
-def _torch_reshard(trial: Trial) -> str | None:
-    if trial.runner.options and trial.sharding != "fsdp2":
-        return f"runner.options.{next(iter(trial.runner.options))} belongs to sharding=fsdp2, not {trial.sharding}"
-    return None
+FSDP = ("fsdp1", "fsdp2")
 
 
 def _fsdp(trial: Trial) -> str | None:
-    if trial.sharding != "fsdp2":
+    """What the plain loop cannot do with FSDP."""
+    if trial.sharding not in FSDP:
         return None
     if trial.precision == "fp16":
-        return "sharding=fsdp2 in fp16 is not supported; use precision=bf16"
-    if trial.weights == "pretrained":
+        return f"sharding={trial.sharding} in fp16 is not supported with runner=torch; use precision=bf16"
+    if trial.sharding == "fsdp2" and trial.weights == "pretrained":
         return "sharding=fsdp2 starts from random weights; use weights=random, which changes neither memory nor speed"
+    if trial.sharding == "fsdp1" and trial.adapter != "none" and not trial.runner.options.get("use_orig_params"):
+        return (
+            "sharding=fsdp1 flattens trained and frozen parameters together only with "
+            "+runner.options.use_orig_params=true"
+        )
+    return None
+
+
+def _fsdp_trainer(trial: Trial) -> str | None:
+    """What cannot be done with FSDP under the Trainer."""
+    if trial.sharding not in FSDP:
+        if "fsdp_config" in trial.runner.options:
+            return f"runner.options.fsdp_config belongs to sharding=fsdp1 or fsdp2, not {trial.sharding}"
+        return None
+    if trial.precision == "fp16" and trial.device.name == "simulated":
+        return f"sharding={trial.sharding} in fp16 cannot be simulated; use precision=bf16, or measure on device=cuda"
     return None
 
 
 def _offload(trial: Trial) -> str | None:
+    if trial.sharding in FSDP:
+        return _fsdp_offload(trial)
     given = [name for name in ("offload_optimizer", "offload_param") if getattr(trial, name)]
     if given and trial.sharding not in ZERO:
         return f"{given[0]} needs runner=deepspeed or trainer with sharding=zero1 to zero3, not {trial.sharding}"
@@ -109,6 +130,19 @@ def _offload(trial: Trial) -> str | None:
         return "offload_optimizer needs sharding=zero1 to zero3 (stage 0 silently ignores it)"
     if trial.offload_param and trial.sharding != "zero3":
         return f"offload_param needs sharding=zero3, not {trial.sharding}"
+    return None
+
+
+def _fsdp_offload(trial: Trial) -> str | None:
+    """With offload_param parameters, gradients and optimizer state are in host memory; gathered weights are not."""
+    if trial.offload_optimizer:
+        return f"sharding={trial.sharding} moves optimizer state with the parameters; give offload_param=true alone"
+    if not trial.offload_param:
+        return None
+    if trial.runner.name == "custom":
+        return "offload_param: a custom target offloads what it wants itself; leave it out"
+    if trial.sharding == "fsdp1" and trial.device.name == "simulated":
+        return "sharding=fsdp1 with offload_param cannot be simulated; sharding=fsdp2 can, or measure on device=cuda"
     return None
 
 
@@ -256,10 +290,9 @@ RUNNERS = (
         module="vramsweep.runners.torch_loop",
         preload=("vramsweep.runners.torch_loop", *_MODELS),
         measurement=1,
-        shardings=("none", "ddp", "fsdp2"),
-        simulated=("none", "ddp", "fsdp2"),
-        options=("reshard_after_forward",),
-        rules=(_torch_reshard, _fsdp),
+        shardings=("none", "ddp", *FSDP),
+        simulated=("none", "ddp", *FSDP),
+        rules=(_fsdp,),
     ),
     Runner(
         "trainer",
@@ -268,11 +301,11 @@ RUNNERS = (
         # accelerate imports deepspeed, where it is installed, to unwrap any model
         preload=("vramsweep.runners.trainer", "deepspeed", *_MODELS),
         measurement=1,
-        shardings=("none", "ddp", "fsdp1", "fsdp2", *ZERO),
-        simulated=("none", "ddp", "fsdp1", "fsdp2", *ZERO),
+        shardings=("none", "ddp", *FSDP, *ZERO),
+        simulated=("none", "ddp", *FSDP, *ZERO),
         owned=_TRAINER_OWNED,
         options=None,
-        rules=(_trainer_optimizer, _trainer_optim_args),
+        rules=(_trainer_optimizer, _trainer_optim_args, _fsdp_trainer),
     ),
     Runner(
         "deepspeed",
@@ -292,8 +325,8 @@ RUNNERS = (
         module="vramsweep.runners.custom",
         preload=("vramsweep.runners.custom", *_MODELS),
         measurement=2,
-        shardings=("none",),
-        simulated=("none",),
+        shardings=("none", "ddp", "fsdp2"),
+        simulated=("none", "ddp", "fsdp2"),
         options=None,
     ),
 )
@@ -361,7 +394,8 @@ def _supported(trial: Trial, entry: Runner) -> str | None:
             f"sharding={', '.join(entry.shardings)}"
         )
     if trial.world_size > 1 and trial.sharding == "none":
-        return f"world_size {trial.world_size} needs a sharding (ddp, fsdp2, zero0 to zero3); sharding=none is one rank"
+        ways = ", ".join(s.name for s in SHARDINGS if s.name != "none")
+        return f"world_size {trial.world_size} needs a sharding ({ways}); sharding=none is one rank"
     if trial.device.name == "simulated" and trial.sharding not in entry.simulated:
         return f"sharding={trial.sharding} with runner={entry.name} cannot be simulated; measure it on device=cuda"
     return None
@@ -376,10 +410,13 @@ def _options(trial: Trial, entry: Runner) -> str | None:
         if axis is not None:
             return f"runner.options.{option} belongs to the axis {axis}; give that instead, so that the row says it"
     if entry.options is not None:
-        unknown = sorted(set(trial.runner.options) - set(entry.options))
+        known = (*entry.options, *_SHARDINGS[trial.sharding].options)
+        unknown = sorted(set(trial.runner.options) - set(known))
         if unknown:
-            takes = ", ".join(entry.options) or "no options"
-            return f"runner.options.{unknown[0]}: runner={entry.name} takes {takes}"
+            others = " or ".join(s.name for s in SHARDINGS if unknown[0] in s.options)
+            where = f" (it belongs to sharding={others})" if others else ""
+            takes = f"with sharding={trial.sharding} takes {', '.join(known) or 'no options'}"
+            return f"runner.options.{unknown[0]}: runner={entry.name} {takes}{where}"
     return None
 
 

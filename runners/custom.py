@@ -4,6 +4,8 @@ The contract: `build(trial)` takes the `harness.trial.Trial` and returns `(model
 `(model, optimizer, step, batches)`.
 
 - `step(batch)` runs one whole optimizer step (forward, backward, update) and may return the loss.
+- With sharding=ddp or fsdp2 the process group is there when `build` is called, which divides the model itself
+  (`DistributedDataParallel(model)`, `fully_shard`); batches are each rank's own.
 - `batches(index)` returns what `step` is called with; without it a batch is {"input_ids", "labels"}, long tensors of
   shape (micro_batch, seq_len) on the trial's device, when the trial has a model with a vocabulary, else None.
 
@@ -21,12 +23,21 @@ from typing import Any
 import torch
 
 from vramsweep.harness.trial import DeviceAxis, InvalidTrial, Trial
-from vramsweep.runners import build
+from vramsweep.runners import build, ranks, shardings
 from vramsweep.runners.measure import StepMeter
 
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` steps of the target under `meter`."""
+    if trial.sharding != "none":
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        ranks.join(trial, device)
+    with shardings.around(trial, device), shardings.traced(trial):
+        _run(trial, device, meter)
+
+
+def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     asked = trial
     if trial.device.name == "simulated":  # the target is to do what it does on a GPU
         asked = trial.model_copy(update={"device": DeviceAxis(name="cuda")})
@@ -38,8 +49,10 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
     if not isinstance(net, torch.nn.Module) or not callable(step):
         got = f"{type(net).__name__} and {type(step).__name__}"
         raise InvalidTrial(f"{trial.runner.target}: model must be a torch.nn.Module and step a function, not {got}")
-    batches = made[3] if len(made) == 4 else _token_batches(trial, device)
-    meter.built(lambda: build.describe(net, optimizer) | {"padding_fraction": None})
+    shardings.call(trial, "checked", net)
+    batches = made[3] if len(made) == 4 else _token_batches(trial, device, meter.rank)
+    whole = getattr(net, "module", net)
+    meter.built(lambda: build.describe(whole, optimizer) | {"padding_fraction": None})
     for index in range(trial.steps()):
         meter.step_begin()
         loss = step(batches(index))
@@ -62,8 +75,10 @@ def load(target: str) -> Callable[[Trial], Any]:
     return function
 
 
-def _token_batches(trial: Trial, device: torch.device) -> Callable[[int], Any]:
+def _token_batches(trial: Trial, device: torch.device, rank: int) -> Callable[[int], Any]:
     if trial.model.path is None and "vocab_size" not in trial.model.config:
         return lambda index: None
     data = build.data(trial)
-    return lambda index: {k: v.to(device) for k, v in data.batch(index, trial.micro_batch).items()}
+    return lambda index: {
+        k: v.to(device) for k, v in data.batch(index * trial.world_size + rank, trial.micro_batch).items()
+    }

@@ -50,6 +50,16 @@ def _on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not hollow
 
 
+# Storages that only C++ code holds (a reducer's buckets), where the collector finds no tensor: who sees them made adds
+# them.
+HELD_BY_CODE: list[weakref.ref[torch.UntypedStorage]] = []
+
+
+def held_by_code() -> list[torch.UntypedStorage]:
+    """Those of `HELD_BY_CODE` that are alive."""
+    return [storage for reference in HELD_BY_CODE if (storage := reference()) is not None]
+
+
 def storages_alive() -> list[torch.UntypedStorage]:
     """The storages in host memory that exist at this moment."""
     return [tensor.untyped_storage() for tensor in tensors_alive() if _on_host(tensor)]
@@ -59,6 +69,15 @@ def tensors_alive() -> list[torch.Tensor]:
     """Every tensor that the garbage collector knows, so not those of before a `gc.freeze`."""
     # type(), not isinstance(): a lazy module's __class__ may import on being asked
     return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
+
+def gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a leaf, None for any other tensor and for one without."""
+    try:
+        leaf = tensor.is_leaf
+    except RuntimeError:  # autograd does not answer for some views whose base was changed in place: they are no leaves
+        return None
+    return tensor.grad if leaf else None
 
 
 class LiveBytes(TorchDispatchMode):
@@ -78,8 +97,10 @@ class LiveBytes(TorchDispatchMode):
     def __enter__(self) -> LiveBytes:
         for tensor in tensors_alive():
             self._track(tensor)
-            if tensor.is_leaf and tensor.grad is not None:
-                self._track(tensor.grad)
+            if (grad := gradient(tensor)) is not None:
+                self._track(grad)
+        for storage in held_by_code():
+            self._follow(storage)
         self.peak = self.live
         self._resizes.__enter__()
         super().__enter__()
@@ -104,9 +125,10 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def _track(self, tensor: torch.Tensor) -> None:
-        if not _on_host(tensor):
-            return
-        storage = tensor.untyped_storage()
+        if _on_host(tensor):
+            self._follow(tensor.untyped_storage())
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._sizes or key in self._others:
             return

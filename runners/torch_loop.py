@@ -1,7 +1,8 @@
 """The plain training loop: forward, backward, optimizer step; autocast and GradScaler as the precision asks.
 
 How ranks divide the work is put around the model before: DistributedDataParallel (which sends gradients with the last
-of the accumulated passes only), or FSDP2 (shardings/fsdp2.py), whose precision is its own, without autocast.
+of the accumulated passes only), or FSDP (shardings/fsdp1.py, fsdp2.py), whose precision is its own, without
+autocast.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vramsweep.harness.registry import FSDP
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import build, shardings
 from vramsweep.runners.instruments import scaler_skips
@@ -20,18 +22,20 @@ from vramsweep.runners.measure import StepMeter
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` optimizer steps under `meter`."""
-    with shardings.traced(trial):
+    with shardings.around(trial, device), shardings.traced(trial):
         _run(trial, device, meter)
 
 
 def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
-    net, config = _sharded(trial, device)
+    net, config, counts = _sharded(trial, device)
+    shardings.call(trial, "checked", net)
     optimizer = build.optimizer(trial, net.parameters(), device)
     scaler = torch.amp.GradScaler(device.type, enabled=trial.precision == "fp16")
     data = build.data(trial)
     meter.built(
         lambda: {
             **build.describe(getattr(net, "module", net), optimizer),
+            **counts,
             "padding_fraction": data.padding_fraction,
             "runner_config": config,
         },
@@ -44,7 +48,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
             index = micro * trial.world_size + meter.rank
             batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
             with net.no_sync() if trial.sharding == "ddp" and trial.no_sync and left else contextlib.nullcontext():
-                with contextlib.nullcontext() if trial.sharding == "fsdp2" else build.autocast(trial, device):
+                with contextlib.nullcontext() if trial.sharding in FSDP else build.autocast(trial, device):
                     loss = net(**batch).loss / trial.grad_accum
                 scaler.scale(loss).backward()
             micro += 1
@@ -54,9 +58,10 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         meter.step_end(loss)
 
 
-def _sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any] | None]:
-    """The model as the ranks share it, and what the sharding was told."""
+def _sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
+    """The model as the ranks share it, what the sharding was told, and columns about the whole model's parameters."""
     if trial.sharding == "none":
-        return build.model(trial, device), None
-    found: tuple[Any, dict[str, Any] | None] = shardings.hook(trial, "sharded")(trial, device)
+        net = build.model(trial, device)
+        return net, None, build.counts(net)
+    found: tuple[Any, dict[str, Any], dict[str, Any]] = shardings.hook(trial, "sharded")(trial, device)
     return found

@@ -83,7 +83,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
     first = None if trial.zero_init else build.model(trial, where)
     arguments = training_arguments(trial, folder)
     net = build.model(trial, where) if first is None else first
-    shardings.call(trial, "fitting", net)
+    shardings.call(trial, "fitting", net, arguments)
     counts = build.counts(net)  # the wrapped model may not tell
     data = build.data(trial)
 

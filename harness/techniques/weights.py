@@ -85,8 +85,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         ("runner", ("deepspeed",), "DeepSpeed's bf16 is just that: use precision=bf16"),
         ("runner", ("trainer",), "the Trainer keeps no master copies; use runner=torch, or precision=bf16, which keeps "
          "the weights themselves in fp32"),
-        ("sharding", ("ddp", "fsdp2"), "the copies are not divided; use sharding=none, or runner=deepspeed with "
-         "precision=bf16, whose copies are")),
+        ("sharding", ("ddp", "fsdp1", "fsdp2"), "the copies are not divided; use sharding=none, or runner=deepspeed "
+         "with precision=bf16, whose copies are")),
               source="https://arxiv.org/abs/1710.03740"),
     Technique("precision", "fp8", "fp32 weights, autocast to bf16, and the products of linear layers in float8 "
               "(torchao's dynamic tensorwise scaling; not the output layer, nor layers with a dimension that 16 "
@@ -118,7 +118,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("adapter", "none", "all weights are trained"),
     Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are "
               "in half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,),
-              shardings=(*_WHOLE, "fsdp2"), checked=("cpu", "simulated"), excludes=(
+              shardings=(*_WHOLE, "fsdp1", "fsdp2"), checked=("cpu", "simulated"), excludes=(
                   ("precision", ("bf16_master",), "what is trained is fp32 already; use bf16_pure, with bf16 base "
                    "weights, or bf16"),),
               source="https://huggingface.co/docs/peft/developer_guides/lora"),

@@ -2,13 +2,14 @@
 
 A module has the functions that its way needs, and no others:
 
-- `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told), for the plain
-  loop;
+- `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told, `build.counts` of
+  the whole model), for the plain loop;
 - `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
   options say is merged in, as these win over them;
 - `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
-- `fitting(trial, net)`: raises if the model was not made as the trial says, or cannot be divided as it says;
-- `around(trial, device)`: a context manager around the Trainer's whole run, real or simulated;
+- `fitting(trial, net, arguments)`: raises where the model was not made as the trial says, or model or TrainingArguments
+  (None in other loops than the Trainer's) do not allow what is asked;
+- `around(trial, device)`: a context manager around the whole run, real or simulated;
 - `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;
 - `told(net)`: columns about the model that trains, after `checked`, beside or in place of those of every run;
 - `skipped(net)`: how many updates it has skipped so far for an overflow;
@@ -43,7 +44,7 @@ def call(trial: Trial, name: str, *given: Any) -> None:
 
 
 def around(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """What the library of the trial's sharding needs around it under the Trainer."""
+    """What the library of the trial's sharding needs around the whole run."""
     found = hook(trial, "around")
     return contextlib.nullcontext() if found is None else found(trial, device)
 

@@ -21,16 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, ranks, trace
+from vramsweep.runners.dispatch import HELD_BY_CODE
 
 
-def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """The wrapped model, and the size of its buckets with what else it was told."""
+def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The wrapped model, the size of its buckets with what else it was told, and what the model counts."""
     net = build.model(trial, device)
     ranks.join(trial, device)
     wrapped = DistributedDataParallel(
         net, device_ids=[device] if device.type == "cuda" else None, **trial.runner.options
     )
-    return wrapped, {"bucket_cap_mb": wrapped.bucket_bytes_cap / (1 << 20), **trial.runner.options}
+    told = {"bucket_cap_mb": wrapped.bucket_bytes_cap / (1 << 20), **trial.runner.options}
+    return wrapped, told, build.counts(net)
 
 
 def checked(trial: Trial, net: torch.nn.Module) -> None:
@@ -47,12 +49,48 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
+def around(trial: Trial, device: torch.device) -> Iterator[None]:
+    """On a CPU, where live tensors are counted: buckets are noted when they are made, as no tensor in Python is one."""
+    with contextlib.ExitStack() as stack:
+        if trial.device.name == "cpu":
+            for owner, name in ((DistributedDataParallel, "_ddp_init_helper"), (c10d.Reducer, "_rebuild_buckets")):
+                stack.enter_context(mock.patch.object(owner, name, _noting(getattr(owner, name))))
+        yield
+
+
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with _Noted():
+            return function(*args)
+
+    return run
+
+
+class _Noted(TorchDispatchMode):
+    """Notes the floating-point storages that are made."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format and out.is_floating_point():
+            HELD_BY_CODE.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+@contextlib.contextmanager
 def traced(trial: Trial) -> Iterator[None]:
     """The reducer on fake tensors."""
     reducing = _Reducing()
-    replaced = [
+    made = DistributedDataParallel.__init__
+
+    def without_ids(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **rest: Any) -> None:
+        made(self, module, **rest)
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (DistributedDataParallel, "__init__", without_ids),  # a module on the CPU takes none
+        (torch.cuda, "set_device", lambda device: None),
         (library, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),  # it compares real ranks
         (DistributedDataParallel, "_ddp_init_helper", reducing.on_host(DistributedDataParallel._ddp_init_helper)),
+        (DistributedDataParallel, "_set_static_graph", reducing.on_host(DistributedDataParallel._set_static_graph)),
         (c10d.Reducer, "_rebuild_buckets", reducing.on_host(c10d.Reducer._rebuild_buckets)),
     ]
     tracer = trace.active()

@@ -1,4 +1,4 @@
-"""FSDP1 (`torch.distributed.fsdp.FullyShardedDataParallel`): blocks flattened, and every rank holds a part of each.
+"""FSDP1 (`torch.distributed.fsdp.FullyShardedDataParallel`): each block flattened to one parameter, divided over ranks.
 
 The plain loop wraps each transformer block and the rest of the model, as fsdp2.py does, with the same precision.
 `runner.options` are arguments of the class (`OPTIONS`); sharding_strategy and backward_prefetch by their names.
@@ -36,10 +36,11 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
         )
 
 
-def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """The model, made on the host, with this rank's parts on the device, and what FSDP was told."""
+def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The model, made on the host, with this rank's parts on the device, what FSDP was told, what the model counts."""
     ranks.join(trial, device)
     net = build.model(trial, shardings.host(trial))
+    counts = build.counts(net)
     units = set(fsdp2.blocks(net))
     options = dict(trial.runner.options)
     for name, kind in (("sharding_strategy", ShardingStrategy), ("backward_prefetch", BackwardPrefetch)):
@@ -54,11 +55,12 @@ def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any]]:
         device_id=device,
         **options,
     )
-    return wrapped, {"units": len(units) + 1, "mixed_precision": str(wrapped.mixed_precision), **trial.runner.options}
+    told = {"units": len(units) + 1, "mixed_precision": str(wrapped.mixed_precision), **trial.runner.options}
+    return wrapped, told, counts
 
 
 def _named(option: str, kind: Any, name: str) -> Any:
-    known = [member.name for member in kind]
+    known = [member.name for member in kind if "HYBRID" not in member.name]  # which need groups of ranks within a node
     if name.upper() not in known:
         raise InvalidTrial(f"runner.options.{option}: {name} is none of {', '.join(known)}")
     return kind[name.upper()]

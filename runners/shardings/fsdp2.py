@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, ranks
+from vramsweep.runners import build, ranks, shardings
 from vramsweep.runners.shardings import fsdp_trainer
 
 place, around, fitting, traced = fsdp_trainer.place, fsdp_trainer.around, fsdp_trainer.fitting, fsdp_trainer.traced
@@ -41,19 +41,21 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
         )
 
 
-def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    """The model with this rank's shards on the device, and what `fully_shard` was told."""
+def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The model with this rank's shards on the device, what `fully_shard` was told, and what the model counts."""
     mesh = ranks.mesh(trial, device)
     with weightless():  # no rank ever holds the whole model
         net = build.model(trial, device)
     half = trial.precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-    shared = {"mesh": mesh, "mp_policy": policy, **trial.runner.options}
+    offload = CPUOffloadPolicy() if trial.offload_param else OffloadPolicy()
+    shared = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, **trial.runner.options}
     units = (*blocks(net), net)
     for unit in units:
         fully_shard(unit, **shared)
-    materialize(net, device)
-    return net, {"units": len(units), "mp_policy": str(policy), **trial.runner.options}
+    materialize(net, shardings.host(trial) if trial.offload_param else device)
+    told = {"units": len(units), "mp_policy": str(policy), "offload_policy": str(offload), **trial.runner.options}
+    return net, told, build.counts(net)
 
 
 def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:

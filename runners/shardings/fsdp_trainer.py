@@ -11,7 +11,9 @@ none of the kinds that take a plugin), so it is told that the ranks are cards.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -19,15 +21,21 @@ from unittest import mock
 import accelerate.utils.dataclasses as plugins
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import _init_utils as fsdp1_init
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2_api
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from transformers import TrainingArguments
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import ranks, shardings
+
+optimizers = importlib.import_module("torch.optim.optimizer")
 
 _DEFAULT_MESH = next(
     name for name in ("_init_default_mesh", "_init_default_fully_shard_mesh") if hasattr(fsdp2_api, name)
@@ -36,8 +44,13 @@ _DEFAULT_MESH = next(
 
 def arguments(trial: Trial, version: int) -> dict[str, Any]:
     """TrainingArguments for this version of FSDP."""
-    offload = {"cpu_offload": True} if trial.offload_param else {}
-    return {"fsdp": True, "fsdp_config": {"version": version, **offload, **trial.runner.options.get("fsdp_config", {})}}
+    own = trial.runner.options.get("fsdp_config", {})
+    told: dict[str, Any] = {"fsdp": True, "fsdp_config": _Asked({"version": version, **own})}
+    if trial.offload_param:
+        told["fsdp_config"]["cpu_offload"] = True
+        if trial.device.name == "cuda" and "ddp_backend" not in trial.runner.options:
+            told["ddp_backend"] = "cuda:nccl,cpu:gloo"  # as `accelerate launch` does: norms are taken on the host
+    return told
 
 
 def place(trial: Trial, device: torch.device) -> torch.device:
@@ -45,8 +58,39 @@ def place(trial: Trial, device: torch.device) -> torch.device:
     return shardings.host(trial)
 
 
-def fitting(trial: Trial, net: torch.nn.Module) -> None:
-    """Raise InvalidTrial for a class to wrap that the model lacks."""
+class _Asked(dict[str, Any]):
+    """A configuration that remembers which of its keys TrainingArguments looked at."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().setdefault(key, default)
+
+
+def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None:
+    """Raise InvalidTrial for a key that is not heeded, and for a class to wrap that the model lacks."""
+    config: Any = made.fsdp_config
+    ignored = next((key for key in config if key not in config.asked), None)
+    if ignored is not None:
+        raise InvalidTrial(
+            f"runner.options.fsdp_config.{ignored}: transformers {transformers.__version__} does not look at it with "
+            f"sharding={trial.sharding}; it would have no effect"
+        )
     asked = {key.removeprefix("fsdp_"): value for key, value in trial.runner.options.get("fsdp_config", {}).items()}
     named = asked.get("transformer_layer_cls_to_wrap") or []
     there = {type(module).__name__ for module in net.modules()}
@@ -72,11 +116,13 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
         (plugins, "is_cuda_available", lambda: True),  # it asks where sync_module_states is to make parameters
         (torch.cuda, "current_device", lambda: device),
         (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # which are to be on a card
+        (torch.Tensor, "pin_memory", lambda tensor, *args: tensor),  # torch refuses to, without a card to pin for
+        (torch.cpu.Stream, "synchronize", lambda self: None),
         (fsdp2_api, _DEFAULT_MESH, lambda *args, **kwargs: mesh),
     ]
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in replaced:
-            stack.enter_context(mock.patch.object(owner, attribute, value))
+            stack.enter_context(mock.patch.object(owner, attribute, value, create=True))
         yield
 
 
@@ -84,9 +130,15 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
 def traced(trial: Trial) -> Iterator[None]:
     """FSDP on fake tensors: host memory, on device meta, is moved, not taken for what is to be made later."""
     replaced: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "cpu", _to_host),
+        (fsdp2_collectives, "torch", _TorchOnTheHost()),
+        (FSDPParamGroup, "_validate_cpu_offload_params", lambda self: None),
+        (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
         (fsdp2_init, "_move_states_to_device", _moved),
         (fsdp1_init, "_move_module_to_device", _module_moved),
         (fsdp1_init, "_need_to_materialize_module", lambda *args: (False, False)),
+        # an offloaded optimizer's state, which fused kernels step on the host
+        (optimizers, "_get_fused_kernels_supported_devices", lambda: ["cuda", "cpu", "meta"]),
         # accelerate tells parameters apart by it
         (torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
     ]
@@ -114,3 +166,23 @@ def _module_moved(module: torch.nn.Module, ignored: Any, ignored_buffers: Any, d
     """In the place of FSDP1's, which leaves out what an inner FSDP has flattened."""
     buffers = [buffer for buffer in module.buffers() if buffer not in ignored_buffers]
     _moved(list(fsdp1_init._get_orig_params(module, ignored)), buffers, device)
+
+
+class _TorchOnTheHost:
+    """torch as FSDP2 uses it to send gradients to host memory: what it names "cpu" is there."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(name: str) -> torch.device:
+        return torch.device("meta" if name == "cpu" else name)
+
+
+_cpu = torch.Tensor.cpu
+
+
+def _to_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`Tensor.cpu`, of FSDP to host memory."""
+    ours = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.distributed.fsdp.")
+    return tensor.to("meta") if ours else _cpu(tensor, *args, **kwargs)

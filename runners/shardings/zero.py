@@ -145,7 +145,7 @@ def arguments(trial: Trial) -> dict[str, Any]:
     return {"deepspeed": trainer_config(trial), "use_cpu": False}
 
 
-def fitting(trial: Trial, net: torch.nn.Module) -> None:
+def fitting(trial: Trial, net: torch.nn.Module, arguments: Any = None) -> None:
     """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id."""
     found = {hasattr(parameter, "ds_id") for parameter in net.parameters()}
     if found != {divided(trial)}:

@@ -1,0 +1,82 @@
+"""DistributedDataParallel: what ranks hold, simulated against real ones; targets that wrap their model themselves."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from conftest import ROOT, TARGETS, Run, tiny
+
+from vramsweep.harness import trial
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import sharded_check
+
+PARAMETERS = 4 * (256 * 512 + 512 + 512 * 256 + 256)  # bytes, of tests/targets/divided.py
+SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
+
+
+def divided(function: str, **over: Any) -> dict[str, Any]:
+    runner = {"name": "custom", "target": f"{TARGETS / 'divided.py'}:{function}"}
+    return tiny(**{"runner": runner, "sharding": "ddp", "world_size": 2, "model": {"name": "own"}} | over)
+
+
+def agree(name: str, world: int, tolerance: int = 2048) -> None:
+    """Rank 0 of real ranks held what is predicted, at rest and in each phase; token ids and counters apart."""
+    (case,) = [one for one in sharded_check.CASES if one["name"] == name]
+    real = sharded_check.real(case, world)
+    predicted = sharded_check.forked(sharded_check.predicted, case, world).recv()
+    assert predicted["built"] == real["built"]
+    assert predicted["rest"] == real["rest"]
+    for phase in ("forward", "backward", "optimizer"):
+        assert predicted[phase] == pytest.approx(real[phase], abs=tolerance), phase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DDP, fp32",
+        "DDP, buckets of 2 MiB as gradients, fp32",
+        "DDP, 2 passes, each averaged, fp32",
+        "Trainer DDP, bf16",
+    ],
+)
+def test_real_ranks_hold_what_is_predicted(name: str) -> None:
+    agree(name, 2, tolerance=4096)
+
+
+@pytest.mark.slow
+def test_a_target_wraps_its_own_model(run_sweep: Run) -> None:
+    """Buckets double the gradients, on real ranks and in the prediction."""
+    real, predicted, whole, shards, gathered = run_sweep(
+        divided("ddp"),
+        divided("ddp", device=SIMULATED),
+        divided("alone"),
+        divided("fsdp2", sharding="fsdp2"),
+        divided("fsdp2", sharding="fsdp2", device=SIMULATED),
+        isolation="warm",
+    )
+    assert [row["outcome"] for row in (real, predicted, shards, gathered)] == ["ok"] * 4, (real, predicted, shards)
+    assert real["parameters"] == predicted["parameters"] == shards["parameters"] == PARAMETERS // 4
+    assert len(real["rank_peak_allocated_bytes"]) == 2
+    for row in (real, predicted):  # weights, two states, gradients, buckets
+        assert row["optimizer_peak_allocated_bytes"] >= 5 * PARAMETERS
+    assert predicted["optimizer_peak_allocated_bytes"] - real["optimizer_peak_allocated_bytes"] < 20 << 20
+    assert shards["optimizer_peak_allocated_bytes"] < 4 * PARAMETERS
+    assert whole["outcome"] == "invalid"
+    assert "Sequential is no DistributedDataParallel and holds none" in whole["reason"]
+
+
+def test_options_belong_to_a_sharding() -> None:
+    for over, match in (
+        ({"sharding": "ddp", "runner": {"options": {"bucket_mb": 5}}}, "takes bucket_cap_mb, gradient_as_bucket_view"),
+        ({"sharding": "fsdp2", "runner": {"options": {"bucket_cap_mb": 5}}}, "it belongs to sharding=ddp"),
+        (
+            {"sharding": "fsdp1", "runner": {"name": "custom", "target": f"{__file__}:x"}},
+            "needs runner=torch or trainer",
+        ),
+    ):
+        with pytest.raises(trial.InvalidTrial, match=match):
+            trial.parse(tiny(world_size=2, **over))

@@ -1,0 +1,53 @@
+"""Targets of several ranks, which divide their model themselves: DistributedDataParallel, FSDP2, or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from vramsweep.harness.trial import Trial
+
+Built = tuple[Any, Any, Callable[[Any], torch.Tensor], Callable[[int], torch.Tensor]]
+
+
+def ddp(trial: Trial) -> Built:
+    net = _net()
+    if trial.device.name == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        return _trained(trial, DistributedDataParallel(net, device_ids=[int(os.environ["LOCAL_RANK"])]))
+    return _trained(trial, DistributedDataParallel(net))
+
+
+def fsdp2(trial: Trial) -> Built:
+    net = _net()
+    for layer in net:
+        fully_shard(layer)
+    return _trained(trial, fully_shard(net))
+
+
+def alone(trial: Trial) -> Built:
+    return _trained(trial, _net())
+
+
+def _net() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
+
+
+def _trained(trial: Trial, net: Any) -> Built:
+    optimizer = torch.optim.AdamW(net.parameters())
+    assert dist.get_world_size() == trial.world_size
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = net(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return net, optimizer, step, lambda index: torch.randn(trial.micro_batch, 256, device=trial.device.name)
