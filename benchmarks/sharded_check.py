@@ -78,6 +78,22 @@ CASES = [
     *(case("ZeRO-3 whole first", "deepspeed", "zero3", p, zero_init=False, **DEEPSPEED) for p in ("bf16", "fp32")),
     case("Trainer ZeRO-0", "trainer", "zero0", "fp32", **ds_config(0)),
     *(case(f"Trainer ZeRO-{n}", "trainer", f"zero{n}", p, **ds_config(n)) for p in ("bf16", "fp32") for n in (1, 2, 3)),
+    *(
+        case("Trainer ZeRO-3 whole first", "trainer", "zero3", p, zero_init=False, **ds_config(3))
+        for p in ("bf16", "fp32")
+    ),
+    *(
+        case(
+            f"Trainer ZeRO-{n} offload_param",
+            "trainer",
+            "zero3",
+            p,
+            offload_param=True,
+            **ds_config(3, zero_optimization={"offload_param": {"device": "cpu"}}),
+        )
+        for n in (3,)
+        for p in ("bf16", "fp32")
+    ),
     *(case("DDP", "torch", "ddp", p) for p in ("fp32", "bf16")),
     *(case("Trainer DDP", "trainer", "ddp", p) for p in ("fp32", "bf16")),
     *(case("FSDP2", "torch", "fsdp2", p) for p in ("fp32", "bf16")),
@@ -186,6 +202,7 @@ def predicted(case: Case, world: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         trace, _ = simulated.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), runner(chosen))
     ids = 2 * 8 * chosen.micro_batch * chosen.seq_len  # a batch: token ids and labels, 8 bytes each
+    ids *= chosen.runner.name != "trainer"  # which leaves it to the loader to bring it to the device
     return {name: size - (name != "built") * ids for name, size in sums(trace).items()}
 
 

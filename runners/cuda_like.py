@@ -24,6 +24,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -90,18 +91,39 @@ def behave(capability: Capability) -> Iterator[set[str]]:
 class CudaIsHere(TorchFunctionMode):
     """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there.
 
-    What DeepSpeed names "cpu" is on device meta instead: host memory (offload), which is not traced.
+    What DeepSpeed names "cpu", or makes empty where it names no device, is on device meta instead: host memory
+    (offload), which is not traced.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
+        if func is torch.Tensor.data.__set__ and args[0].device != args[1].device:
+            return move(args[0], args[1].detach())
         host = "cpu"
-        if str(sys._getframe(1).f_globals.get("__name__")).startswith("deepspeed."):
+        if _caller().startswith("deepspeed."):
             host = "meta"
             if func is torch.Tensor.cpu:
                 return args[0].to(host)
+            if func is torch.empty and (kwargs or {}).get("device") is None:
+                kwargs = {**(kwargs or {}), "device": host}
         return func(*(_placed(v, host) for v in args), **{k: _placed(v, host) for k, v in (kwargs or {}).items()})
+
+
+def _caller() -> str:
+    """The module that called a torch function, itself perhaps of torch: a mode above ours, as `with device` is one."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch."):
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__"))
+
+
+def move(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give a fake tensor the memory of another, which is in another place: to torch, another kind of tensor."""
+    here: Any = old
+    there: Any = new.requires_grad_(old.requires_grad)
+    torch._C._swap_tensor_impl(old, new)
+    here.fake_device, there.fake_device = there.fake_device, here.fake_device
 
 
 def _placed(value: Any, host: str) -> Any:
@@ -400,9 +422,8 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
             swap_tensors(old, new)
         elif old.device == new.device:
             old.data = new.data
-        else:  # between host memory and the device, which are two kinds of tensor
-            old.__dict__, new.__dict__ = new.__dict__, old.__dict__
-            torch._C._swap_tensor_impl(old, new)
+        else:
+            move(old, new)
 
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 

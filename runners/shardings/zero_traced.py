@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.ops import adam
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero import utils as zero_utils
 
 
@@ -71,11 +73,24 @@ class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return tensor
 
 
+class OnHost(DeepSpeedCPUAdam):  # type: ignore[misc]
+    """DeepSpeedCPUAdam, whose parameters and state are host memory, which is not traced, so that nothing is done."""
+
+    stands_for = "DeepSpeedCPUAdam"
+
+    def __init__(self, params: Any, lr: float = 1e-3, **settings: Any) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "amsgrad": False})
+
+    def step(self, closure: Any = None) -> None:
+        """As every optimizer's: DeepSpeed steps once to have the state made."""
+
+
 @contextlib.contextmanager
 def behave() -> Iterator[None]:
     """DeepSpeed on a card that is not there, until the context is left."""
     replaced = [
         (real_accelerator, "ds_accelerator", CudaAccelerator()),
+        (adam, "DeepSpeedCPUAdam", OnHost),
         (zero_utils, "assert_lst_len_same_as_other_ranks", nothing),
         (zero_utils, "get_lst_from_rank0", list),  # this is rank 0
         (torch.cpu.Stream, "synchronize", nothing),
