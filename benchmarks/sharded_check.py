@@ -35,6 +35,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
+from deepspeed.runtime import base_optimizer  # noqa: E402
 
 from vramsweep.harness import gpus, registry, trial  # noqa: E402
 from vramsweep.runners import build, simulated, worker  # noqa: E402
@@ -62,6 +63,9 @@ def case(name: str, runner: str, sharding: str, precision: str, **over: Any) -> 
 DEEPSPEED = {"options": {"zero_optimization": SMALL}}
 
 
+OWN_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+
+
 def ds_config(stage: int, **more: Any) -> dict[str, str]:
     """A file as users of the Trainer have it, with buckets of the size above; what `more` says goes over it."""
     zero = {"stage": stage, **SMALL, **more.pop("zero_optimization", {})}
@@ -84,15 +88,22 @@ CASES = [
     ),
     *(
         case(
-            f"Trainer ZeRO-{n} offload_param",
+            f"Trainer ZeRO-{n} {'+'.join(where)}",
             "trainer",
-            "zero3",
+            f"zero{n}",
             p,
-            offload_param=True,
-            **ds_config(3, zero_optimization={"offload_param": {"device": "cpu"}}),
+            **dict.fromkeys(where, True),
+            **ds_config(n, zero_optimization={axis: {"device": "cpu"} for axis in where}, **(OWN_ADAM if own else {})),
+            **({"optimizer": "deepspeed_cpu_adam"} if own else {}),
         )
-        for n in (3,)
-        for p in ("bf16", "fp32")
+        for n, where, own, p in (
+            (2, ("offload_optimizer",), False, "bf16"),
+            (2, ("offload_optimizer",), True, "fp32"),
+            (3, ("offload_optimizer",), True, "bf16"),
+            (3, ("offload_param",), False, "bf16"),
+            (3, ("offload_param",), False, "fp32"),
+            (3, ("offload_optimizer", "offload_param"), True, "bf16"),
+        )
     ),
     *(case("DDP", "torch", "ddp", p) for p in ("fp32", "bf16")),
     *(case("Trainer DDP", "trainer", "ddp", p) for p in ("fp32", "bf16")),
@@ -124,20 +135,20 @@ class Rests:
         self.live = LiveBytes()
 
     def built(self, describe: Any, skipped: Any = None) -> None:
-        self.found["built"] = resting()
+        self.found["built"] = resting() - offloaded()
 
     def step_begin(self) -> None:
         if self.index == 2:
             self.apart = resting()
             self.live.__enter__()
-            self.apart = self.live.live - self.apart  # ids and counters
+            self.apart = self.live.live - self.apart + offloaded()  # ids and counters, and what is not the device's
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         if self.index == 2:
             self.mark("optimizer")
             self.live.__exit__(None, None, None)
         del loss
-        self.found["rest"] = resting()
+        self.found["rest"] = resting() - offloaded()
         self.index += 1
 
     def mark(self, phase: Any) -> None:
@@ -156,6 +167,23 @@ def resting() -> int:
                 storage = held.untyped_storage()
                 storages[storage._cdata] = storage.nbytes() if storage.nbytes() > held.element_size() else 0
     return sum(storages.values())
+
+
+def offloaded() -> int:
+    """Bytes of what DeepSpeed's optimizer keeps in host memory, which a CPU cannot tell from the device's."""
+    zero = next((o for o in gc.get_objects() if issubclass(type(o), base_optimizer.ZeROOptimizer)), None)
+    kept: list[Any] = list(getattr(zero, "param_groups_fp16_flat_cpu_memory", ()))
+    if getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False):
+        masters = [
+            getattr(zero, name, []) for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+        ]
+        for master in (tensor for tensors in masters for tensor in tensors):
+            kept += [master, master.grad, *zero.optimizer.state.get(master, {}).values()]
+        kept += [
+            getattr(zero, name, None) for name in ("grad_partitions_flat_buffer", "temp_grad_buffer_for_cpu_offload")
+        ]
+    tensors = [tensor for tensor in kept if isinstance(tensor, torch.Tensor) and tensor.numel() > 1]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def real(case: Case, world: int) -> dict[str, int]:

@@ -82,6 +82,8 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
     where = device if place is None else place(trial, device)
     first = None if trial.zero_init else build.model(trial, where)
     arguments = training_arguments(trial, folder)
+    if (fitted := shardings.hook(trial, "fitted")) is not None:
+        fitted(arguments)
     net = build.model(trial, where) if first is None else first
     if (made := shardings.hook(trial, "made")) is not None:
         made(trial, net)

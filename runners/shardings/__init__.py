@@ -7,6 +7,7 @@ A module has the functions that its way needs, and no others:
 - `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
   options say is merged in, as these win over them;
 - `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
+- `fitted(arguments)`: raises InvalidTrial if what the library was to be told does not go with other arguments;
 - `made(trial, net)`: raises if the model was not made as the trial says;
 - `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;
 - `told(net)`: columns about the model that trains, after `checked`, beside or in place of those of every run;

@@ -25,6 +25,7 @@ from vramsweep.runners import build, ranks, trace
 from vramsweep.runners.shardings import zero_traced
 
 OWN_ADAM = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
+WHERE = "ds_config (the file, or runner.options)"
 PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise for what they do not know
 
 
@@ -173,6 +174,20 @@ def checked(trial: Trial, net: Any) -> None:
         tracer.held = functools.partial(zero_traced.held, net.optimizer)
 
 
+def fitted(arguments: Any) -> None:
+    """Raise InvalidTrial for what of the file the Trainer's arguments contradict, and for what DeepSpeed ignores of it.
+
+    The Trainer would say the first when training begins (HfTrainerDeepSpeedConfig.trainer_config_finalize).
+    """
+    given = arguments.hf_deepspeed_config
+    if given.mismatches:
+        wrong = ", ".join(text.removeprefix("- ds ") for text in given.mismatches)
+        raise InvalidTrial(
+            f'ds_config and TrainingArguments differ: {wrong}; change one, or write "{AUTO}" in the file'
+        )
+    heeded(_decided(given.config))
+
+
 def told(net: Any) -> dict[str, Any]:
     """DeepSpeed's optimizer with the one in it, and the configuration in force."""
     config = json.loads(json.dumps(net.config, default=str), parse_constant=str)  # accelerate prints every inf steps
@@ -233,15 +248,15 @@ def heeded(config: Mapping[str, Any]) -> None:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         hint = _closest(str(first["loc"][-1]), _fields()) if first["type"] == "extra_forbidden" else ""
-        text = f"runner.options: DeepSpeed's {error.title} does not take {key}: {first['msg']}{hint}"
+        text = f"{WHERE}: DeepSpeed's {error.title} does not take {key}: {first['msg']}{hint}"
         raise InvalidTrial(text) from None
     except deepspeed.DeepSpeedConfigError as error:
-        raise InvalidTrial(f"runner.options: {error}") from None
+        raise InvalidTrial(f"{WHERE}: {error}") from None
     ignored = next(_ignored(asked), None)
     if ignored is not None:
         path, known = ignored
         raise InvalidTrial(
-            f"runner.options.{path}: DeepSpeed {deepspeed.__version__} does not look at it, so it would have no effect"
+            f"{WHERE}, {path}: DeepSpeed {deepspeed.__version__} does not look at it, so it would have no effect"
             f"{_closest(path.rpartition('.')[2], known)}"
         )
 

@@ -19,6 +19,7 @@ from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops import adam
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero import utils as zero_utils
 
 
@@ -90,7 +91,7 @@ def behave() -> Iterator[None]:
     """DeepSpeed on a card that is not there, until the context is left."""
     replaced = [
         (real_accelerator, "ds_accelerator", CudaAccelerator()),
-        (adam, "DeepSpeedCPUAdam", OnHost),
+        *((owner, "DeepSpeedCPUAdam", OnHost) for owner in (adam, stage3, stage_1_and_2)),
         (zero_utils, "assert_lst_len_same_as_other_ranks", nothing),
         (zero_utils, "get_lst_from_rank0", list),  # this is rank 0
         (torch.cpu.Stream, "synchronize", nothing),
