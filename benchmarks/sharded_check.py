@@ -105,6 +105,8 @@ CASES = [
             (3, ("offload_optimizer", "offload_param"), True, "bf16"),
         )
     ),
+    *(case(f"Trainer ZeRO-{n} LoRA", "trainer", f"zero{n}", "bf16", adapter="lora", **ds_config(n)) for n in (2, 3)),
+    case("ZeRO-3 LoRA", "deepspeed", "zero3", "bf16", adapter="lora", **DEEPSPEED),
     *(case("DDP", "torch", "ddp", p) for p in ("fp32", "bf16")),
     *(case("Trainer DDP", "trainer", "ddp", p) for p in ("fp32", "bf16")),
     *(case("FSDP2", "torch", "fsdp2", p) for p in ("fp32", "bf16")),
@@ -119,6 +121,15 @@ def make(case: Case, world: int, device: dict[str, str]) -> trial.Trial:
         "allocator": {"name": "default"}, "protocol": {"name": "check", "warmup_steps": 1, "measured_steps": 1},
     }  # fmt: skip
     return trial.parse(values | {key: value for key, value in case.items() if key != "name"})
+
+
+def impossible(case: Case) -> str | None:
+    """Why this machine cannot run the case, as for want of an optional package; None if it can."""
+    try:
+        make(case, 1, {"name": "cpu"})
+    except trial.InvalidTrial as error:
+        return str(error)
+    return None
 
 
 def runner(chosen: trial.Trial) -> Any:
@@ -172,16 +183,16 @@ def resting() -> int:
 def offloaded() -> int:
     """Bytes of what DeepSpeed's optimizer keeps in host memory, which a CPU cannot tell from the device's."""
     zero = next((o for o in gc.get_objects() if issubclass(type(o), base_optimizer.ZeROOptimizer)), None)
-    kept: list[Any] = list(getattr(zero, "param_groups_fp16_flat_cpu_memory", ()))
+    names = ["param_groups_fp16_flat_cpu_memory"]
+    kept: list[Any] = []
     if getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False):
-        masters = [
-            getattr(zero, name, []) for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
-        ]
-        for master in (tensor for tensors in masters for tensor in tensors):
-            kept += [master, master.grad, *zero.optimizer.state.get(master, {}).values()]
-        kept += [
-            getattr(zero, name, None) for name in ("grad_partitions_flat_buffer", "temp_grad_buffer_for_cpu_offload")
-        ]
+        masters = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+        names += [*masters, "grad_partitions_flat_buffer", "temp_grad_buffer_for_cpu_offload"]
+        names += ["param_buffer_of_bit16_for_cpu_offload_groups"]
+        for master in (tensor for name in masters for tensor in getattr(zero, name, ())):
+            kept += [master.grad, *zero.optimizer.state.get(master, {}).values()]
+    for value in (getattr(zero, name, None) for name in names):
+        kept += value if isinstance(value, list) else [value]
     tensors = [tensor for tensor in kept if isinstance(tensor, torch.Tensor) and tensor.numel() > 1]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
@@ -261,7 +272,11 @@ def main() -> None:
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    cases = [one for one in CASES if all(word.lower() in one["name"].lower() for word in chosen.words)]
+    named = [one for one in CASES if all(word.lower() in one["name"].lower() for word in chosen.words)]
+    lacking = {one["name"]: reason for one in named if (reason := impossible(one)) is not None}
+    for name, reason in lacking.items():
+        print(f"left out: {name}: {reason}", file=sys.stderr)
+    cases = [one for one in named if one["name"] not in lacking]
     for template in sorted({registry.template(make(one, 1, {"name": "cpu"})) for one in cases}):
         worker.preload(template)
     results = []

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 Capability = tuple[int, int]
 Kernels = Iterable[tuple[str, Callable[..., Any]]]
 
@@ -98,7 +99,7 @@ class CudaIsHere(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
-        if func is torch.Tensor.data.__set__ and args[0].device != args[1].device:
+        if func is _SET_DATA and args[0].device != args[1].device:
             return move(args[0], args[1].detach())
         host = "cpu"
         if _caller().startswith("deepspeed."):
@@ -111,9 +112,9 @@ class CudaIsHere(TorchFunctionMode):
 
 
 def _caller() -> str:
-    """The module that called a torch function, itself perhaps of torch: a mode above ours, as `with device` is one."""
+    """The module that called a torch function, looked for past a mode above ours, as `with device` is one."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch."):
+    while frame is not None and frame.f_globals.get("__name__") == "torch.utils._device":
         frame = frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__"))
 

@@ -147,10 +147,16 @@ def arguments(trial: Trial) -> dict[str, Any]:
 
 
 def made(trial: Trial, net: torch.nn.Module) -> None:
-    """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id."""
-    found = {hasattr(parameter, "ds_id") for parameter in net.parameters()}
+    """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id.
+
+    Adapters are put into the model that was made, and wait for the engine to divide them.
+    """
+    base = [p for p in net.parameters() if trial.adapter == "none" or not p.requires_grad]
+    found = {hasattr(parameter, "ds_id") for parameter in base}
     if found != {divided(trial)}:
-        raise RuntimeError(f"zero_init={trial.zero_init}, and of the model's parameters are divided or not: {found}")
+        raise RuntimeError(
+            f"zero_init={trial.zero_init}, and the model's parameters are divided or not: {sorted(found)}"
+        )
 
 
 def checked(trial: Trial, net: Any) -> None:
