@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.ops import adam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.op_builder import FusedAdamBuilder
 
 from vramsweep.harness.trial import Trial
@@ -24,8 +24,8 @@ from vramsweep.runners.techniques.standin import fused
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class and its mode."""
     if trial.optimizer == "deepspeed_fused_adam":
-        return adam.FusedAdam, {"lr": 1e-5, "adam_w_mode": True}
-    return adam.DeepSpeedCPUAdam, {"lr": 1e-5, "adamw_mode": True}
+        return FusedAdam, {"lr": 1e-5, "adam_w_mode": True}
+    return DeepSpeedCPUAdam, {"lr": 1e-5, "adamw_mode": True}
 
 
 @contextlib.contextmanager
