@@ -37,6 +37,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
+from deepspeed.runtime import base_optimizer  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
@@ -68,6 +69,9 @@ def case(name: str, runner: str, sharding: str, precision: str, **over: Any) -> 
 DEEPSPEED = {"options": {"zero_optimization": SMALL}}
 
 
+OWN_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+
+
 def ds_config(stage: int, **more: Any) -> dict[str, str]:
     """A file as users of the Trainer have it, with buckets of the size above; what `more` says goes over it."""
     zero = {"stage": stage, **SMALL, **more.pop("zero_optimization", {})}
@@ -84,6 +88,31 @@ CASES = [
     *(case("ZeRO-3 whole first", "deepspeed", "zero3", p, zero_init=False, **DEEPSPEED) for p in ("bf16", "fp32")),
     case("Trainer ZeRO-0", "trainer", "zero0", "fp32", **ds_config(0)),
     *(case(f"Trainer ZeRO-{n}", "trainer", f"zero{n}", p, **ds_config(n)) for p in ("bf16", "fp32") for n in (1, 2, 3)),
+    *(
+        case("Trainer ZeRO-3 whole first", "trainer", "zero3", p, zero_init=False, **ds_config(3))
+        for p in ("bf16", "fp32")
+    ),
+    *(
+        case(
+            f"Trainer ZeRO-{n} {'+'.join(where)}",
+            "trainer",
+            f"zero{n}",
+            p,
+            **dict.fromkeys(where, True),
+            **ds_config(n, zero_optimization={axis: {"device": "cpu"} for axis in where}, **(OWN_ADAM if own else {})),
+            **({"optimizer": "deepspeed_cpu_adam"} if own else {}),
+        )
+        for n, where, own, p in (
+            (2, ("offload_optimizer",), False, "bf16"),
+            (2, ("offload_optimizer",), True, "fp32"),
+            (3, ("offload_optimizer",), True, "bf16"),
+            (3, ("offload_param",), False, "bf16"),
+            (3, ("offload_param",), False, "fp32"),
+            (3, ("offload_optimizer", "offload_param"), True, "bf16"),
+        )
+    ),
+    *(case(f"Trainer ZeRO-{n} LoRA", "trainer", f"zero{n}", "bf16", adapter="lora", **ds_config(n)) for n in (2, 3)),
+    case("ZeRO-3 LoRA", "deepspeed", "zero3", "bf16", adapter="lora", **DEEPSPEED),
     *(case("DDP", "torch", "ddp", p) for p in ("fp32", "bf16")),
     case(
         "DDP, buckets of 2 MiB as gradients",
@@ -114,6 +143,15 @@ def make(case: Case, world: int, device: dict[str, str]) -> trial.Trial:
         "allocator": {"name": "default"}, "protocol": {"name": "check", "warmup_steps": 1, "measured_steps": 1},
     }  # fmt: skip
     return trial.parse(values | {key: value for key, value in case.items() if key != "name"})
+
+
+def impossible(case: Case) -> str | None:
+    """Why this machine cannot run the case, as for want of an optional package; None if it can."""
+    try:
+        make(case, 1, {"name": "cpu"})
+    except trial.InvalidTrial as error:
+        return str(error)
+    return None
 
 
 def runner(chosen: trial.Trial) -> Any:
@@ -220,13 +258,13 @@ class Rests:
         if self.host is not None:
             for tensor in [t for t in tensors_alive() if isinstance(t, DTensor)]:
                 self.host.add(tensor)
-        self.found["built"] = resting(self.host)
+        self.found["built"] = resting(self.host) - offloaded()
 
     def step_begin(self) -> None:
         if self.index == 2:
             self.apart = resting(self.host)
             self.live.__enter__()
-            self.apart = self.live.live - self.apart  # ids and counters
+            self.apart = self.live.live - self.apart + offloaded()  # ids and counters, and what is not the device's
             self.sent.__enter__()
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
@@ -236,7 +274,7 @@ class Rests:
             self.found["sent"] = self.sent.nbytes
             self.live.__exit__(None, None, None)
         del loss
-        self.found["rest"] = resting(self.host)
+        self.found["rest"] = resting(self.host) - offloaded()
         self.index += 1
 
     def mark(self, phase: Any) -> None:
@@ -256,6 +294,23 @@ def resting(host: Host | None) -> int:
                 storages[storage._cdata] = storage.nbytes() if storage.nbytes() > held.element_size() else 0
     storages |= {storage._cdata: storage.nbytes() for storage in held_by_code()}
     return sum(size for key, size in storages.items() if host is None or key not in host.storages)
+
+
+def offloaded() -> int:
+    """Bytes of what DeepSpeed's optimizer keeps in host memory, which a CPU cannot tell from the device's."""
+    zero = next((o for o in gc.get_objects() if issubclass(type(o), base_optimizer.ZeROOptimizer)), None)
+    names = ["param_groups_fp16_flat_cpu_memory"]
+    kept: list[Any] = []
+    if getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False):
+        masters = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+        names += [*masters, "grad_partitions_flat_buffer", "temp_grad_buffer_for_cpu_offload"]
+        names += ["param_buffer_of_bit16_for_cpu_offload_groups"]
+        for master in (tensor for name in masters for tensor in getattr(zero, name, ())):
+            kept += [master.grad, *zero.optimizer.state.get(master, {}).values()]
+    for value in (getattr(zero, name, None) for name in names):
+        kept += value if isinstance(value, list) else [value]
+    tensors = [tensor for tensor in kept if isinstance(tensor, torch.Tensor) and tensor.numel() > 1]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def real(case: Case, world: int) -> dict[str, int]:
@@ -334,7 +389,11 @@ def main() -> None:
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    cases = [one for one in CASES if all(word.lower() in one["name"].lower() for word in chosen.words)]
+    named = [one for one in CASES if all(word.lower() in one["name"].lower() for word in chosen.words)]
+    lacking = {one["name"]: reason for one in named if (reason := impossible(one)) is not None}
+    for name, reason in lacking.items():
+        print(f"left out: {name}: {reason}", file=sys.stderr)
+    cases = [one for one in named if one["name"] not in lacking]
     for template in sorted({registry.template(make(one, 1, {"name": "cpu"})) for one in cases}):
         worker.preload(template)
     results = []

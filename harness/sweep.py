@@ -272,7 +272,7 @@ def _provenance(trial: Trial, cards: Sequence[machine.Gpu]) -> Row:
         "gpu_name": cards[0].name if cards else None,
         "gpu_uuid": cards[0].uuid if cards else None,
         "driver_version": cards[0].driver if cards else None,
-        "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
+        "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
     }
 
 

@@ -338,7 +338,7 @@ def _device(trial: Trial) -> str | None:
         return (
             f"allocator {trial.allocator.name}: the CUDA allocator is not in use on device=cpu; use allocator=default"
         )
-    if trial.precision == "fp16" and trial.runner.name != "deepspeed":
+    if trial.precision == "fp16" and trial.sharding not in registry.ZERO:
         return "precision fp16 (autocast with GradScaler) is not supported on device=cpu; use bf16"
     return None
 

@@ -24,6 +24,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vramsweep.runners import places
 
 aten = torch.ops.aten
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 Capability = tuple[int, int]
 Kernels = Iterable[tuple[str, Callable[..., Any]]]
 
@@ -92,21 +94,26 @@ def behave(capability: Capability) -> Iterator[set[str]]:
 class CudaIsHere(TorchFunctionMode):
     """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there.
 
-    What DeepSpeed names "cpu", and what it makes beside a tensor that is there, is in host memory (places.py).
+    What DeepSpeed names "cpu", makes empty where it names no device, and makes beside a tensor that is there, is in
+    host memory (places.py).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func is torch.Tensor.pin_memory:
             return places.pinned(args[0]) if args[0].is_meta else args[0]
         if func is torch.Tensor.cuda:
             return args[0].to("cpu") if args[0].is_meta else args[0]
+        if func is _SET_DATA and args[0].device != args[1].device:
+            return move(args[0], args[1].detach())
         host = "cpu"
         made: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if str(sys._getframe(1).f_globals.get("__name__")).startswith("deepspeed."):
+        if _caller().startswith("deepspeed."):
             host = "meta"
             if func is torch.Tensor.cpu:
                 func, args = torch.Tensor.to, (args[0], "cpu")
+            if func is torch.empty and kwargs.get("device") is None:
+                kwargs["device"] = "cpu"
             if any(value in ("cpu", places.HOST) for value in (*args, *kwargs.values()) if _names_place(value)):
                 made = places.host(pinned=bool(kwargs.pop("pin_memory", False)))
         with made:
@@ -115,6 +122,22 @@ class CudaIsHere(TorchFunctionMode):
 
 def _names_place(value: Any) -> bool:
     return isinstance(value, (str, torch.device))
+
+
+def _caller() -> str:
+    """The module that called a torch function, looked for past a mode above ours, as `with device` is one."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "torch.utils._device":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__"))
+
+
+def move(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give a fake tensor the memory of another, which is in another place: to torch, another kind of tensor."""
+    here: Any = old
+    there: Any = new.requires_grad_(old.requires_grad)
+    torch._C._swap_tensor_impl(old, new)
+    here.fake_device, there.fake_device = there.fake_device, here.fake_device
 
 
 def _placed(value: Any, host: str) -> Any:
@@ -413,9 +436,8 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
             swap_tensors(old, new)
         elif old.device == new.device:
             old.data = new.data
-        else:  # between host memory and the device, which are two kinds of tensor
-            old.__dict__, new.__dict__ = new.__dict__, old.__dict__
-            torch._C._swap_tensor_impl(old, new)
+        else:
+            move(old, new)
 
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 

@@ -55,7 +55,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
         "cuda_version": torch.version.cuda,
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
-        "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
+        "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
     }
     try:
         with techniques.around(trial, device):

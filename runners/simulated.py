@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from vramsweep.harness import links, machine, node
+from vramsweep.harness import links, machine, node, registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
@@ -100,7 +100,7 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     _record(folder, predicted)
     about = {
         "prediction_basis": basis(trial),
-        "deepspeed_version": machine.version("deepspeed") if trial.runner.name == "deepspeed" else None,
+        "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
         "gpu_name": card.name,
         "device_total_bytes": reported_bytes(card),
         "memory_limit_bytes": limit,

@@ -16,6 +16,7 @@ AXES = (
 
 BITSANDBYTES = (Package("bitsandbytes", "0.44"),)  # blocks of 2,048 elements before
 TORCHAO = (Package("torchao", "0.11"),)  # torchao.optim; prototypes before
+ZERO = ("zero0", "zero1", "zero2", "zero3")
 NO_DTENSOR = (("sharding", ("fsdp2",), "it does not take FSDP2's sharded tensors (DTensor); use optimizer=adamw_torch, "
                "or sharding=zero2"),)  # fmt: skip
 NOT_PAGED = (("device", ("cpu",), "bitsandbytes pages nothing there; use the optimizer of that name without paged"),
@@ -85,12 +86,14 @@ TECHNIQUES: tuple[Technique, ...] = (
               checked=("cpu", "simulated"), excludes=NO_DTENSOR,
               source="https://github.com/pytorch/ao/tree/main/torchao/optim"),
     Technique("optimizer", "deepspeed_fused_adam", "DeepSpeed's FusedAdam (ds_config's AdamW): no temporaries",
-              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed",), checked=("simulated", "gpu"),
+              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed", "trainer"), shardings=ZERO,
+              checked=("simulated", "gpu"),
               excludes=(("device", ("cpu",), "its kernel needs CUDA; on device=cpu use adamw_torch"),
                         ("offload_optimizer", (True,), "it steps on the card; use deepspeed_cpu_adam")),
               source="https://deepspeed.readthedocs.io/en/latest/optimizers.html"),
     Technique("optimizer", "deepspeed_cpu_adam", "DeepSpeedCPUAdam (ds_config's AdamW with offload)",
-              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed",), checked=("cpu", "simulated"),
+              module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed", "trainer"), shardings=ZERO,
+              checked=("cpu", "simulated"),
               excludes=(("offload_optimizer", (False,), "it steps in host memory; add offload_optimizer=true, or use "
                          "deepspeed_fused_adam"),),
               source="https://deepspeed.readthedocs.io/en/latest/optimizers.html"),

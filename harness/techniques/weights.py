@@ -118,7 +118,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("adapter", "none", "all weights are trained"),
     Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are "
               "in half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,),
-              shardings=(*_WHOLE, "fsdp1", "fsdp2"), checked=("cpu", "simulated"), excludes=(
+              shardings=(*_WHOLE, "zero3", "fsdp1", "fsdp2"), checked=("cpu", "simulated"), excludes=(
                   ("precision", ("bf16_master",), "what is trained is fp32 already; use bf16_pure, with bf16 base "
                    "weights, or bf16"),),
               source="https://huggingface.co/docs/peft/developer_guides/lora"),

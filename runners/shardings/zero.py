@@ -25,6 +25,7 @@ from vramsweep.runners import build, ranks, trace
 from vramsweep.runners.shardings import zero_traced
 
 OWN_ADAM = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
+WHERE = "ds_config (the file, or runner.options)"
 PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise for what they do not know
 
 
@@ -146,10 +147,19 @@ def arguments(trial: Trial) -> dict[str, Any]:
 
 
 def fitting(trial: Trial, net: torch.nn.Module, arguments: Any = None) -> None:
-    """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id."""
-    found = {hasattr(parameter, "ds_id") for parameter in net.parameters()}
+    """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id.
+
+    Adapters are put into the model that was made, and wait for the engine to divide them. InvalidTrial where the
+    Trainer's arguments do not go with the configuration.
+    """
+    if arguments is not None:
+        _agree(arguments)
+    base = [p for p in net.parameters() if trial.adapter == "none" or not p.requires_grad]
+    found = {hasattr(parameter, "ds_id") for parameter in base}
     if found != {divided(trial)}:
-        raise RuntimeError(f"zero_init={trial.zero_init}, and of the model's parameters are divided or not: {found}")
+        raise RuntimeError(
+            f"zero_init={trial.zero_init}, and the model's parameters are divided or not: {sorted(found)}"
+        )
 
 
 def checked(trial: Trial, net: Any) -> None:
@@ -171,6 +181,20 @@ def checked(trial: Trial, net: Any) -> None:
     tracer = trace.active()
     if tracer is not None:
         tracer.held = functools.partial(zero_traced.held, net.optimizer)
+
+
+def _agree(arguments: Any) -> None:
+    """Raise InvalidTrial for what of the file the Trainer's arguments contradict, and for what DeepSpeed ignores of it.
+
+    The Trainer would say the first when training begins (HfTrainerDeepSpeedConfig.trainer_config_finalize).
+    """
+    given = arguments.hf_deepspeed_config
+    if given.mismatches:
+        wrong = ", ".join(text.removeprefix("- ds ") for text in given.mismatches)
+        raise InvalidTrial(
+            f'ds_config and TrainingArguments differ: {wrong}; change one, or write "{AUTO}" in the file'
+        )
+    heeded(_decided(given.config))
 
 
 def told(net: Any) -> dict[str, Any]:
@@ -233,15 +257,15 @@ def heeded(config: Mapping[str, Any]) -> None:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         hint = _closest(str(first["loc"][-1]), _fields()) if first["type"] == "extra_forbidden" else ""
-        text = f"runner.options: DeepSpeed's {error.title} does not take {key}: {first['msg']}{hint}"
+        text = f"{WHERE}: DeepSpeed's {error.title} does not take {key}: {first['msg']}{hint}"
         raise InvalidTrial(text) from None
     except deepspeed.DeepSpeedConfigError as error:
-        raise InvalidTrial(f"runner.options: {error}") from None
+        raise InvalidTrial(f"{WHERE}: {error}") from None
     ignored = next(_ignored(asked), None)
     if ignored is not None:
         path, known = ignored
         raise InvalidTrial(
-            f"runner.options.{path}: DeepSpeed {deepspeed.__version__} does not look at it, so it would have no effect"
+            f"{WHERE}, {path}: DeepSpeed {deepspeed.__version__} does not look at it, so it would have no effect"
             f"{_closest(path.rpartition('.')[2], known)}"
         )
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero import utils as zero_utils
 
 from vramsweep.runners import places
@@ -76,11 +78,30 @@ class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return places.pinned(tensor, shape)
 
 
+def made_on_host(optimizer: Any, params: Any, lr: float = 1e-3, **settings: Any) -> None:
+    """DeepSpeedCPUAdam's `__init__` without its kernel, which is compiled.
+
+    DeepSpeed tells by the class itself what ZeRO supports, so no other can take its place.
+    """
+    torch.optim.Optimizer.__init__(optimizer, params, {"lr": lr, "amsgrad": False})
+    optimizer.opt_id, optimizer.ds_opt_adam = 0, SimpleNamespace(destroy_adam=nothing)
+
+
+def stepped_on_host(optimizer: Any, closure: Any = None) -> None:
+    """DeepSpeedCPUAdam's `step`: its state, in host memory beside the parameters, and no temporaries."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        if not optimizer.state[parameter]:
+            moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": 0, **moments}
+
+
 @contextlib.contextmanager
 def behave() -> Iterator[None]:
     """DeepSpeed on a card that is not there, until the context is left."""
     replaced = [
         (real_accelerator, "ds_accelerator", CudaAccelerator()),
+        (DeepSpeedCPUAdam, "__init__", made_on_host),
+        (DeepSpeedCPUAdam, "step", stepped_on_host),
         (zero_utils, "assert_lst_len_same_as_other_ranks", nothing),
         (zero_utils, "get_lst_from_rank0", list),  # this is rank 0
         (torch.cpu.Stream, "synchronize", nothing),

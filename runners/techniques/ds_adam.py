@@ -21,23 +21,11 @@ from vramsweep.harness.trial import Trial
 from vramsweep.runners.techniques.standin import fused
 
 
-class OnHost(DeepSpeedCPUAdam):  # type: ignore[misc]
-    """DeepSpeedCPUAdam whose parameters and state are host memory, which is not traced, so that nothing is done."""
-
-    stands_for = "DeepSpeedCPUAdam"
-
-    def __init__(self, params: Any, lr: float = 1e-5, adamw_mode: bool = True) -> None:
-        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "amsgrad": False})
-
-    def step(self, closure: Any = None) -> None:
-        """As every optimizer's: DeepSpeed steps once to have the state made."""
-
-
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class and its mode."""
     if trial.optimizer == "deepspeed_fused_adam":
         return FusedAdam, {"lr": 1e-5, "adam_w_mode": True}
-    return OnHost if trial.device.name == "simulated" else DeepSpeedCPUAdam, {"lr": 1e-5, "adamw_mode": True}
+    return DeepSpeedCPUAdam, {"lr": 1e-5, "adamw_mode": True}
 
 
 @contextlib.contextmanager

@@ -8,16 +8,16 @@ import tomllib
 from typing import Any
 
 import pytest
-import yaml
 from conftest import ROOT, tiny
+from omegaconf import OmegaConf
 
 from vramsweep.analysis import groups
-from vramsweep.harness import cli, registry, row, techniques
+from vramsweep.harness import cli, launch, registry, row, techniques  # noqa: F401
 from vramsweep.harness import trial as trials
 from vramsweep.harness.techniques import AXES, TECHNIQUES, Package, Technique, tables
 from vramsweep.harness.techniques import entry as entry_module
 
-CONFIG = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
+CONFIG = OmegaConf.load(ROOT / "conf" / "config.yaml")  # whose values harness.launch resolves
 RUNNERS = {runner.name for runner in registry.RUNNERS}
 SETTINGS = {*trials.Trial.model_fields}
 HOOKS = {"around", "construct", "pretrained", "model", "optimizer", "stepping"}

@@ -1,0 +1,156 @@
+"""DeepSpeed as its users run it: through the Trainer, by a ds_config.json, with the model whole first or divided."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Run, tiny
+from test_sharded import SIMULATED, WORKSPACES, patched
+
+from vramsweep.harness import gpus, trial
+from vramsweep.runners import simulated, trainer
+from vramsweep.runners.shardings import zero
+
+PARAMETERS = 119360
+SMALL = {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}  # by default 2 GB of zeros each
+AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+
+
+def file(folder: Path, stage: int, **more: Any) -> str:
+    """A ds_config.json as users of the Trainer have it."""
+    zero = {"stage": stage, **SMALL, **more.pop("zero", {})}
+    text = json.dumps({**AUTO, "zero_optimization": zero, **more})
+    path = folder / f"{abs(hash(text))}.json"
+    path.write_text(text)
+    return str(path)
+
+
+def asked(folder: Path, stage: int, more: dict[str, Any] | None = None, **over: Any) -> dict[str, Any]:
+    """A trial of the Trainer's with such a file."""
+    given = {"runner": {"name": "trainer"}, "ds_config": file(folder, stage, **(more or {})), "device": {"name": "cpu"}}
+    return tiny(sharding=f"zero{stage}", **given | over)
+
+
+@pytest.mark.slow
+def test_the_trainer_s_engine_real_and_predicted_whatever_the_stage(run_sweep: Run, tmp_path: Path) -> None:
+    """Phases of two real ranks, with accumulation and checkpointing, and the first loss, which is ln(vocabulary)."""
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    both = {"world_size": 2, "attention": "eager", "grad_accum": 2, "precision": "bf16"}
+    values = [
+        *(asked(tmp_path, 2, **both, checkpointing="full", device=device) for device in ({"name": "cpu"}, SIMULATED)),
+        *(asked(tmp_path, 3, **both, device=device) for device in ({"name": "cpu"}, SIMULATED)),
+        asked(tmp_path, 3, **both, zero_init=False),
+        asked(tmp_path, 0),
+        asked(
+            tmp_path, 1, {"zero": offload, "optimizer": ADAMW}, offload_optimizer=True, optimizer="deepspeed_cpu_adam"
+        ),
+        tiny(runner={"name": "deepspeed", "options": {"zero_optimization": SMALL}}, sharding="zero3", precision="bf16"),
+    ]
+    rows = run_sweep(*values, isolation="warm")
+    assert [row["outcome"] for row in rows] == ["ok"] * len(rows), [row["reason"] for row in rows]
+    for row in rows:
+        assert row["parameters"] == PARAMETERS and row["deepspeed_version"]
+        if row["device"] == "simulated":
+            continue
+        # tied weights too are initialised by transformers, of std 0.02, under zero.Init or not
+        assert row["loss_first"] * row["grad_accum"] ** (row["runner"] == "trainer") == pytest.approx(
+            math.log(512), 0.02
+        )
+        assert row["skipped_steps"] == 0 and row["measured_steps"] == 2
+        elapsed = sum(row["step_times_s"])
+        assert row["tokens_per_s"] == pytest.approx(2 * 32 * 2 * row["grad_accum"] * row["world_size"] / elapsed)
+    for real, predicted in ((rows[0], rows[1]), (rows[2], rows[3])):
+        for phase, tolerance in (("forward", 0.03), ("backward", 0.05)):  # a CPU updates one after the other
+            column = f"{phase}_peak_allocated_bytes"
+            assert predicted[column] - WORKSPACES == pytest.approx(real[column], rel=tolerance), phase
+    config = rows[0]["runner_config"]["deepspeed"]
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (2, 2)
+    assert config["gradient_clipping"] == 1.0  # max_grad_norm, by the Trainer
+    assert rows[2]["optimizer_effective"] == "DeepSpeedZeroOptimizer_Stage3(AdamW)"
+    assert rows[6]["optimizer_effective"] == "DeepSpeedZeroOptimizer(DeepSpeedCPUAdam)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("power", "skipped"), [(40, 2), (8, 0)])
+def test_steps_that_the_trainer_s_engine_skips_are_counted(tmp_path: Path, power: int, skipped: int) -> None:
+    values = asked(tmp_path, 2, {"fp16": {"enabled": "auto", "initial_scale_power": power}}, precision="fp16")
+    row = patched(tmp_path, values, "fp16")
+    assert row["skipped_steps"] == skipped
+    assert row["measured_steps"] == 2
+
+
+def test_a_trainer_that_leaves_deepspeed_out_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    chosen = trial.parse(asked(tmp_path, 2, device=SIMULATED))
+    with pytest.raises(trial.InvalidTrial, match=r"what trains is .*, not DeepSpeed's engine"):
+        simulated.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, trainer)
+
+
+def test_how_the_model_was_made_is_read_back(tmp_path: Path) -> None:
+    whole = torch.nn.Linear(1, 1)
+    zero.fitting(trial.parse(asked(tmp_path, 3, zero_init=False)), whole)
+    zero.fitting(trial.parse(asked(tmp_path, 2)), whole)
+    with pytest.raises(RuntimeError, match="zero_init=True"):
+        zero.fitting(trial.parse(asked(tmp_path, 3)), whole)
+
+
+@pytest.mark.slow
+def test_a_model_made_whole_is_all_on_the_card_once(run_sweep: Run, tmp_path: Path) -> None:
+    """Under zero.Init a rank of 8 never holds more than its share and one layer's weights."""
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    large = {"model": {"config": wide, "parameters": None}, "world_size": 8}
+    values = [asked(tmp_path, 3, device=SIMULATED, zero_init=zero_init, **large) for zero_init in (True, False)]
+    divided, whole = run_sweep(*values, isolation="warm")
+    assert divided["outcome"] == whole["outcome"] == "ok", (divided["reason"], whole["reason"])
+    parameters = divided["parameters"]
+    assert whole["parameters"] == parameters
+    assert whole["load_peak_allocated_bytes"] >= 4 * parameters
+    assert divided["load_peak_allocated_bytes"] < 4 * parameters / 2
+    for column in ("forward_peak_allocated_bytes", "peak_parameters_bytes"):
+        assert whole[column] == divided[column]
+
+
+@pytest.mark.slow
+def test_a_key_that_nobody_heeds_is_refused_and_one_that_the_trainer_fills_in_is_not(
+    run_sweep: Run, tmp_path: Path
+) -> None:
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    auto = {
+        "zero": dict.fromkeys(sizes, "auto"),
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+        "optimizer": ADAMW,
+    }
+    fused = {"device": SIMULATED, "optimizer": "deepspeed_fused_adam"}
+    engine = {"runner": {"name": "deepspeed"}}
+    values = [
+        asked(tmp_path, 3, auto, **fused),
+        asked(tmp_path, 3, auto, **fused, **engine),
+        asked(tmp_path, 2, {"gradient_cliping": 1.0}, device=SIMULATED),
+        asked(tmp_path, 2, {"zero": {"stage3_prefetch_bucket": 1}}, device=SIMULATED, **engine),
+        asked(tmp_path, 2, {"gradient_clipping": 0.5}, device=SIMULATED),
+    ]
+    filled, plain, *refused = run_sweep(*values, isolation="warm")
+    assert filled["outcome"] == plain["outcome"] == "ok", (filled["reason"], plain["reason"])
+    assert (
+        filled["runner_config"]["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == 64 * 64
+    )  # hidden_size squared
+    assert "reduce_bucket_size" not in plain["runner_config"]["zero_optimization"]  # the engine knows no "auto"
+    for row in (filled, plain):
+        assert row["optimizer_effective"] == "DeepSpeedZeroOptimizer_Stage3(FusedAdam)"
+    for row, text in zip(
+        refused,
+        (
+            "gradient_cliping: DeepSpeed",
+            "does not take stage3_prefetch_bucket",
+            "gradient_clipping=0.5 vs hf max_grad_norm=1.0",
+        ),
+        strict=True,
+    ):
+        assert row["outcome"] == "invalid" and text in row["reason"], row["reason"]
