@@ -177,7 +177,7 @@ def trainer(**options: Any) -> dict[str, Any]:
             "throw_on_cudamalloc_oom cannot be simulated",
         ),
         (tiny(runner={"name": "nanochat"}), "runners: torch, trainer, deepspeed, custom"),
-        (tiny(sharding="zero2"), "sharding=zero2 needs runner=deepspeed; runner=torch takes sharding=none, ddp, fsdp2"),
+        (tiny(sharding="zero2"), "sharding=zero2 needs runner=trainer or deepspeed; runner=torch takes sharding=none, ddp, fsdp1, fsdp2"),
         (tiny(sharding="ddp", runner={"name": "trainer"}), "sharding=ddp needs runner=torch"),
         (tiny(sharding="zero4"), "sharding = 'zero4'"),
         (tiny(world_size=2), "world_size 2 needs a sharding"),
