@@ -22,7 +22,7 @@ MIB = 1 << 20
 PROCESS = {"torch": 279 * MIB, "custom": 279 * MIB, "trainer": 294 * MIB, "deepspeed": 333 * MIB}
 # What a data loader's worker has for itself, the rest being its rank's pages, after 200 batches of token ids; the same
 # script. A data set that reads and decodes more takes more.
-LOADER_WORKER = 11 * MIB
+LOADER_WORKER = 16 * MIB
 
 
 def ranks(trial: Trial) -> int:

@@ -456,6 +456,13 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         with _disable_current_modes():
             return load(self)
 
+    iterator = torch.utils.data.DataLoader._get_iterator
+
+    def without_workers(self: Any) -> Any:
+        """What a loader's workers take is known without them (harness/node.py), and fake tensors cannot be forked."""
+        self.num_workers = 0
+        return iterator(self)
+
     shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def shapes_outside(self: Any, schema: Any) -> Any:
@@ -465,6 +472,7 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
 
     yield ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_outside
     yield torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", load_on_host
+    yield torch.utils.data.DataLoader, "_get_iterator", without_workers
     yield autocast, "__init__", autocast_on_cpu
     yield torch, "clear_autocast_cache", clear_casts
     yield torch, "is_autocast_enabled", is_autocast_enabled

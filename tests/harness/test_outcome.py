@@ -27,6 +27,7 @@ def failed(kind: str, message: str) -> Evidence:
 CASES = [
     (Evidence(exit_code=0, result={"values": {}}), "ok", False, ""),
     (failed("torch.OutOfMemoryError", "CUDA out of memory. Tried"), "oom", False, "Tried"),
+    (failed("vramsweep.runners.simulated.SimulatedHostOutOfMemoryError", "a node's"), "host_oom", False, "a node's"),
     (failed("torch.AcceleratorError", "CUDA error: out of memory"), "oom", False, "out of memory"),
     (failed("builtins.RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "oom", False, "CUBLAS"),
     (

@@ -228,6 +228,7 @@ def trainer(**options: Any) -> dict[str, Any]:
         (tiny(runner={"name": "custom"}), "needs runner.target"),
         (tiny(runner={"name": "custom", "target": "nowhere.py:build"}), "no file nowhere.py"),
         (tiny(weights="pretrained"), "needs model.path"),
+        (tiny(device={"name": "cpu", "node_memory_gib": 64.0}), "node_memory_gib belongs to device=simulated"),
         (tiny(data="corpus.txt"), "needs a tokenizer"),
         (tiny(model={"path": "somewhere"}), "either a shipped architecture or model.path"),
     ],
