@@ -61,7 +61,7 @@ def test_a_new_axis_changes_no_id_while_it_is_at_its_default(monkeypatch: pytest
 def test_ids_are_frozen() -> None:
     """A change of these is a new version of the ids: every journal out there would run anew."""
     assert identity(tiny()) == "8145e009cbffcfe0"
-    assert identity(deepspeed("zero3", world_size=8, offload_optimizer=True)) == "427840515032edc3"
+    assert identity(deepspeed("zero3", world_size=8, offload_optimizer=True)) == "66f8abef81e82f10"
     assert identity(tiny(device=SIMULATED, precision="bf16", attention="eager")) == "6de40613107f23a8"
 
 
@@ -177,8 +177,10 @@ def trainer(**options: Any) -> dict[str, Any]:
             "throw_on_cudamalloc_oom cannot be simulated",
         ),
         (tiny(runner={"name": "nanochat"}), "runners: torch, trainer, deepspeed, custom"),
-        (tiny(sharding="zero2"), "sharding=zero2 needs runner=deepspeed; runner=torch takes sharding=none, ddp, fsdp2"),
-        (tiny(sharding="ddp", runner={"name": "trainer"}), "sharding=ddp needs runner=torch"),
+        (
+            tiny(sharding="zero2"),
+            "sharding=zero2 needs runner=trainer or deepspeed; runner=torch takes sharding=none, ddp, fsdp2",
+        ),
         (tiny(sharding="zero4"), "sharding = 'zero4'"),
         (tiny(world_size=2), "world_size 2 needs a sharding"),
         (tiny(world_size=0), "world_size = 0"),
@@ -186,8 +188,6 @@ def trainer(**options: Any) -> dict[str, Any]:
         (tiny(sharding="fsdp2", runner={"options": {"mesh": 2}}), "runner=torch takes reshard_after_forward"),
         (tiny(runner={"options": {"reshard_after_forward": True}}), "belongs to sharding=fsdp2, not none"),
         (tiny(sharding="fsdp2", offload_optimizer=True), "needs runner=deepspeed"),
-        (tiny(sharding="ddp", device=SIMULATED), "cannot be simulated"),
-        (deepspeed("zero3", offload_param=True, device=SIMULATED), "offload_param cannot be simulated"),
         (deepspeed("zero2", options={"optimizer": {"type": "Lamb"}}, device=SIMULATED), "Lamb cannot be simulated"),
         (deepspeed("zero2", options={"optimizer": {"type": "AdamW"}}, device=SIMULATED), "deepspeed_fused_adam"),
         (deepspeed("zero2", optimizer="adamw_torch_fused"), "adamw_torch_fused with deepspeed needs CUDA"),
