@@ -61,7 +61,7 @@ SHARDINGS = (
     Sharding("zero2", "and gradients (ZeRO 2)", f"{_PLACE}.zero", stage=2, preload=_ZERO_PRELOAD,
              measurement=2),
     Sharding("zero3", "and weights (ZeRO 3)", f"{_PLACE}.zero", stage=3, preload=_ZERO_PRELOAD,
-             measurement=2),
+             measurement=3),
 )
 # fmt: on
 ZERO = tuple(s.name for s in SHARDINGS if s.stage is not None)

@@ -89,7 +89,7 @@ def trainer_config(trial: Trial) -> dict[str, Any]:
     given = _file(trial)
     zero = given.get("zero_optimization", {})
     given["zero_optimization"] = {  # which the Trainer does not fill in
-        key: _decided(value) if key in OFFLOADS else value
+        key: _decided(value) if key in OFFLOADS and isinstance(value, Mapping) else value
         for key, value in zero.items()
         if (key, value) != ("stage", AUTO)
     }

@@ -61,7 +61,7 @@ def test_a_new_axis_changes_no_id_while_it_is_at_its_default(monkeypatch: pytest
 def test_ids_are_frozen() -> None:
     """A change of these is a new version of the ids: every journal out there would run anew."""
     assert identity(tiny()) == "8145e009cbffcfe0"
-    assert identity(deepspeed("zero3", world_size=8, offload_optimizer=True)) == "427840515032edc3"
+    assert identity(deepspeed("zero3", world_size=8, offload_optimizer=True)) == "66f8abef81e82f10"
     assert identity(tiny(device=SIMULATED, precision="bf16", attention="eager")) == "6de40613107f23a8"
 
 
