@@ -92,8 +92,9 @@ class AllocatorAxis(_Frozen):
 class RunnerAxis(_Frozen):
     """Who drives the loop (registry.RUNNERS), and what it is told beside the axes.
 
-    `options` overrides TrainingArguments (trainer), the ds config (deepspeed) or arguments of fully_shard (torch with
-    sharding=fsdp2); those that an axis says are rejected. `target` is the custom runner's path/to/file.py:function.
+    `options` overrides TrainingArguments (trainer), the ds config (deepspeed) or arguments of what divides the model
+    (torch; Sharding.options); those that an axis says are rejected. `target` is the custom runner's
+    path/to/file.py:function.
     """
 
     name: str

@@ -100,7 +100,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     # no_sync
     Technique("no_sync", True, "DistributedDataParallel.no_sync"),
     Technique("no_sync", False, "gradients are averaged after every accumulated pass", runners=("torch",),
-              shardings=("ddp",), checked=("cpu",), rules=(_accumulating,), source="https://docs.pytorch.org/docs/stable/"
-              "generated/torch.nn.parallel.DistributedDataParallel.html"),
+              shardings=("ddp",), checked=("cpu", "simulated"), rules=(_accumulating,), source="https://docs.pytorch.org/docs/"
+              "stable/generated/torch.nn.parallel.DistributedDataParallel.html"),
 )
 # fmt: on
