@@ -188,7 +188,7 @@ class Tracer(TorchDispatchMode):
         self._workspace = cublas_workspace(capability)
         self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
         self._card = _Book(self.trace, self._note_stream)
-        self._host = _Book(self.trace.host, lambda: self.trace.host.pinned.append(bool(places.told())))
+        self._host = _Book(self.trace.host, lambda: self.trace.host.pinned.append(places.told() == "pinned"))
         self._books = (self._card, self._host)
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
@@ -295,8 +295,11 @@ class Tracer(TorchDispatchMode):
             return
         if tensor.device.type != "meta":
             self._card.hold(tensor.untyped_storage())
-        elif places.told() is not None or any(self._host.number(t) is not None for t in inputs):
+        elif places.told() in ("pageable", "pinned") or (places.told() is None and any(map(self._somewhere, inputs))):
             self._host.hold(tensor.untyped_storage())
+
+    def _somewhere(self, tensor: torch.Tensor) -> bool:
+        return any(book.number(tensor) is not None for book in self._books)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP frees the weights that it gathered, and makes room for them again, in one and the same storage."""

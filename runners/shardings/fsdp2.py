@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, ranks, shardings
+from vramsweep.runners import build, places, ranks, shardings
 from vramsweep.runners.shardings import fsdp_trainer
 
 place, around, fitting, traced = fsdp_trainer.place, fsdp_trainer.around, fsdp_trainer.fitting, fsdp_trainer.traced
@@ -76,7 +76,8 @@ def weightless() -> Iterator[None]:
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            parameter = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            with places.nowhere():
+                parameter = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
     torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
@@ -88,7 +89,8 @@ def weightless() -> Iterator[None]:
 
 def materialize(net: torch.nn.Module, device: torch.device) -> None:
     """Give this rank's shards memory on the device and random values: those a transformer usually starts from."""
-    net._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    with places.host():  # if the device is
+        net._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             shard = cast(DTensor, parameter).to_local()
