@@ -33,7 +33,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     zero.heeded(config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
     # given a dtype, ZeRO-3 overrides it where fp16 is not supported, as on many CPUs; the configuration is heeded
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.sharding == "zero3"):
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=trial.sharding == "zero3" and trial.zero_init):
         net = build.model(trial, device, dtype)
     client = None if "optimizer" in config else build.optimizer(trial, net.parameters(), device)
     engine, optimizer, _, _ = deepspeed.initialize(

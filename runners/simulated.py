@@ -29,15 +29,16 @@ from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
 from vramsweep.harness.roofline import Work, estimate
 from vramsweep.harness.trial import SIMULATION, InvalidTrial, Trial
-from vramsweep.runners import build, masks, techniques
+from vramsweep.runners import build, differences, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
+from vramsweep.runners.lag import Lag
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.trace import Mark, Trace, Tracer
 
-FORMAT = 5  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
+FORMAT = 6  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -88,7 +89,7 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     config = allocator_config.parse(trial.allocator.conf)
     trace, details = _trace_kept(trial, card, folder, runner)
     limit = memory_limit(card)
-    predicted = replay(trace, config, limit)
+    predicted = replay(trace, config, limit, Lag(trace, card, trial.precision == "tf32"))
     _record(folder, predicted)
     about = {
         "prediction_basis": basis(trial),
@@ -101,7 +102,8 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
     }
     if predicted.failed is not None:
-        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
+        unlimited = replace(config, per_process_memory_fraction=1.0)
+        whole = replay(trace, unlimited, None, Lag(trace, card, trial.precision == "tf32"))
         peak = {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
         raise SimulatedOutOfMemoryError(_refused(predicted, card, whole), about | peak)
     found = columns(predicted) | speed(trial, trace, card) | details | about
@@ -132,6 +134,7 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
             tracer.record(),
             techniques.around(trial, torch.device("cpu")),
+            differences.applied(trial) as applied,
         ):
             runner.run(trial, torch.device("cpu"), meter, folder)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -148,7 +151,8 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
             "torch.library.register_fake, or measure on device=cuda"
         ) from error
-    return tracer.trace, meter.details | {"attention_kernels": sorted(attention) or None}
+    about = {"attention_kernels": sorted(attention) or None, "differences": applied or None}
+    return tracer.trace, meter.details | about
 
 
 def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
@@ -156,6 +160,7 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
     if kept.is_file():
         stored = json.loads(kept.read_text())
         stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
+        stored["trace"]["works"] = [Work(*work) for work in stored["trace"]["works"]]
         stored["trace"]["kernels"] = [(Work(*work), count) for work, count in stored["trace"]["kernels"]]
         return Trace(**stored["trace"]), stored["details"]
     trace, details = trace_trial(trial, card, folder, runner)
@@ -163,6 +168,7 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
     aside = kept.with_suffix(f".{os.getpid()}")
     values = asdict(trace) | {
         "marks": [list(asdict(mark).values()) for mark in trace.marks],
+        "works": [list(asdict(work).values()) for work in trace.works],
         "kernels": [(list(asdict(work).values()), count) for work, count in trace.kernels],
     }
     aside.write_text(json.dumps({"trace": values, "details": details}))
