@@ -118,7 +118,7 @@ def basis(trial: Trial) -> str:
     """
     sharded = trial.sharding != "none"
     return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
-        "; estimate: communication, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
+        "; estimate: communication, active, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
     )
 
 
