@@ -7,9 +7,10 @@ Words choose the cases whose names hold all of them.
 Nothing is timed. The real ranks train over gloo while every tensor storage is counted; the prediction is the runner
 traced on fake tensors over a fake process group, as device=simulated does. Both count bytes of rank 0: at rest after
 everything is built, at rest between steps, and the largest in each phase of the third step; and what its collectives
-move in that step, under "sent" (the whole of what is gathered, scattered or reduced). Left out on both sides:
-token ids, one-element tensors, which are on the host for the one and on the device for the other, and CUDA's
-workspaces. The real ranks' optimizer updates all parameters at once, as on CUDA, not one after the other.
+move in that step, under "sent" (the whole of what is gathered, scattered or reduced). Left out on both sides: token
+ids, one-element tensors, which are on the host for the one and on the device for the other, CUDA's workspaces, and
+gloo's own copies: it reduces and scatters in a copy of the input, which NCCL does without. The real ranks' optimizer
+updates all parameters at once, as on CUDA, not one after the other.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class Live(LiveBytes):
         self.host = host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.split.Tensor:
+        if func.is_view and isinstance(args[0], torch.Tensor) and not sharded(types):
             storage = args[0].untyped_storage()
             if storage._cdata not in self._sizes:
                 self._others.add(storage._cdata)

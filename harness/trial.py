@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vramsweep.harness import links, registry, techniques
+from vramsweep.harness import differences, links, registry, techniques
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
 
 ID_VERSION = 2
-SIMULATION = 3  # raise it when what a simulated run predicts changes
+SIMULATION = 4  # raise it when what a simulated run predicts changes
 # What ids of version 2 leave out: each setting at the value that rows had before it was one. Frozen: a default that
 # changes in conf/ does not change a line here, and a new axis adds one. Techniques bring theirs along.
 LEFT_OUT: dict[tuple[str, ...], Any] = {
@@ -398,4 +398,5 @@ RULES: tuple[Callable[[Trial], str | None], ...] = (
     _device,
     _allocator,
     _custom,
+    differences.rule,
 )

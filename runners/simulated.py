@@ -30,9 +30,10 @@ from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work, estimate
 from vramsweep.harness.trial import SIMULATION, InvalidTrial, Trial
-from vramsweep.runners import build, masks, techniques
+from vramsweep.runners import build, differences, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
+from vramsweep.runners.lag import Lag
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import HostPrediction, Prediction, host_replay, replay
@@ -95,7 +96,7 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     config = allocator_config.parse(trial.allocator.conf)
     trace, details = _trace_kept(trial, card, folder, runner)
     limit = memory_limit(card)
-    predicted = replay(trace, config, limit)
+    predicted = replay(trace, config, limit, Lag(trace, card, trial.precision == "tf32"))
     host = host_replay(trace.host, config)
     _record(folder, predicted)
     about = {
@@ -113,7 +114,8 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     if full is not None and (predicted.failed is None or full < len(predicted.phases)):
         raise SimulatedHostOutOfMemoryError(_host_refused(trial, host, host.phases[full][0], about), about)
     if predicted.failed is not None:
-        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
+        unlimited = replace(config, per_process_memory_fraction=1.0)
+        whole = replay(trace, unlimited, None, Lag(trace, card, trial.precision == "tf32"))
         peak = {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
         raise SimulatedOutOfMemoryError(_refused(predicted, card, whole), about | peak)
     found = columns(predicted) | speed(trial, trace, card) | details | about
@@ -128,7 +130,7 @@ def basis(trial: Trial) -> str:
     """
     sharded = trial.sharding != "none"
     return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
-        "; estimate: communication, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
+        "; estimate: communication, active, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
     )
 
 
@@ -144,6 +146,7 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
             tracer.record(),
             techniques.around(trial, torch.device("cpu")),
+            differences.applied(trial) as applied,
         ):
             runner.run(trial, torch.device("cpu"), meter, folder)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -160,7 +163,8 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
             f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
             "torch.library.register_fake, or measure on device=cuda"
         ) from error
-    return tracer.trace, meter.details | {"attention_kernels": sorted(attention) or None}
+    about = {"attention_kernels": sorted(attention) or None, "differences": applied or None}
+    return tracer.trace, meter.details | about
 
 
 def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
@@ -170,6 +174,7 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
         stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
         for name, kind in COUNTED.items():
             stored["trace"][name] = [(kind(*one), count) for one, count in stored["trace"][name]]
+        stored["trace"]["works"] = [Work(*work) for work in stored["trace"]["works"]]
         host = stored["trace"]["host"]
         stored["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
         return Trace(**stored["trace"]), stored["details"]
@@ -180,6 +185,7 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
     for storages in (values, values["host"]):
         storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
     values |= {name: [(list(one.values()), count) for one, count in values[name]] for name in COUNTED}
+    values["works"] = [list(one.values()) for one in values["works"]]
     aside.write_text(json.dumps({"trace": values, "details": details}))
     aside.rename(kept)
     return trace, details

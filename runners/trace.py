@@ -70,6 +70,9 @@ class Mark:
     phase: Phase
 
 
+Note = tuple[int, str, int, int]  # events before it, a kind of lag.KINDS, and its two numbers
+
+
 @dataclass
 class Storages:
     """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
@@ -93,12 +96,16 @@ class Trace(Storages):
 
     `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
     `kernels` are the operators of the last step, `collectives` its calls to other ranks, each with how often it ran.
+    `notes` say what the streams do, where blocks are freed that another stream still uses (lag.py); each comes before
+    the event of its first number.
     """
 
     streams: list[int] = field(default_factory=list)
     kernels: list[tuple[Work, int]] = field(default_factory=list)
     collectives: list[tuple[Collective, int]] = field(default_factory=list)
     host: HostStorages = field(default_factory=HostStorages)
+    notes: list[Note] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
 
 
 class _Book:
@@ -193,6 +200,8 @@ class Tracer(TorchDispatchMode):
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
+        self.noting = False  # whether what the streams do matters: somebody calls record_stream
+        self._works: dict[Work, int] = {}
         # tensors that are neither a parameter's nor its gradient, by category; asked for when a backward pass ends
         self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
 
@@ -212,6 +221,7 @@ class Tracer(TorchDispatchMode):
             self.trace.host.categories = _of_host(self.trace.host, self._host.close())
             self.trace.kernels = list(self._kernels.items())
             self.trace.collectives = list(self._collectives.items())
+            self.trace.works = list(self._works)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
@@ -224,6 +234,7 @@ class Tracer(TorchDispatchMode):
         tensors = list(_tensors((*args, *kwargs.values())))
         valueless = [isinstance(t, FakeTensor) or t.is_meta for t in tensors]
         if func is torch.ops.aten._local_scalar_dense.default and any(valueless):
+            self.note("join", self.stream(torch.cpu.current_stream()))
             if not self.in_step or _framework_asks():
                 return 0  # the Trainer's own bookkeeping after training; a framework's check for overflow
         elif tensors and not any(valueless) and all(t.numel() <= 1 for t in tensors):
@@ -238,8 +249,13 @@ class Tracer(TorchDispatchMode):
         for tensor in _tensors((out,)):
             self._track(tensor, tensors)
         self.trace.events += [-(number + 1) for number in reversed(taken)]
-        if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
+        if func.namespace == "c10d":
+            self._collective(args, tensors)
+        asked = work(func, args, kwargs, out, self._capability) if self.in_last_step or self.noting else None
+        if asked is not None and self.in_last_step:
             self._kernels[asked] += 1
+        if asked is not None and func.namespace != "c10d":
+            self._launched(self.stream(torch.cpu.current_stream()), asked)
         self._zeros = weakref.ref(out) if func in ZEROS else None
         return out
 
@@ -268,6 +284,38 @@ class Tracer(TorchDispatchMode):
         for book in self._books:
             book.kept.marks.append(Mark(len(book.kept.events), step, phase))
 
+    def note(self, kind: str, a: int, b: int = 0) -> None:
+        """Something about streams happens between two events of the trace."""
+        if self.noting:
+            self.trace.notes.append((len(self.trace.events), kind, a, b))
+
+    def stream(self, stream: Any) -> int:
+        """The number of a stream, or of whatever else does work in an order of its own."""
+        return self._streams.setdefault(stream, len(self._streams))
+
+    def used(self, tensor: torch.Tensor, stream: int) -> None:
+        """`record_stream`: once freed, the tensor's block waits for what this stream has to do until then."""
+        number = self._card.number(tensor)
+        if number is not None and self.trace.streams[number] != stream:
+            self.note("use", number, stream)
+
+    def _launched(self, stream: int, asked: Work) -> None:
+        self.note("kernel", stream, self._works.setdefault(asked, len(self._works)))
+
+    def _collective(self, args: Any, tensors: list[torch.Tensor]) -> None:
+        """NCCL has a stream for each group of ranks. It waits for the current one, which goes on when it is told to."""
+        if not self.noting:
+            return
+        group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
+        name = None if group is None else torch.distributed.ProcessGroup.unbox(group).group_name
+        current, nccl = self.stream(torch.cpu.current_stream()), self.stream(("nccl", name))
+        self.note("wait", nccl, current)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._launched(nccl, Work("link", 0, size, 1))
+        for tensor in tensors:
+            self.used(tensor, nccl)
+        self.note("wait", current, nccl)
+
     def _know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         found = list(tensors)
         for book in self._books:
@@ -288,7 +336,7 @@ class Tracer(TorchDispatchMode):
             self._card.known["workspaces"].add(self._card.allocate(self._workspace))
 
     def _note_stream(self) -> None:
-        self.trace.streams.append(self._streams.setdefault(torch.cpu.current_stream(), len(self._streams)))
+        self.trace.streams.append(self.stream(torch.cpu.current_stream()))
 
     def _track(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:

@@ -3,14 +3,16 @@
 `behave` gives DeepSpeed an accelerator like CUDA's, with streams that are only told apart, and answers the questions
 that have no answer here as on a run where all goes well: no overflow, nothing to clip, all ranks agree.
 
-Not covered: everything else that CUDA does differently (cuda_like.py, which also keeps host memory apart); blocks that
-a side stream still uses when they are freed (`record_stream`) go back to the allocator at once.
+What its streams and events do, and `record_stream`, is noted for lag.py.
+
+Not covered: everything else that CUDA does differently (cuda_like.py, which also keeps host memory apart).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,8 +22,11 @@ from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-from vramsweep.runners import places
+from vramsweep.runners import places, trace
+
+HOOKS = ("pre_sub_module_forward", "post_sub_module_forward", "pre_sub_module_backward", "post_sub_module_backward")
 
 
 class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
@@ -57,7 +62,8 @@ class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
     def current_stream(self, device_index: Any = None) -> Any:
         return torch.cpu.current_stream()
 
-    default_stream = current_stream
+    def default_stream(self, device_index: Any = None) -> Any:
+        return torch.cpu._default_cpu_stream
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
@@ -106,10 +112,63 @@ def behave() -> Iterator[None]:
         (zero_utils, "get_lst_from_rank0", list),  # this is rank 0
         (torch.cpu.Stream, "synchronize", nothing),
     ]
+    tracer = trace.active()
+    if tracer is not None:
+        replaced += noted(tracer)
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         yield
+
+
+def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
+    """What streams, events and hooks are replaced by so that the tracer takes note: owner, name, stand-in.
+
+    An event is never found to have passed, as on a card that is behind: DeepSpeed then waits for it.
+    """
+    tracer.noting = True
+    numbers: dict[int, int] = {}
+    counter = itertools.count()
+    kept: list[Any] = []  # so that no other event gets the same id
+
+    def here(stream: Any = None) -> int:
+        return tracer.stream(torch.cpu.current_stream() if stream is None else stream)
+
+    def record(event: Any, stream: Any = None) -> None:
+        kept.append(event)
+        numbers[id(event)] = next(counter)  # events are recorded again, and mean the last time
+        tracer.note("record", numbers[id(event)], here(stream))
+
+    def record_event(stream: Any, event: Any = None) -> Any:
+        event = torch.cpu.Event() if event is None else event
+        record(event, stream)
+        return event
+
+    def of(event: Any) -> int:
+        return numbers.get(id(event), -1)
+
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tracer.note("hook", 0)
+            return original(*args, **kwargs)
+
+        return run
+
+    return [
+        (torch.cpu.Stream, "wait_stream", lambda self, other: tracer.note("wait", here(self), here(other))),
+        (torch.cpu.Stream, "wait_event", lambda self, event: tracer.note("await", here(self), of(event))),
+        (torch.cpu.Stream, "record_event", record_event),
+        (torch.cpu.Stream, "synchronize", lambda self: tracer.note("join", here(self))),
+        (torch.cpu.Event, "record", record),
+        (torch.cpu.Event, "query", lambda self: False),
+        (torch.cpu.Event, "synchronize", lambda self: tracer.note("sync", of(self))),
+        (torch.cpu.Event, "wait", lambda self, stream=None: tracer.note("await", here(stream), of(self))),
+        (torch.Tensor, "record_stream", lambda self, stream: tracer.used(self, here(stream))),
+        *(
+            (DeepSpeedZeRoOffload, f"{name}_function", hook(getattr(DeepSpeedZeRoOffload, f"{name}_function")))
+            for name in HOOKS
+        ),
+    ]
 
 
 def nothing(*args: Any) -> None:

@@ -1,0 +1,156 @@
+"""Llama-3-8B under ZeRO-3 on 8 A100, predicted against what was published: active and reserved memory.
+
+    python benchmarks/published_8b.py [--all] [--data FOLDER] [--only lengths|batches|checkpointing] [--json]
+
+Published: github gpjt/fine-tune-2024-04, per length and batch (length 2,048), with and without checkpointing; DeepSpeed
+0.14.2, transformers 4.40.0, torch 2.2.2, fp16, FusedAdam, model made before the training arguments, text padded to the
+length, no allocator setting; the Trainer, here runner=deepspeed. The columns are MiB: what the ranks had at most (their
+median, least and most), and the prediction with its error against the median. "allocated" is the prediction where the
+card keeps up with the host. One trace takes about half a minute; without --all a few points are predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import yaml  # noqa: E402
+
+from vramsweep.harness import gpus, trial  # noqa: E402
+from vramsweep.harness.allocator import config as allocator_config  # noqa: E402
+from vramsweep.runners import deepspeed_zero, simulated  # noqa: E402
+from vramsweep.runners.lag import Lag  # noqa: E402
+from vramsweep.runners.predict import replay  # noqa: E402
+
+MIB = 1 << 20
+DATA = ROOT.parent / "shared" / "data" / "llama3-8b-zero3-8gpu"
+FORK = multiprocessing.get_context("fork")
+# file, what its first column varies, checkpointing, and what is predicted without --all
+FILES = {
+    "lengths": ("lengths-zero3.csv", "seq_len", False, (1, 1041, 2041)),
+    "batches": ("batches-zero3.csv", "micro_batch", False, (1, 2, 3)),
+    "checkpointing": ("batches-zero3-checkpointing.csv", "micro_batch", True, (1, 4, 12, 13)),
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Published peaks of every rank, in MiB, at one length or batch; None where it ran out of memory."""
+
+    value: int
+    active: list[int] | None
+    reserved: list[int] | None
+
+
+def readings(path: Path) -> Iterator[Reading]:
+    """One for each value of the first column. A line knows some ranks, and has zeros for the others."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for line in path.read_text().splitlines():
+        first, *rest = (cell.strip() for cell in line.split(","))
+        ranks = found.setdefault(int(first), [])
+        if rest != ["OOM"]:
+            sizes = [int(cell) for cell in rest[:16]]
+            ranks += [pair for pair in zip(sizes[::2], sizes[1::2], strict=True) if pair[0]]
+    for value, pairs in found.items():
+        active, reserved = ([pair[i] for pair in pairs] or None for i in (0, 1))
+        yield Reading(value, active, reserved)
+
+
+def trial_of(axis: str, value: int, checkpointing: bool) -> trial.Trial:
+    """The published run as a trial."""
+    values = {
+        "model": yaml.safe_load((ROOT / "conf" / "model" / "llama3-8b.yaml").read_text()),
+        "seq_len": 2048, "micro_batch": 1, "world_size": 8, "sharding": "zero3", "precision": "fp16",
+        "device": {"name": "simulated", "gpu": "a100-80gb"}, "runner": {"name": "deepspeed"}, "zero_init": False,
+        "optimizer": "deepspeed_fused_adam", "versions": {"deepspeed": "0.14.2", "transformers": "4.40.0"},
+        "allocator": {"name": "default"}, "protocol": {"name": "published", "warmup_steps": 1, "measured_steps": 1},
+        "use_cache": "off" if checkpointing else "on",
+    }  # fmt: skip
+    if checkpointing:
+        values |= {"checkpointing": "full", "checkpointing_reentrant": True}
+    values |= {axis: value}
+    return trial.parse(values | {"padding": 0.5 if values["seq_len"] > 1 else 0.0})
+
+
+def predicted(axis: str, value: int, checkpointing: bool) -> dict[str, Any]:
+    """Peaks in MiB, what was applied, and whether it fits the card."""
+    chosen, card = trial_of(axis, value, checkpointing), gpus.named("a100-80gb")
+    with tempfile.TemporaryDirectory() as folder:
+        trace, details = simulated.trace_trial(chosen, card, Path(folder), deepspeed_zero)
+    config = allocator_config.parse("")
+    found = replay(trace, config, gpus.memory_limit(card), Lag(trace, card, tf32=False))
+    peaks = {name: found.peak[name] // MIB for name in ("allocated", "active", "reserved")}
+    return {**peaks, "fits": found.failed is None, "differences": details["differences"]}
+
+
+def apart(*arguments: Any) -> dict[str, Any]:
+    """`predicted` in a process of its own."""
+    here, there = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        there.send(predicted(*arguments))
+        os._exit(0)
+
+    process = FORK.Process(target=run)
+    process.start()
+    there.close()
+    answer = dict(here.recv())
+    process.join()
+    return answer
+
+
+def line(name: str, reading: Reading, found: dict[str, Any]) -> str:
+    """A row of the table."""
+    if reading.active is None or reading.reserved is None:
+        return f"| {name} | {reading.value} | OOM | {'fits' if found['fits'] else 'OOM'} | | | | |"
+    if not found["fits"]:
+        return f"| {name} | {reading.value} | {statistics.median(reading.active):,.0f} | OOM | | | | |"
+    active, reserved = statistics.median(reading.active), statistics.median(reading.reserved)
+    return (
+        f"| {name} | {reading.value} | {active:,.0f} ({min(reading.active):,} to {max(reading.active):,}) | "
+        f"{found['active']:,} | {found['active'] / active - 1:+.1%} | {found['allocated']:,} "
+        f"({found['allocated'] / active - 1:+.1%}) | {reserved:,.0f} | {found['reserved']:,} "
+        f"({found['reserved'] / reserved - 1:+.1%}) |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every published length and batch")
+    parser.add_argument("--only", choices=FILES, help="one of the files")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the published files")
+    parser.add_argument("--json", action="store_true", help="one line of JSON a point instead of a table")
+    chosen = parser.parse_args()
+    if not chosen.data.is_dir():
+        parser.exit(1, f"there is no folder {chosen.data}; give the published files with --data\n")
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    if not chosen.json:
+        print("| | at | active, published | predicted | error | allocated | reserved, published | predicted |")
+        print("|---|---|---|---|---|---|---|---|")
+    for name, (file, axis, checkpointing, few) in FILES.items():
+        for reading in readings(chosen.data / file) if chosen.only in (None, name) else ():
+            if chosen.all or reading.value in few:
+                found = apart(axis, reading.value, checkpointing)
+                print(json.dumps({"file": name, **asdict(reading), "predicted": found}) if chosen.json
+                      else line(name, reading, found), flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

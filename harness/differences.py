@@ -1,0 +1,165 @@
+"""Known differences of earlier versions of packages, by which a simulated run is predicted as it really ran.
+
+A simulated run traces the code that is installed. `versions` names others (or an old one is installed): every entry
+whose range holds the version changes the trace as upstream's code of that version did. Each was found by reading that
+code and is cited; none is a setting. What is not listed here is predicted as the installed version does it.
+
+Not covered: how an entry changes the run (runners/differences/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from vramsweep.harness import machine
+
+if TYPE_CHECKING:
+    from vramsweep.harness.trial import Trial
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`versions` is the range of `package` that it holds for, `source` where upstream's code is, in that version and
+    the one that ended it. `place` is the module of runners/differences and the function in it, a context manager
+    that is entered around the traced run; `when` says which trials meet that code at all."""
+
+    name: str
+    package: str
+    versions: str
+    source: str
+    meaning: str
+    place: tuple[str, str]
+    when: Callable[[Trial], bool]
+
+
+def _zero3(trial: Trial) -> bool:
+    return trial.sharding == "zero3"
+
+
+def _of(*models: str) -> Callable[[Trial], bool]:
+    return lambda trial: trial.model.model_type in models
+
+
+def _with_loss(trial: Trial) -> bool:
+    return trial.runner.name != "custom" and trial.loss == "default"
+
+
+DIFFERENCES = (
+    Difference(
+        "zero_linear_by_init",
+        "deepspeed",
+        "<0.19.4",
+        "runtime/zero/partition_parameters.py, Init.__init__ and patch_init_and_builtins (0.14.2; ended by #8189)",
+        "linear layers keep no gathered weight for the backward pass only where the model was made under zero.Init; "
+        "otherwise autograd holds all of them",
+        ("zero", "linear_by_init"),
+        _zero3,
+    ),
+    Difference(
+        "llama_rotary_tables",
+        "transformers",
+        ">=4.39,<4.41",
+        "models/llama/modeling_llama.py, LlamaRotaryEmbedding.__init__ (4.40.0; gone in 4.41.0)",
+        "every layer keeps tables of sines and cosines of all positions",
+        ("rotary", "tables"),
+        _of("llama"),
+    ),
+    Difference(
+        "qwen2_rotary_tables",
+        "transformers",
+        "<4.45",
+        "models/qwen2/modeling_qwen2.py, Qwen2RotaryEmbedding._set_cos_sin_cache (4.40.0; gone in 4.45.0)",
+        "every layer keeps tables of sines and cosines of all positions",
+        ("rotary", "tables"),
+        _of("qwen2"),
+    ),
+    Difference(
+        "llama_rotary_by_layer",
+        "transformers",
+        "<4.43",
+        "models/llama/modeling_llama.py, LlamaSdpaAttention.forward (4.40.0; shared from 4.43.0)",
+        "every layer makes its own sines and cosines and keeps them for the backward pass",
+        ("rotary", "by_layer"),
+        _of("llama"),
+    ),
+    Difference(
+        "qwen2_rotary_by_layer",
+        "transformers",
+        "<4.45",
+        "models/qwen2/modeling_qwen2.py, Qwen2SdpaAttention.forward (4.40.0; shared from 4.45.0)",
+        "every layer makes its own sines and cosines and keeps them for the backward pass",
+        ("rotary", "by_layer"),
+        _of("qwen2"),
+    ),
+    Difference(
+        "additive_mask",
+        "transformers",
+        "<4.53",
+        "models/llama/modeling_llama.py, LlamaModel._update_causal_mask (4.40.0; masking_utils from 4.53.0)",
+        "the causal mask with padding is made once, in the model's precision; later each layer makes its own from "
+        "booleans",
+        ("masks", "additive"),
+        _of("llama", "qwen2"),
+    ),
+    Difference(
+        "repeated_heads",
+        "transformers",
+        "<4.54",
+        "models/llama/modeling_llama.py, repeat_kv (4.40.0); integrations/sdpa_attention.py, use_gqa_in_sdpa (4.54.0)",
+        "shared key and value heads are copied for each query head, mask or not",
+        ("masks", "repeated_heads"),
+        lambda trial: trial.attention in ("default", "sdpa"),
+    ),
+    Difference(
+        "fp32_logits",
+        "transformers",
+        "<4.46",
+        "models/llama/modeling_llama.py, LlamaForCausalLM.forward (4.40.0; loss/loss_utils.py from 4.46.0)",
+        "logits are fp32 from the start: those of half precision are gone before the loss",
+        ("loss", "fp32_logits"),
+        _with_loss,
+    ),
+    Difference(
+        "shifted_logits",
+        "transformers",
+        "<4.49",
+        "models/llama/modeling_llama.py, LlamaForCausalLM.forward (4.40.0); loss/loss_utils.py, ForCausalLMLoss "
+        "(4.48.0; from 4.49.0 it shifts labels)",
+        "the loss copies the logits of all positions but the last",
+        ("loss", "shifted_logits"),
+        _with_loss,
+    ),
+)
+
+
+def holding(trial: Trial) -> list[Difference]:
+    """The differences that apply to a simulated trial, by the versions it names and the installed ones of the rest."""
+    return [
+        one for one in DIFFERENCES if _version(trial, one.package) in SpecifierSet(one.versions) and one.when(trial)
+    ]
+
+
+def _version(trial: Trial, package: str) -> Version:
+    return Version(trial.versions.get(package) or machine.version(package) or "0")
+
+
+def rule(trial: Trial) -> str | None:
+    """Why the trial's `versions` cannot be heeded."""
+    if not trial.versions:
+        return None
+    known = sorted({one.package for one in DIFFERENCES})
+    if trial.device.name != "simulated":
+        return "versions: they can be predicted only; take them out, or use device=simulated"
+    for package, version in trial.versions.items():
+        if package not in known:
+            return f"versions.{package}: no differences of its versions are known, only of {', '.join(known)}"
+        try:
+            Version(version)
+        except InvalidVersion:
+            return f"versions.{package}={version} is no version; write it as 0.14.2"
+    return None

@@ -1,0 +1,40 @@
+"""Logits and the loss of transformers' causal language models."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.loss import loss_utils
+
+from vramsweep.harness.trial import Trial
+
+
+def fp32_logits(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+    """The model's last layer gives fp32, whatever it computes in."""
+    original = AutoModelForCausalLM.from_config
+
+    def from_config(*args: Any, **kwargs: Any) -> Any:
+        net = original(*args, **kwargs)
+        head = net.get_output_embeddings()
+        if head is not None:
+            head.register_forward_hook(lambda module, given, logits: logits.float())
+        return net
+
+    return mock.patch.object(AutoModelForCausalLM, "from_config", from_config)
+
+
+def shifted_logits(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+    """The loss is over a copy without the last position."""
+    original: Any = loss_utils.LOSS_MAPPING["ForCausalLM"]
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
+        logits = logits.float()
+        shifted = logits[..., :-1, :].contiguous()
+        kwargs["shift_labels"] = labels[..., 1:].contiguous()
+        return original(shifted, labels, vocab_size, *args, **kwargs)
+
+    return mock.patch.dict(loss_utils.LOSS_MAPPING, {"ForCausalLM": loss})

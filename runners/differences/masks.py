@@ -1,0 +1,34 @@
+"""Masks and heads as attention gets them in transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+from unittest import mock
+
+import torch
+
+from vramsweep.harness.trial import Trial
+
+
+def additive(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+    """The causal mask is what is added to the scores, not what is let through."""
+    name = str(trial.model.model_type)
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    original = module.create_causal_mask
+
+    def create_causal_mask(*args: Any, **kwargs: Any) -> Any:
+        mask = original(*args, **kwargs)
+        if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
+            return mask
+        dtype = kwargs["inputs_embeds"].dtype
+        return torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), torch.finfo(dtype).min)
+
+    return mock.patch.object(module, "create_causal_mask", create_causal_mask)
+
+
+def repeated_heads(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+    """Attention never shares heads in its kernel."""
+    module = importlib.import_module("transformers.integrations.sdpa_attention")
+    return mock.patch.object(module, "use_gqa_in_sdpa", lambda *args, **kwargs: False)

@@ -1,0 +1,38 @@
+"""Which differences of earlier versions a trial meets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import tiny
+
+from vramsweep.harness import differences, trial
+
+SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
+
+
+def names(**over: Any) -> set[str]:
+    return {one.name for one in differences.holding(trial.parse(tiny(device=SIMULATED, **over)))}
+
+
+def test_ranges_end_where_upstream_s_code_did() -> None:
+    before = {"sharding": "zero3", "runner": {"name": "deepspeed"}}
+    assert "zero_linear_by_init" in names(versions={"deepspeed": "0.19.3"}, **before)
+    assert "zero_linear_by_init" not in names(versions={"deepspeed": "0.19.4"}, **before)
+    assert "zero_linear_by_init" not in names(versions={"deepspeed": "0.14.2"})  # no ZeRO-3
+    assert names(versions={"transformers": "4.48.0"}) >= {"shifted_logits", "additive_mask"}
+    assert not names(versions={"transformers": "4.49.0"}) & {"shifted_logits", "fp32_logits"}
+
+
+@pytest.mark.parametrize(
+    ("over", "reason"),
+    [
+        ({"versions": {"deepspeed": "0.14.2"}}, "predicted only"),
+        ({"versions": {"torch": "2.2.2"}, "device": SIMULATED}, "only of deepspeed, transformers"),
+        ({"versions": {"deepspeed": "old"}, "device": SIMULATED}, "is no version"),
+    ],
+)
+def test_what_cannot_be_heeded_is_refused(over: dict[str, Any], reason: str) -> None:
+    with pytest.raises(trial.InvalidTrial, match=reason):
+        trial.parse(tiny(**over))

@@ -1,0 +1,86 @@
+"""Versions to predict like: against what upstream's own code of those versions allocated, and what was published."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, tiny
+
+from vramsweep.harness import differences, gpus, trial
+from vramsweep.runners import deepspeed_zero, simulated
+from vramsweep.runners.trace import Trace
+
+A100 = gpus.named("a100-80gb")
+OLD = {"deepspeed": "0.14.2", "transformers": "4.40.0"}
+SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
+SMALL = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+# Bytes at most in the phases of the third step, cuBLAS workspaces left out, when deepspeed 0.14.2 and transformers
+# 4.40.0 themselves were traced: ZeRO-3 in fp16 on two ranks, model made before it is divided, length 64, batch 2,
+# padding, FusedAdam, by model, with the cache and with reentrant checkpointing.
+UPSTREAM = {
+    ("llama", False): (1_052_133_069, 1_048_412_889, 1_042_823_593),
+    ("llama", True): (1_046_327_949, 1_042_592_921, 1_042_823_593),
+    ("qwen2", False): (1_045_528_269, 1_043_185_369, 1_037_073_321),
+    ("qwen2", True): (1_040_051_853, 1_037_365_401, 1_037_073_321),
+}
+
+
+def peaks(trace: Trace) -> tuple[int, ...]:
+    """Bytes at most in each phase of the third step, workspaces left out."""
+    found, live, start = [], 0, 0
+    for mark in trace.marks:
+        most = live
+        for event in trace.events[start : mark.end]:
+            if event and trace.categories[abs(event) - 1] != "workspaces":
+                live += trace.sizes[event - 1] if event > 0 else -trace.sizes[-event - 1]
+                most = max(most, live)
+        start = mark.end
+        if mark.step == 2:
+            found.append(most)
+    return tuple(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "checkpointing"), UPSTREAM)
+def test_a_run_of_old_versions_is_predicted_as_their_own_code_allocates(
+    tmp_path: Path, model: str, checkpointing: bool
+) -> None:
+    config = SMALL | {"tie_word_embeddings": model == "qwen2"}
+    values: dict[str, Any] = {
+        "model": {"name": "old", "model_type": model, "config": config},
+        "runner": {"name": "deepspeed"}, "sharding": "zero3", "world_size": 2, "precision": "fp16", "zero_init": False,
+        "seq_len": 64, "micro_batch": 2, "padding": 0.5, "optimizer": "deepspeed_fused_adam", "versions": OLD,
+        "use_cache": "off" if checkpointing else "on", "checkpointing": "full" if checkpointing else "none",
+        "checkpointing_reentrant": checkpointing, "device": SIMULATED,
+        "protocol": {"name": "old", "warmup_steps": 1, "measured_steps": 1},
+    }  # fmt: skip
+    chosen = trial.parse(tiny(**values))
+    trace, details = simulated.trace_trial(chosen, A100, tmp_path, deepspeed_zero)
+    assert set(details["differences"]) == {one.name for one in differences.holding(chosen)}
+    for found, upstream in zip(peaks(trace), UPSTREAM[model, checkpointing], strict=True):
+        assert found == pytest.approx(upstream, abs=3 * 4096)  # sines and cosines once more, one-element tensors
+
+
+@pytest.mark.slow
+def test_llama_3_8b_is_predicted_as_published() -> None:
+    """Batch 2 at length 2,048, where no stream lags: 64,180 MiB active on all eight ranks."""
+    data = ROOT.parent / "shared" / "data" / "llama3-8b-zero3-8gpu"
+    if not data.is_dir():
+        pytest.skip("needs the published files")
+    command = [sys.executable, str(ROOT / "benchmarks" / "published_8b.py"), "--only", "batches", "--json"]
+    where = os.environ | {"PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, env=where)
+    points = {point["value"]: point for point in map(json.loads, answer.stdout.splitlines())}
+    for value, within in ((1, 0.05), (2, 0.001)):
+        published = sorted(points[value]["active"])[4]
+        assert points[value]["predicted"]["active"] == pytest.approx(published, rel=within)
+    assert points[3]["active"] is None and not points[3]["predicted"]["fits"]
