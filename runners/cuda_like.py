@@ -114,14 +114,13 @@ class CudaIsHere(TorchFunctionMode):
                 func, args = torch.Tensor.to, (args[0], "cpu")
             if func is torch.empty and kwargs.get("device") is None:
                 kwargs["device"] = "cpu"
-            if any(value in ("cpu", places.HOST) for value in (*args, *kwargs.values()) if _names_place(value)):
+            named = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, torch.device))]
+            if "meta" in named:  # it only wants to remember a shape
+                made = places.nowhere()
+            elif "cpu" in named or places.HOST in named:
                 made = places.host(pinned=bool(kwargs.pop("pin_memory", False)))
         with made:
             return func(*(_placed(v, host) for v in args), **{k: _placed(v, host) for k, v in kwargs.items()})
-
-
-def _names_place(value: Any) -> bool:
-    return isinstance(value, (str, torch.device))
 
 
 def _caller() -> str:
