@@ -17,7 +17,15 @@ SLOW = Work("half", 10**15, 0, 1)  # seconds on any card
 def peaks(notes: list[Note], works: list[Work]) -> dict[str, int]:
     """Two blocks of 10 MiB, the second asked for when the first has been freed."""
     size = 10 * MIB
-    trace = Trace([size, size], [0, 0], ["temporaries"] * 2, [1, -1, 2, -2], [Mark(4, 0, "forward")], [], notes, works)
+    trace = Trace(
+        sizes=[size, size],
+        streams=[0, 0],
+        categories=["temporaries"] * 2,
+        events=[1, -1, 2, -2],
+        marks=[Mark(4, 0, "forward")],
+        notes=notes,
+        works=works,
+    )
     return replay(trace, AllocatorConfig(), None, Lag(trace, A100, tf32=False)).peak
 
 
