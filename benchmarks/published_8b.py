@@ -5,8 +5,9 @@
 Published: github gpjt/fine-tune-2024-04, per length and batch (length 2,048), with and without checkpointing; DeepSpeed
 0.14.2, transformers 4.40.0, torch 2.2.2, fp16, FusedAdam, model made before the training arguments, text padded to the
 length, no allocator setting; the Trainer, here runner=deepspeed. The columns are MiB: what the ranks had at most (their
-median, least and most), and the prediction with its error against the median. "allocated" is the prediction where the
-card keeps up with the host. One trace takes about half a minute; without --all a few points are predicted.
+median, least and most), and the prediction: for a card that keeps up with the host, with its error against the median,
+and for a host that runs as far ahead as it may (peak_active_most_bytes). One trace takes about half a minute; without
+--all a few points are predicted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ import yaml  # noqa: E402
 from vramsweep.harness import gpus, trial  # noqa: E402
 from vramsweep.harness.allocator import config as allocator_config  # noqa: E402
 from vramsweep.runners import deepspeed_zero, simulated  # noqa: E402
-from vramsweep.runners.lag import Lag  # noqa: E402
 from vramsweep.runners.predict import replay  # noqa: E402
 
 MIB = 1 << 20
@@ -94,9 +94,15 @@ def predicted(axis: str, value: int, checkpointing: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trace, details = simulated.trace_trial(chosen, card, Path(folder), deepspeed_zero)
     config = allocator_config.parse("")
-    found = replay(trace, config, gpus.memory_limit(card), Lag(trace, card, tf32=False))
-    peaks = {name: found.peak[name] // MIB for name in ("allocated", "active", "reserved")}
-    return {**peaks, "fits": found.failed is None, "differences": details["differences"]}
+    limit = gpus.memory_limit(card)
+    found = replay(trace, config, limit)
+    most = simulated.lagging(trace, config, limit)
+    return {
+        **{name: found.peak[name] // MIB for name in ("active", "reserved")},
+        **{f"{name}_most": most[f"peak_{name}_most_bytes"] // MIB for name in ("active", "reserved")},
+        "fits": found.failed is None,
+        "differences": details["differences"],
+    }
 
 
 def apart(*arguments: Any) -> dict[str, Any]:
@@ -117,17 +123,19 @@ def apart(*arguments: Any) -> dict[str, Any]:
 
 def line(name: str, reading: Reading, found: dict[str, Any]) -> str:
     """A row of the table."""
-    if reading.active is None or reading.reserved is None:
-        return f"| {name} | {reading.value} | OOM | {'fits' if found['fits'] else 'OOM'} | | | | |"
+    cells = [name, str(reading.value)]
     if not found["fits"]:
-        return f"| {name} | {reading.value} | {statistics.median(reading.active):,.0f} | OOM | | | | |"
-    active, reserved = statistics.median(reading.active), statistics.median(reading.reserved)
-    return (
-        f"| {name} | {reading.value} | {active:,.0f} ({min(reading.active):,} to {max(reading.active):,}) | "
-        f"{found['active']:,} | {found['active'] / active - 1:+.1%} | {found['allocated']:,} "
-        f"({found['allocated'] / active - 1:+.1%}) | {reserved:,.0f} | {found['reserved']:,} "
-        f"({found['reserved'] / reserved - 1:+.1%}) |"
-    )
+        published = "OOM" if reading.active is None else f"{statistics.median(reading.active):,.0f}"
+        return f"| {' | '.join([*cells, published, 'OOM', '', '', '', ''])} |"
+    for counter, values in (("active", reading.active), ("reserved", reading.reserved)):
+        least, most = found[counter], found[f"{counter}_most"]
+        if values is None:
+            cells += ["OOM", f"{least:,}", f"{most:,}"]
+            continue
+        middle = statistics.median(values)
+        cells += [f"{middle:,.0f} ({min(values):,} to {max(values):,})", f"{least:,} ({least / middle - 1:+.1%})"]
+        cells.append(f"{most:,}")
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -142,7 +150,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     if not chosen.json:
-        print("| | at | active, published | predicted | error | allocated | reserved, published | predicted |")
+        print("| | at | active, published | predicted | at most | reserved, published | predicted | at most |")
         print("|---|---|---|---|---|---|---|---|")
     for name, (file, axis, checkpointing, few) in FILES.items():
         for reading in readings(chosen.data / file) if chosen.only in (None, name) else ():

@@ -55,11 +55,11 @@ def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estim
 
     `tf32` says that fp32 matrix products run on tensor cores, as torch.backends.cuda.matmul.allow_tf32 does.
     """
-    rates = peaks(gpu, tf32)
+    peaks = _peaks(gpu, tf32)
     seconds = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
     flops = nbytes = launches = 0
     for work, count in kernels:
-        peak = rates.get(work.kind)
+        peak = peaks.get(work.kind)
         if peak is None:
             return None
         bounds = {
@@ -75,8 +75,8 @@ def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estim
     return Estimate(seconds["compute"], seconds["memory"], seconds["launch"], flops, nbytes, launches)
 
 
-def peaks(gpu: Gpu, tf32: bool) -> dict[str, float | None]:
-    """FLOP/s by kind of arithmetic. Where a card has no tf32, asking for it changes nothing."""
+def _peaks(gpu: Gpu, tf32: bool) -> dict[str, float | None]:
+    """FLOP/s by kind. Where a card has no tf32, asking for it changes nothing."""
     tensor = gpu.tf32 or gpu.fp32
     return {
         "": gpu.fp32,  # never divides anything but zero

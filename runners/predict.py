@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
-from vramsweep.runners.lag import Lag
+from vramsweep.runners.streams import Ahead
 from vramsweep.runners.trace import CATEGORIES, HOST_CATEGORIES, HostStorages, Mark, Trace
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
@@ -50,12 +50,13 @@ class HostPrediction:
     pinned: int
 
 
-def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, lag: Lag | None = None) -> Prediction:
+def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahead: bool = False) -> Prediction:
     """Replay the trace from an empty allocator. Raises UserError for settings that cannot be simulated.
 
-    With `lag`, a fresh one, blocks that another stream uses stay active until it is done; without, no longer than they
-    are allocated.
+    A block that another stream uses when it is freed is given back at once, as by a card that keeps up with the host;
+    with `ahead`, when the host has waited for that stream (streams.py).
     """
+    host = Ahead(trace.notes if ahead else ())
     simulator = Simulator(config, memory_limit)
     blocks: dict[int, int] = {}  # storage to the size of its block
     phases: list[tuple[Mark, Peaks]] = []
@@ -67,18 +68,17 @@ def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, lag:
         failed_request = None
         for index in range(start, mark.end):
             event = trace.events[index]
-            if lag is not None:
-                lag.advance(index)
+            host.advance(index)
             if event < 0:
                 simulator.free_requested(-event - 1)
-                if lag is None or not lag.freed(-event - 1):
+                if not host.freed(-event - 1):
                     simulator.free_completed(-event - 1)
                 continue
             if event == 0:
                 simulator.empty_cache()
                 continue
             number = event - 1
-            for earlier in lag.returned() if lag is not None else ():
+            for earlier in host.returned():
                 simulator.free_completed(earlier)
             try:
                 simulator.malloc(number, trace.sizes[number], trace.streams[number])

@@ -33,7 +33,6 @@ from vramsweep.harness.trial import SIMULATION, InvalidTrial, Trial
 from vramsweep.runners import build, differences, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
-from vramsweep.runners.lag import Lag
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import HostPrediction, Prediction, host_replay, replay
@@ -96,7 +95,7 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     config = allocator_config.parse(trial.allocator.conf)
     trace, details = _trace_kept(trial, card, folder, runner)
     limit = memory_limit(card)
-    predicted = replay(trace, config, limit, Lag(trace, card, trial.precision == "tf32"))
+    predicted = replay(trace, config, limit)
     host = host_replay(trace.host, config)
     _record(folder, predicted)
     about = {
@@ -114,11 +113,10 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     if full is not None and (predicted.failed is None or full < len(predicted.phases)):
         raise SimulatedHostOutOfMemoryError(_host_refused(trial, host, host.phases[full][0], about), about)
     if predicted.failed is not None:
-        unlimited = replace(config, per_process_memory_fraction=1.0)
-        whole = replay(trace, unlimited, None, Lag(trace, card, trial.precision == "tf32"))
+        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
         peak = {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
         raise SimulatedOutOfMemoryError(_refused(predicted, card, whole), about | peak)
-    found = columns(predicted) | speed(trial, trace, card) | details | about
+    found = columns(predicted) | lagging(trace, config, limit) | speed(trial, trace, card) | details | about
     notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
     return found | {"notes": notes or None}
 
@@ -174,7 +172,6 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
         stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
         for name, kind in COUNTED.items():
             stored["trace"][name] = [(kind(*one), count) for one, count in stored["trace"][name]]
-        stored["trace"]["works"] = [Work(*work) for work in stored["trace"]["works"]]
         host = stored["trace"]["host"]
         stored["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
         return Trace(**stored["trace"]), stored["details"]
@@ -185,7 +182,6 @@ def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
     for storages in (values, values["host"]):
         storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
     values |= {name: [(list(one.values()), count) for one, count in values[name]] for name in COUNTED}
-    values["works"] = [list(one.values()) for one in values["works"]]
     aside.write_text(json.dumps({"trace": values, "details": details}))
     aside.rename(kept)
     return trace, details
@@ -231,6 +227,20 @@ def columns(predicted: Prediction) -> dict[str, Any]:
         "alloc_retries": predicted.final.num_alloc_retries,
         "alloc_ooms": predicted.final.num_ooms,
         "notes": None if told_apart else [PHASES_UNKNOWN],
+    }
+
+
+def lagging(trace: Trace, config: allocator_config.AllocatorConfig, limit: int) -> dict[str, Any]:
+    """The row's columns on a host that runs ahead as far as it may; nothing where no other stream uses what is freed.
+
+    Reserved goes no further than the card's memory: there the allocator waits.
+    """
+    if not any(kind == "use" for _, kind, _, _ in trace.notes):
+        return {}
+    most = replay(trace, replace(config, per_process_memory_fraction=1.0), None, ahead=True).peak
+    return {
+        "peak_active_most_bytes": most["active"],
+        "peak_reserved_most_bytes": min(most["reserved"], limit),
     }
 
 

@@ -33,6 +33,7 @@ from vramsweep.runners import places
 from vramsweep.runners.cuda_like import Capability, scratch
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import collective, work
+from vramsweep.runners.streams import Note
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 CATEGORIES = (
@@ -70,9 +71,6 @@ class Mark:
     phase: Phase
 
 
-Note = tuple[int, str, int, int]  # events before it, a kind of lag.KINDS, and its two numbers
-
-
 @dataclass
 class Storages:
     """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
@@ -96,8 +94,7 @@ class Trace(Storages):
 
     `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
     `kernels` are the operators of the last step, `collectives` its calls to other ranks, each with how often it ran.
-    `notes` say what the streams do, where blocks are freed that another stream still uses (lag.py); each comes before
-    the event of its first number.
+    `notes` say what the streams do, where blocks are freed that another stream still uses (streams.py).
     """
 
     streams: list[int] = field(default_factory=list)
@@ -105,7 +102,6 @@ class Trace(Storages):
     collectives: list[tuple[Collective, int]] = field(default_factory=list)
     host: HostStorages = field(default_factory=HostStorages)
     notes: list[Note] = field(default_factory=list)
-    works: list[Work] = field(default_factory=list)
 
 
 class _Book:
@@ -201,7 +197,6 @@ class Tracer(TorchDispatchMode):
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self.noting = False  # whether what the streams do matters: somebody calls record_stream
-        self._works: dict[Work, int] = {}
         # tensors that are neither a parameter's nor its gradient, by category; asked for when a backward pass ends
         self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
 
@@ -221,7 +216,6 @@ class Tracer(TorchDispatchMode):
             self.trace.host.categories = _of_host(self.trace.host, self._host.close())
             self.trace.kernels = list(self._kernels.items())
             self.trace.collectives = list(self._collectives.items())
-            self.trace.works = list(self._works)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
@@ -251,11 +245,8 @@ class Tracer(TorchDispatchMode):
         self.trace.events += [-(number + 1) for number in reversed(taken)]
         if func.namespace == "c10d":
             self._collective(args, tensors)
-        asked = work(func, args, kwargs, out, self._capability) if self.in_last_step or self.noting else None
-        if asked is not None and self.in_last_step:
+        if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
             self._kernels[asked] += 1
-        if asked is not None and func.namespace != "c10d":
-            self._launched(self.stream(torch.cpu.current_stream()), asked)
         self._zeros = weakref.ref(out) if func in ZEROS else None
         return out
 
@@ -299,9 +290,6 @@ class Tracer(TorchDispatchMode):
         if number is not None and self.trace.streams[number] != stream:
             self.note("use", number, stream)
 
-    def _launched(self, stream: int, asked: Work) -> None:
-        self.note("kernel", stream, self._works.setdefault(asked, len(self._works)))
-
     def _collective(self, args: Any, tensors: list[torch.Tensor]) -> None:
         """NCCL has a stream for each group of ranks. It waits for the current one, which goes on when it is told to."""
         if not self.noting:
@@ -310,8 +298,6 @@ class Tracer(TorchDispatchMode):
         name = None if group is None else torch.distributed.ProcessGroup.unbox(group).group_name
         current, nccl = self.stream(torch.cpu.current_stream()), self.stream(("nccl", name))
         self.note("wait", nccl, current)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._launched(nccl, Work("link", 0, size, 1))
         for tensor in tensors:
             self.used(tensor, nccl)
         self.note("wait", current, nccl)

@@ -3,7 +3,7 @@
 `behave` gives DeepSpeed an accelerator like CUDA's, with streams that are only told apart, and answers the questions
 that have no answer here as on a run where all goes well: no overflow, nothing to clip, all ranks agree.
 
-What its streams and events do, and `record_stream`, is noted for lag.py.
+What its streams and events do, and `record_stream`, is noted for streams.py.
 
 Not covered: everything else that CUDA does differently (cuda_like.py, which also keeps host memory apart).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,11 +22,8 @@ from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero import utils as zero_utils
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from vramsweep.runners import places, trace
-
-HOOKS = ("pre_sub_module_forward", "post_sub_module_forward", "pre_sub_module_backward", "post_sub_module_backward")
 
 
 class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
@@ -122,7 +119,7 @@ def behave() -> Iterator[None]:
 
 
 def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
-    """What streams, events and hooks are replaced by so that the tracer takes note: owner, name, stand-in.
+    """What streams and events are replaced by so that the tracer takes note: owner, name, stand-in.
 
     An event is never found to have passed, as on a card that is behind: DeepSpeed then waits for it.
     """
@@ -147,13 +144,6 @@ def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
     def of(event: Any) -> int:
         return numbers.get(id(event), -1)
 
-    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            tracer.note("hook", 0)
-            return original(*args, **kwargs)
-
-        return run
-
     return [
         (torch.cpu.Stream, "wait_stream", lambda self, other: tracer.note("wait", here(self), here(other))),
         (torch.cpu.Stream, "wait_event", lambda self, event: tracer.note("await", here(self), of(event))),
@@ -164,10 +154,6 @@ def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
         (torch.cpu.Event, "synchronize", lambda self: tracer.note("sync", of(self))),
         (torch.cpu.Event, "wait", lambda self, stream=None: tracer.note("await", here(stream), of(self))),
         (torch.Tensor, "record_stream", lambda self, stream: tracer.used(self, here(stream))),
-        *(
-            (DeepSpeedZeRoOffload, f"{name}_function", hook(getattr(DeepSpeedZeRoOffload, f"{name}_function")))
-            for name in HOOKS
-        ),
     ]
 
 

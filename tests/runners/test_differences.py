@@ -81,7 +81,8 @@ def test_a_run_of_old_versions_is_predicted_as_their_own_code_allocates(
 
 @pytest.mark.slow
 def test_llama_3_8b_is_predicted_as_published() -> None:
-    """Batch 2 at length 2,048, where no stream lags: 64,180 MiB active on all eight ranks."""
+    """Length 2,048. With batch 2 no block waits for a stream: 64,180 MiB active on all eight ranks; 3 ran out of memory.
+    With batch 1 it lies between a card that keeps up and a host that runs ahead."""
     data = ROOT.parent / "shared" / "data" / "llama3-8b-zero3-8gpu"
     if not data.is_dir():
         pytest.skip("needs the published files")
@@ -89,7 +90,8 @@ def test_llama_3_8b_is_predicted_as_published() -> None:
     where = os.environ | {"PYTHONPATH": str(ROOT)}
     answer = subprocess.run(command, capture_output=True, text=True, check=True, env=where)
     points = {point["value"]: point for point in map(json.loads, answer.stdout.splitlines())}
-    for value, within in ((1, 0.05), (2, 0.001)):
-        published = sorted(points[value]["active"])[4]
-        assert points[value]["predicted"]["active"] == pytest.approx(published, rel=within)
-    assert points[3]["active"] is None and not points[3]["predicted"]["fits"]
+    one, two, three = (points[value]["predicted"] for value in (1, 2, 3))
+    assert one["active"] <= min(points[1]["active"]) and max(points[1]["active"]) <= one["active_most"]
+    assert one["active"] == pytest.approx(min(points[1]["active"]), rel=0.05)
+    assert two["active"] == pytest.approx(min(points[2]["active"]), rel=0.001)
+    assert points[3]["active"] is None and not three["fits"]

@@ -1,0 +1,83 @@
+"""Blocks that another stream still uses when they are freed: how long the allocator may have to keep them.
+
+`tensor.record_stream(s)` makes the allocator record an event on stream s when the tensor is freed. Until that event has
+passed the block is active, though no longer allocated, and cannot be reused (c10/cuda/CUDACachingAllocator.cpp,
+insert_events and process_events). DeepSpeed's ZeRO-3 does so with every weight that it has gathered and every gradient
+that it has reduced. How many blocks wait depends on how far the host runs ahead of the card, which no trace shows. Two
+bounds need no clock: a card that keeps up gives every block back at once; one that does not gives it back when the host
+has waited for what uses it. `Ahead` follows the second through the trace's notes, by what happens before what.
+
+Memory does not run out for such blocks: before it fails, the allocator waits for all of them (alloc_block,
+release_cached_blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+KINDS = {
+    "wait": "what stream a gets from now on waits for what stream b has",
+    "record": "event a is recorded on stream b",
+    "await": "what stream a gets from now on waits for event b",
+    "sync": "the host waits for event a",
+    "join": "the host waits for stream a",
+    "use": "storage a is used by stream b",
+}
+Note = tuple[int, str, int, int]  # events of the trace before it, one of KINDS, and its two numbers
+Times = dict[int, int]  # by stream: everything that it was given before this time is done
+
+
+class Ahead:
+    """A host that waits only where it must. `advance` and `freed` are told the trace's events, in order."""
+
+    def __init__(self, notes: Sequence[Note]) -> None:
+        self._notes, self._next = notes, 0
+        self._behind: dict[int, Times] = {}  # by stream: what it waits for before its next command
+        self._events: dict[int, Times] = {}
+        self._known: Times = {}  # to the host
+        self._news = False  # whether it has waited since `returned` was asked
+        self._users: dict[int, set[int]] = {}
+        self._waiting: dict[int, Times] = {}  # freed storages, each with what must be done first
+
+    def advance(self, index: int) -> None:
+        """Go through what happens before event `index`."""
+        while self._next < len(self._notes) and self._notes[self._next][0] <= index:
+            _, kind, a, b = self._notes[self._next]
+            self._next += 1
+            if kind == "use":
+                self._users.setdefault(a, set()).add(b)
+            elif kind == "record":
+                self._events[a] = self._all_of(b)
+            elif kind == "wait":
+                self._behind[a] = _later(self._behind.get(a, {}), self._all_of(b))
+            elif kind == "await":
+                self._behind[a] = _later(self._behind.get(a, {}), self._events.get(b, {}))
+            else:
+                self._known = _later(self._known, self._all_of(a) if kind == "join" else self._events.get(a, {}))
+                self._news = True
+
+    def freed(self, number: int) -> bool:
+        """The host frees a storage: whether other streams may still use it."""
+        users = self._users.pop(number, None)
+        if users is None:
+            return False
+        self._waiting[number] = dict.fromkeys(users, self._next + 1)  # of the next note
+        return True
+
+    def returned(self) -> list[int]:
+        """Storages whose users are known to be done, since the last call; the allocator looks when asked for memory."""
+        if not self._news:
+            return []
+        self._news = False
+        done = [n for n, first in self._waiting.items() if all(self._known.get(s, -1) >= t for s, t in first.items())]
+        for number in done:
+            del self._waiting[number]
+        return done
+
+    def _all_of(self, stream: int) -> Times:
+        """What is done once the stream has done all that it has: also what that waits for."""
+        return _later(self._behind.get(stream, {}), {stream: self._next})
+
+
+def _later(one: Times, other: Times) -> Times:
+    return one | {stream: max(time, one.get(stream, time)) for stream, time in other.items()}
