@@ -81,7 +81,7 @@ def test_a_run_of_old_versions_is_predicted_as_their_own_code_allocates(
 
 @pytest.mark.slow
 def test_llama_3_8b_is_predicted_as_published() -> None:
-    """Length 2,048. With batch 2 no block waits for a stream: 64,180 MiB active on all eight ranks; 3 ran out of memory.
+    """Length 2,048. With batch 2 no block waits for a stream: 64,180 MiB active on all ranks; 3 ran out of memory.
     With batch 1 it lies between a card that keeps up and a host that runs ahead."""
     data = ROOT.parent / "shared" / "data" / "llama3-8b-zero3-8gpu"
     if not data.is_dir():
