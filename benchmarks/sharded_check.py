@@ -329,7 +329,7 @@ def forked(function: Callable[..., dict[str, int]], *arguments: Any) -> Any:
     here, there = FORK.Pipe(duplex=False)
 
     def run() -> None:
-        sys.stdout = Path(os.devnull).open("w")  # where the Trainer prints its figures
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the Trainer prints its figures
         there.send(function(*arguments))
         os._exit(0)  # without interpreter teardown, as a worker ends
 
