@@ -34,6 +34,7 @@ from transformers import TrainingArguments
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import ranks, shardings
+from vramsweep.runners.shardings.asked import Asked
 
 optimizers = importlib.import_module("torch.optim.optimizer")
 
@@ -45,7 +46,7 @@ _DEFAULT_MESH = next(
 def arguments(trial: Trial, version: int) -> dict[str, Any]:
     """TrainingArguments for this version of FSDP."""
     own = trial.runner.options.get("fsdp_config", {})
-    told: dict[str, Any] = {"fsdp": True, "fsdp_config": _Asked({"version": version, **own})}
+    told: dict[str, Any] = {"fsdp": True, "fsdp_config": Asked({"version": version, **own})}
     if trial.offload_param:
         told["fsdp_config"]["cpu_offload"] = True
         if trial.device.name == "cuda" and "ddp_backend" not in trial.runner.options:
@@ -56,30 +57,6 @@ def arguments(trial: Trial, version: int) -> dict[str, Any]:
 def place(trial: Trial, device: torch.device) -> torch.device:
     """The model is made on the host; FSDP moves it unit by unit."""
     return shardings.host(trial)
-
-
-class _Asked(dict[str, Any]):
-    """A configuration that remembers which of its keys TrainingArguments looked at."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self.asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().setdefault(key, default)
 
 
 def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None:
@@ -104,11 +81,9 @@ def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None
 
 
 @contextlib.contextmanager
-def around(trial: Trial, device: torch.device) -> Iterator[None]:
+def on_cpu(trial: Trial) -> Iterator[None]:
     """The process group joined, and accelerate's belief in cards where there are none."""
-    if device.type == "cuda":
-        yield
-        return
+    device = torch.device("cpu")
     mesh = ranks.mesh(trial, device)
     replaced: list[tuple[Any, str, Any]] = [
         (PartialState, "_prepare_backend", lambda *args: (dist.get_backend(), DistributedType.MULTI_GPU)),
