@@ -63,6 +63,11 @@ def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None
     """Raise InvalidTrial for a key that is not heeded, and for a class to wrap that the model lacks."""
     config: Any = made.fsdp_config
     ignored = next((key for key in config if key not in config.asked), None)
+    if ignored == "version":  # ours, which 4.57 has no word for: it would not wrap layers either
+        raise InvalidTrial(
+            f"sharding={trial.sharding} with runner=trainer: TrainingArguments of transformers "
+            f"{transformers.__version__} know no version of FSDP; install a newer one, or use runner=torch"
+        )
     if ignored is not None:
         raise InvalidTrial(
             f"runner.options.fsdp_config.{ignored}: transformers {transformers.__version__} does not look at it with "
