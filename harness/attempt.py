@@ -41,7 +41,7 @@ PR_SET_CHILD_SUBREAPER = 36
 END_S = 10.0  # for everything that an attempt leaves behind to end once it is killed
 SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
 LOGS = ("stdout.log", "stderr.log")
-ENDED = "ended"  # the record of a rank that did not end well
+ENDED = "ended"  # the record of a rank that ended without saying why
 RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
 
 # What can be wrong with the folder that is written to. Everything else that the system refuses (processes, descriptors,

@@ -1,7 +1,7 @@
 """Known differences of earlier versions of packages, by which a simulated run is predicted as it really ran.
 
-A simulated run traces the code that is installed. `versions` names others (or an old one is installed): every entry
-whose range holds the version changes the trace as upstream's code of that version did. Each was found by reading that
+A simulated run traces the code that is installed. `versions` names others: every entry whose range holds the version,
+and not the installed one, changes the trace as upstream's code of that version did. Each was found by reading that
 code and is cited; none is a setting. What is not listed here is predicted as the installed version does it.
 
 Not covered: how an entry changes the run (runners/differences/).
@@ -122,7 +122,7 @@ DIFFERENCES = (
         "models/llama/modeling_llama.py, LlamaForCausalLM.forward (4.40.0; loss/loss_utils.py from 4.46.0)",
         "logits are fp32 from the start: those of half precision are gone before the loss",
         ("loss", "fp32_logits"),
-        _with_loss,
+        lambda trial: trial.model.model_type in ("llama", "qwen2") and _with_loss(trial),
     ),
     Difference(
         "shifted_logits",
@@ -138,14 +138,17 @@ DIFFERENCES = (
 
 
 def holding(trial: Trial) -> list[Difference]:
-    """The differences that apply to a simulated trial, by the versions it names and the installed ones of the rest."""
-    return [
-        one for one in DIFFERENCES if _version(trial, one.package) in SpecifierSet(one.versions) and one.when(trial)
-    ]
+    """The differences that the versions named by a simulated trial have from the installed ones."""
+    return [one for one in DIFFERENCES if one.when(trial) and _differs(one, trial.versions.get(one.package))]
 
 
-def _version(trial: Trial, package: str) -> Version:
-    return Version(trial.versions.get(package) or machine.version(package) or "0")
+def _differs(one: Difference, asked: str | None) -> bool:
+    installed = machine.version(one.package)
+    held, holds = (
+        version is not None and SpecifierSet(one.versions).contains(version, prereleases=True)
+        for version in (installed, asked)
+    )
+    return holds and not held
 
 
 def rule(trial: Trial) -> str | None:

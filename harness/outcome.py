@@ -79,7 +79,7 @@ class Evidence:
     `result` is the worker's result file, `result_error` why that could not be read; `host_oom_kills` counts what the
     kernel's out-of-memory killer did on the host meanwhile; `foreign` lists other processes on the device beforehand;
     `start_error` is why no worker could be started; `last_words` the last line that it wrote to stderr; `rank` is the
-    rank whose end the exit code tells of, None where there is but one or none failed.
+    rank whose end the exit code tells of, if it did not say why: what another says then is only that it was missed.
     """
 
     exit_code: int | None = None
@@ -131,7 +131,7 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
     if evidence.start_error:
         return Outcome.CRASH, evidence.start_error
     error = (evidence.result or {}).get("error")
-    if error is not None:
+    if error is not None and evidence.rank is None:
         kind, reason = _from_error(error["type"], error["message"])
         rank = error.get("rank")
         return kind, reason if rank is None or kind is Outcome.INVALID else f"rank {rank}: {reason}"

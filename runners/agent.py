@@ -19,13 +19,15 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from vramsweep.runners.result import TOLD
+
 ADDRESS = "127.0.0.1"
 MEETING = datetime.timedelta(minutes=30)  # the attempt's deadline ends it before
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The first rank that failed and its exit code, negative for a signal; rank None and 0 where all ended well."""
+    """The rank that failed first and its exit code, negative for a signal; rank None and 0 where all ended well."""
 
     rank: int | None = None
     code: int = 0
@@ -53,11 +55,24 @@ def ranks(world_size: int, main: Callable[[int], int]) -> Ended:
         rank = pids.pop(pid, -1)
         code = os.waitstatus_to_exitcode(status)
         if rank >= 0 and code and first.rank is None:
-            first = Ended(rank, code)
+            first = _first(Ended(rank, code), pids)
             for other in pids:  # they would wait for it for ever
                 os.kill(other, signal.SIGKILL)
     del store
     return first
+
+
+def _first(seen: Ended, pids: dict[int, int]) -> Ended:
+    """Of the rank that was seen to fail and those of `pids` that have ended too, which are taken out, the one to blame.
+
+    One that says why may have failed because another, which was killed and says nothing, no longer answers.
+    """
+    ended = [seen]
+    for pid in list(pids):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            ended.append(Ended(pids.pop(pid), os.waitstatus_to_exitcode(status)))
+    return next((one for one in ended if one.code not in (0, *TOLD)), seen)
 
 
 def environment(rank: int, world_size: int, port: int, run_id: str, threads: str | None) -> dict[str, str]:

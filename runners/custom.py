@@ -30,10 +30,8 @@ from vramsweep.runners.measure import StepMeter
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` steps of the target under `meter`."""
     if trial.sharding != "none":
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         ranks.join(trial, device)
-    with shardings.around(trial, device), shardings.traced(trial):
+    with shardings.without_card(trial):
         _run(trial, device, meter)
 
 

@@ -21,7 +21,7 @@ from vramsweep.runners.shardings import zero
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` optimizer steps under `meter`."""
-    with shardings.traced(trial):
+    with shardings.without_card(trial):
         _run(trial, device, meter)
 
 

@@ -73,13 +73,17 @@ LOOK_S = 0.01
 class Process:
     """This process's memory as the kernel counts it (/proc/self/status), in bytes; None where it does not tell.
 
-    The kernel remembers the largest resident set, which mapped files and pages of others are part of. What cannot be
-    given back, anonymous and shared memory, is looked at by a thread from `watch` to `rest`, every `LOOK_S`; `peak` is
-    the largest seen.
+    The kernel remembers the largest resident set, which mapped files and pages of others are part of; unknown where it
+    cannot be told to start anew (gVisor's). What cannot be given back, anonymous and shared memory, is looked at by a
+    thread from `watch` to `rest`, every `LOOK_S`; `peak` is the largest seen.
     """
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: it would remember the parent's peak
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: it would remember the parent's peak
+            self._anew = True
+        except OSError:
+            self._anew = False
         self._status = os.open("/proc/self/status", os.O_RDONLY)  # read at every step, for the process's life
         self._done = threading.Event()
         self.resident_baseline = self.resident_peak()
@@ -91,8 +95,8 @@ class Process:
         return None if None in found else sum(int(match[1]) * 1024 for match in found if match)
 
     def resident_peak(self) -> int | None:
-        """VmHWM."""
-        return self._counted(b"VmHWM")
+        """VmHWM, since this object was made."""
+        return self._counted(b"VmHWM") if self._anew else None
 
     def held(self) -> int | None:
         """What cannot be given back now."""

@@ -17,6 +17,8 @@ from vramsweep.harness.attempt import RESULT
 
 # Exit status of a rank that failed after the measured steps: the other ranks are to be ended, the result stands.
 ENDED_EARLY = 80
+FAILED = 1  # of a rank that raised before that, and has left its error
+TOLD = (FAILED, ENDED_EARLY)  # of a rank that has said why
 
 
 class EndedEarly(Exception):

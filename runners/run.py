@@ -60,6 +60,9 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
     try:
         with techniques.around(trial, device):
             runner.run(trial, device, meter, folder)
+        meter.gauges.synchronize()
+        if trial.world_size > 1:
+            torch.distributed.barrier()  # a rank that is gone takes along what collectives of others still wait for
     except Exception as error:
         if meter.row is None:
             error.columns = about | meter.seen()  # type: ignore[attr-defined] # others may be why memory ran out

@@ -22,7 +22,7 @@ from vramsweep.runners.measure import StepMeter
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` optimizer steps under `meter`."""
-    with shardings.around(trial, device), shardings.traced(trial):
+    with shardings.without_card(trial):
         _run(trial, device, meter)
 
 

@@ -284,6 +284,10 @@ class Tracer(TorchDispatchMode):
         """The number of a stream, or of whatever else does work in an order of its own."""
         return self._streams.setdefault(stream, len(self._streams))
 
+    def streams(self) -> list[int]:
+        """The numbers of all of them."""
+        return list(self._streams.values())
+
     def used(self, tensor: torch.Tensor, stream: int) -> None:
         """`record_stream`: once freed, the tensor's block waits for what this stream has to do until then."""
         number = self._card.number(tensor)

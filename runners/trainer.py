@@ -73,7 +73,7 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
     """Train `trial.steps()` steps under `meter`."""
     if trial.sharding != "none":
         ranks.backend(trial, device)
-    with shardings.around(trial, device), shardings.traced(trial):
+    with shardings.without_card(trial):
         _run(trial, device, meter, folder)
 
 

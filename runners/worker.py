@@ -56,9 +56,9 @@ def main(folder: Path, parent: int) -> int:
 
 
 def _ranks(trial: trials.Trial, folder: Path) -> int:
-    """Run every rank; one that fails is named in the records, where the parent looks for it."""
+    """Run every rank; one that ends without saying why is named in the records, where the parent looks for it."""
     ended = agent.ranks(trial.world_size, lambda rank: _rank(trial, folder))
-    if ended.rank is not None:
+    if ended.rank is not None and ended.code not in result.TOLD:
         with (folder / STEPS).open("a") as records:
             records.write(json.dumps({"event": ENDED, "rank": ended.rank}) + "\n")
     if ended.code < 0:  # report the rank's signal as our own
@@ -87,7 +87,7 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
             told["error"]["rank"] = os.environ["RANK"]
         known = getattr(error, "columns", None)  # what the row can say all the same
         result.error(folder, told | ({"values": known} if isinstance(known, dict) else {}))
-        return 1
+        return result.FAILED
     if values is not None:
         result.values(folder, values, complete=True)
     return 0

@@ -9,12 +9,13 @@ A module has the functions that its way needs, and no others:
 - `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
 - `fitting(trial, net, arguments)`: raises where the model was not made as the trial says, or model or TrainingArguments
   (None in other loops than the Trainer's) do not allow what is asked;
-- `around(trial, device)`: a context manager around the whole run, real or simulated;
 - `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;
 - `told(net)`: columns about the model that trains, after `checked`, beside or in place of those of every run;
 - `skipped(net)`: how many updates it has skipped so far for an overflow;
 - `on_cpu(trial)`: a context manager in which the library works on a CPU, and on fake tensors, which are there;
 - `traced(trial)`: a context manager in which the library believes to run on CUDA, where everything is fake.
+
+Of these two nothing is entered on a card: there the library runs as it is.
 """
 
 from __future__ import annotations
@@ -43,20 +44,14 @@ def call(trial: Trial, name: str, *given: Any) -> None:
         found(trial, *given)
 
 
-def around(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """What the library of the trial's sharding needs around the whole run."""
-    found = hook(trial, "around")
-    return contextlib.nullcontext() if found is None else found(trial, device)
-
-
 def host(trial: Trial) -> torch.device:
     """Where host memory is: in a simulated run device meta, as all fake tensors on the CPU stand for GPU memory."""
     return torch.device("meta" if trial.device.name == "simulated" else "cpu")
 
 
 @contextlib.contextmanager
-def traced(trial: Trial) -> Iterator[None]:
-    """The library of the trial's sharding on a card that is not there, or on a CPU; nothing where there is a card."""
+def without_card(trial: Trial) -> Iterator[None]:
+    """Around the whole run: what the sharding's library needs on a CPU, or on fake tensors; nothing on a card."""
     names = {"cuda": (), "cpu": ("on_cpu",), "simulated": ("on_cpu", "traced")}[trial.device.name]
     with contextlib.ExitStack() as stack:
         for found in filter(None, (hook(trial, name) for name in names)):

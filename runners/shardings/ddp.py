@@ -49,8 +49,8 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def around(trial: Trial, device: torch.device) -> Iterator[None]:
-    """On a CPU, where live tensors are counted: buckets are noted when they are made, as no tensor in Python is one."""
+def on_cpu(trial: Trial) -> Iterator[None]:
+    """Where live tensors are counted, buckets are noted when they are made: no tensor in Python is one."""
     with contextlib.ExitStack() as stack:
         if trial.device.name == "cpu":
             for owner, name in ((DistributedDataParallel, "_ddp_init_helper"), (c10d.Reducer, "_rebuild_buckets")):

@@ -34,6 +34,7 @@ from transformers import TrainingArguments
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import ranks, shardings
+from vramsweep.runners.shardings.asked import Asked
 
 optimizers = importlib.import_module("torch.optim.optimizer")
 
@@ -45,7 +46,7 @@ _DEFAULT_MESH = next(
 def arguments(trial: Trial, version: int) -> dict[str, Any]:
     """TrainingArguments for this version of FSDP."""
     own = trial.runner.options.get("fsdp_config", {})
-    told: dict[str, Any] = {"fsdp": True, "fsdp_config": _Asked({"version": version, **own})}
+    told: dict[str, Any] = {"fsdp": True, "fsdp_config": Asked({"version": version, **own})}
     if trial.offload_param:
         told["fsdp_config"]["cpu_offload"] = True
         if trial.device.name == "cuda" and "ddp_backend" not in trial.runner.options:
@@ -58,34 +59,15 @@ def place(trial: Trial, device: torch.device) -> torch.device:
     return shardings.host(trial)
 
 
-class _Asked(dict[str, Any]):
-    """A configuration that remembers which of its keys TrainingArguments looked at."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self.asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().setdefault(key, default)
-
-
 def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None:
     """Raise InvalidTrial for a key that is not heeded, and for a class to wrap that the model lacks."""
     config: Any = made.fsdp_config
     ignored = next((key for key in config if key not in config.asked), None)
+    if ignored == "version":  # ours, which 4.57 has no word for: it would not wrap layers either
+        raise InvalidTrial(
+            f"sharding={trial.sharding} with runner=trainer: TrainingArguments of transformers "
+            f"{transformers.__version__} know no version of FSDP; install a newer one, or use runner=torch"
+        )
     if ignored is not None:
         raise InvalidTrial(
             f"runner.options.fsdp_config.{ignored}: transformers {transformers.__version__} does not look at it with "
@@ -104,11 +86,9 @@ def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None
 
 
 @contextlib.contextmanager
-def around(trial: Trial, device: torch.device) -> Iterator[None]:
+def on_cpu(trial: Trial) -> Iterator[None]:
     """The process group joined, and accelerate's belief in cards where there are none."""
-    if device.type == "cuda":
-        yield
-        return
+    device = torch.device("cpu")
     mesh = ranks.mesh(trial, device)
     replaced: list[tuple[Any, str, Any]] = [
         (PartialState, "_prepare_backend", lambda *args: (dist.get_backend(), DistributedType.MULTI_GPU)),

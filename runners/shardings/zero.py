@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import json
-from collections.abc import Iterable, Iterator, KeysView, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, ranks, trace
 from vramsweep.runners.shardings import zero_traced
+from vramsweep.runners.shardings.asked import Asked
 
 OWN_ADAM = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 WHERE = "ds_config (the file, or runner.options)"
@@ -214,43 +215,13 @@ def wrapped(optimizer: Any) -> str:
     return name if inner is not None else f"{name}({name})"
 
 
-class _Asked(dict[str, Any]):
-    """A node of a configuration that remembers which keys were asked for."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__({k: _Asked(v) if isinstance(v, Mapping) else v for k, v in values.items()})
-        self.asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def keys(self) -> Any:
-        return _Keys(self)
-
-    def __iter__(self) -> Iterator[str]:  # so that ** asks key by key
-        return super().__iter__()
-
-
-class _Keys(KeysView[str]):
-    """Keys of a node: `in` asks for one."""
-
-
 def heeded(config: Mapping[str, Any]) -> None:
     """Raise InvalidTrial for a key of the configuration that DeepSpeed does not look at, with the closest one it does.
 
     DeepSpeed reads its whole configuration when it makes a DeepSpeedConfig: models of pydantic forbid what they do not
     know, while of everything else unknown keys have no effect. Nodes that it asks for nothing it passes on.
     """
-    asked = _Asked(config)
+    asked = Asked(config)
     try:
         deepspeed.DeepSpeedConfig(asked)
     except ValidationError as error:
@@ -270,14 +241,14 @@ def heeded(config: Mapping[str, Any]) -> None:
         )
 
 
-def _ignored(node: _Asked, before: str = "") -> Iterator[tuple[str, set[str]]]:
+def _ignored(node: Asked, before: str = "") -> Iterator[tuple[str, set[str]]]:
     """Dotted names of the keys that nobody asked for, each with what was asked for beside it."""
     if not node.asked or before in PASSED_ON:
         return
     for key, value in dict.items(node):
         if key not in node.asked:
             yield f"{before}{key}", node.asked
-        elif isinstance(value, _Asked):
+        elif isinstance(value, Asked):
             yield from _ignored(value, f"{before}{key}.")
 
 

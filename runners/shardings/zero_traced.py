@@ -144,11 +144,16 @@ def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
     def of(event: Any) -> int:
         return numbers.get(id(event), -1)
 
+    def synchronize(*device: Any) -> None:  # of the accelerator, as DeepSpeed's throughput timer asks for in each step
+        for stream in tracer.streams():
+            tracer.note("join", stream)
+
     return [
         (torch.cpu.Stream, "wait_stream", lambda self, other: tracer.note("wait", here(self), here(other))),
         (torch.cpu.Stream, "wait_event", lambda self, event: tracer.note("await", here(self), of(event))),
         (torch.cpu.Stream, "record_event", record_event),
         (torch.cpu.Stream, "synchronize", lambda self: tracer.note("join", here(self))),
+        (CudaAccelerator, "synchronize", synchronize),
         (torch.cpu.Event, "record", record),
         (torch.cpu.Event, "query", lambda self: False),
         (torch.cpu.Event, "synchronize", lambda self: tracer.note("sync", of(self))),

@@ -1,4 +1,4 @@
-"""What collectives take: against figures by hand and what NCCL's own model prints."""
+"""What collectives take: against figures worked out by hand, from data sheets and the constants of NCCL's model."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,12 @@ CASES = [
     (Evidence(expired=True, deadline_s=3), "timeout", False, "no end within 3 s; raise timeout_s"),
     (Evidence(exit_code=-9), "crash", True, "SIGKILL"),
     (Evidence(exit_code=-9, host_oom_kills=1), "host_oom", False, "kernel"),
+    (  # another rank's collective failed for it
+        replace(failed("builtins.RuntimeError", "Connection closed by peer"), exit_code=-9, host_oom_kills=1, rank=1),
+        "host_oom",
+        False,
+        "rank 1 killed by the kernel",
+    ),
     (Evidence(exit_code=-11, host_oom_kills=1), "crash", True, "SIGSEGV"),
     (Evidence(exit_code=3), "crash", True, "exit status 3"),
     (Evidence(exit_code=None), "crash", True, "template"),

@@ -60,6 +60,30 @@ def test_a_rank_is_told_what_torchrun_tells_it(tmp_path: Path) -> None:
             assert (name, real[name]) == (name, ours[name])
 
 
+MISSED = """
+import os, signal, time
+from vramsweep.runners import agent
+def main(rank):
+    agent_itself = os.getppid()
+    if rank == 1:
+        os.kill(agent_itself, signal.SIGSTOP)  # it will find that both have ended
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    if os.fork() == 0:
+        time.sleep(0.5)
+        os.kill(agent_itself, signal.SIGCONT)
+        os._exit(0)
+    return 1  # as one whose collective failed
+print(agent.ranks(2, main))
+"""
+
+
+@pytest.mark.slow
+def test_the_rank_that_was_killed_is_to_blame_not_the_one_that_missed_it() -> None:
+    done = subprocess.run([sys.executable, "-c", MISSED], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "Ended(rank=1, code=-9)", done.stderr
+
+
 def agent_names() -> set[str]:
     return set(agent.environment(0, 2, 1, "", None))
 

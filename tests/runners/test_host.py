@@ -113,6 +113,16 @@ def test_mapped_files_are_resident_but_can_be_given_back(tmp_path: Path) -> None
     assert 60 * MIB < (process.look() or 0) - begun < 80 * MIB
 
 
+def test_a_kernel_that_cannot_start_anew_leaves_the_resident_peak_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: str) -> int:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "write_text", write)
+    process = Process()
+    assert process.resident_peak() is process.resident_baseline is None
+    assert process.look() is not None
+
+
 def test_what_a_started_process_has_for_itself_is_counted() -> None:
     code = "import sys; held = bytearray(b'1') * (32 << 20); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
