@@ -274,6 +274,8 @@ def parse(values: Mapping[str, Any]) -> Trial:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
+        if where.startswith("versions.") and first["type"] == "string_type":
+            raise InvalidTrial(f"{where} = {first['input']!r} is a number; write a whole version, as 0.14.2") from None
         raise InvalidTrial(f"{where} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     try:
         conf = allocator_config.parse(trial.allocator.conf)
