@@ -416,6 +416,22 @@ def _supported(trial: Trial, entry: Runner) -> str | None:
     return None
 
 
+def _divides(value: Any, trial: Trial) -> bool:
+    return isinstance(value, bool) or (isinstance(value, int) and value > 0 and trial.world_size % value == 0)
+
+
+# What options of Sharding.options must be: in words, and whether a value is
+_KINDS: dict[str, tuple[str, Callable[[Any, Trial], bool]]] = {
+    "bucket_cap_mb": ("a number of MiB", lambda value, trial: type(value) in (int, float) and value > 0),
+    "reshard_after_forward": ("true, false or a number of ranks that divides world_size", _divides),
+    **dict.fromkeys(
+        ("gradient_as_bucket_view", "static_graph", "find_unused_parameters", "forward_prefetch", "limit_all_gathers",
+         "use_orig_params"),
+        ("true or false", lambda value, trial: isinstance(value, bool)),
+    ),
+}  # fmt: skip
+
+
 def _options(trial: Trial, entry: Runner) -> str | None:
     if not _finite(trial.runner.options):
         return "runner.options holds a number that is not finite, which no row can keep; leave it out"
@@ -432,6 +448,10 @@ def _options(trial: Trial, entry: Runner) -> str | None:
             where = f" (it belongs to sharding={others})" if others else ""
             takes = f"with sharding={trial.sharding} takes {', '.join(known) or 'no options'}"
             return f"runner.options.{unknown[0]}: runner={entry.name} {takes}{where}"
+        for option, value in trial.runner.options.items():
+            words, fits = _KINDS.get(option, ("", lambda value, trial: True))
+            if not fits(value, trial):
+                return f"runner.options.{option} is {value}; it must be {words}"
     return None
 
 
