@@ -162,7 +162,13 @@ def rule(trial: Trial) -> str | None:
         if package not in known:
             return f"versions.{package}: no differences of its versions are known, only of {', '.join(known)}"
         try:
-            Version(version)
+            asked = Version(version)
         except InvalidVersion:
             return f"versions.{package}={version} is no version; write it as 0.14.2"
+        installed = machine.version(package)
+        if installed is not None and asked > Version(installed):
+            return (
+                f"versions.{package}={version} is later than {installed}, which is installed and traced; "
+                "install it and leave versions out"
+            )
     return None

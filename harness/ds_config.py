@@ -29,6 +29,9 @@ OFFLOADED_ONCE = {
 # Mixed precisions of DeepSpeed's that no value of the axis stands for
 OTHERS = ("amp.enabled", "torch_autocast.enabled")
 
+# By which ranks would divide more than the batch
+PARALLEL = ("tensor_parallel.autotp_size", "sequence_parallel_size")
+
 
 def _stage(trial: Trial) -> int | None:
     asked = trial.sharding.removeprefix("zero")
@@ -54,7 +57,7 @@ OWNED: dict[str, tuple[str, Callable[[Trial], Any]]] = {
 def read(path: str) -> dict[str, Any]:
     """The file's object. Raises UserError for one that is not there or holds something else."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
         raise UserError(f"ds_config {path}: there is no such file") from None
     except OSError as error:
@@ -64,6 +67,14 @@ def read(path: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"ds_config {path} holds {json.dumps(found)[:40]}; it must be one object, {{...}}")
     return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a key that is there twice, as DeepSpeed does for a file."""
+    twice = next((key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])), None)
+    if twice is not None:
+        raise ValueError(f"the key {twice} is there twice")
+    return dict(pairs)
 
 
 def said(config: Mapping[str, Any], key: str) -> Any:
@@ -122,6 +133,16 @@ def against(trial: Trial, config: Mapping[str, Any]) -> Iterator[str]:
             f"it has no {STAGE}, which DeepSpeed takes for 0 and the Trainer for a mistake; add it: 0 to 3, or "
             f'"{AUTO}" for the axis sharding'
         )
+    elif zero["stage"] not in (0, 1, 2, 3, AUTO) or isinstance(zero["stage"], bool):
+        yield f'{STAGE} is {json.dumps(zero["stage"])}; it must be 0 to 3, or "{AUTO}" for the axis sharding'
+    if all(any(said(config, key) for key in keys) for keys in (BF16, FP16)):
+        yield "bf16 and fp16 are both enabled; DeepSpeed takes one of them"
+    for key in OTHERS:
+        if said(config, key):
+            yield f"{key} is true, which no precision of the axis is; take it out, for bf16.enabled or fp16.enabled"
+    for key in PARALLEL:
+        if said(config, key) not in (None, 0, 1):
+            yield f"{key} is {json.dumps(said(config, key))}, which is not supported: ranks divide the batch; use 1"
     for key in OFFLOADS.values():
         if said(config, key) == "nvme":
             yield (
@@ -129,6 +150,8 @@ def against(trial: Trial, config: Mapping[str, Any]) -> Iterator[str]:
                 'settings, which no row describes; use "cpu"'
             )
     optimizer, own = said(config, "optimizer"), adam(config)
+    if optimizer is not None and not isinstance(said(config, "optimizer.type"), str):
+        yield f'optimizer is {json.dumps(optimizer)}; it must be {{"type": NAME, "params": {{...}}}}'
     if optimizer is not None and trial.optimizer != (own or "default"):
         yield _disagree(trial, "optimizer", optimizer, "optimizer", None)
     for key, (axis, asked) in OWNED.items():

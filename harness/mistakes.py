@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 # Below these keys lie dictionaries that are handed on as they are, so that any name may be added with a "+".
-OPEN = ("runner.options", "model.config")
+OPEN = ("runner.options", "model.config", "versions")
 
 
 def closest(name: str, allowed: Iterable[str]) -> str | None:

@@ -120,16 +120,26 @@ def _fsdp_trainer(trial: Trial) -> str | None:
     return None
 
 
+# TrainingArguments that reach only DistributedDataParallel (transformers 5.23, Trainer._build_accelerator_args)
+_DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+
+
+def _ddp_trainer(trial: Trial) -> str | None:
+    given = [name for name in _DDP_ARGUMENTS if name in trial.runner.options]
+    if given and trial.sharding != "ddp":
+        return f"runner.options.{given[0]} belongs to sharding=ddp, not {trial.sharding}; leave it out"
+    return None
+
+
 def _offload(trial: Trial) -> str | None:
     if trial.sharding in FSDP:
         return _fsdp_offload(trial)
-    given = [name for name in ("offload_optimizer", "offload_param") if getattr(trial, name)]
-    if given and trial.sharding not in ZERO:
-        return f"{given[0]} needs runner=deepspeed or trainer with sharding=zero1 to zero3, not {trial.sharding}"
+    if trial.offload_param and trial.sharding != "zero3":
+        return f"offload_param needs sharding=zero3, fsdp1 or fsdp2, not {trial.sharding}"
     if trial.offload_optimizer and trial.sharding == "zero0":
         return "offload_optimizer needs sharding=zero1 to zero3 (stage 0 silently ignores it)"
-    if trial.offload_param and trial.sharding != "zero3":
-        return f"offload_param needs sharding=zero3, not {trial.sharding}"
+    if trial.offload_optimizer and trial.sharding not in ZERO:
+        return f"offload_optimizer needs runner=deepspeed or trainer with sharding=zero1 to zero3, not {trial.sharding}"
     return None
 
 
@@ -158,6 +168,11 @@ def _ds_config(trial: Trial) -> str | None:
     wrong = next(ds_config.against(trial, config), None)
     if wrong is not None:
         return f"ds_config {trial.ds_config}: {wrong}"
+    if trial.sharding not in ZERO:
+        return (
+            f"ds_config {trial.ds_config} leaves the stage to sharding={trial.sharding}, which has none; give "
+            f"sharding={', '.join(ZERO)}"
+        )
     if trial.device.name == "simulated" and ds_config.said(config, "optimizer") and ds_config.adam(config) is None:
         return f"ds_config {trial.ds_config}: {_untraced(ds_config.said(config, 'optimizer.type'))}"
     return None
@@ -305,7 +320,7 @@ RUNNERS = (
         simulated=("none", "ddp", *FSDP, *ZERO),
         owned=_TRAINER_OWNED,
         options=None,
-        rules=(_trainer_optimizer, _trainer_optim_args, _fsdp_trainer),
+        rules=(_trainer_optimizer, _trainer_optim_args, _ddp_trainer, _fsdp_trainer),
     ),
     Runner(
         "deepspeed",
@@ -401,6 +416,22 @@ def _supported(trial: Trial, entry: Runner) -> str | None:
     return None
 
 
+def _divides(value: Any, trial: Trial) -> bool:
+    return isinstance(value, bool) or (isinstance(value, int) and value > 0 and trial.world_size % value == 0)
+
+
+# What options of Sharding.options must be: in words, and whether a value is
+_KINDS: dict[str, tuple[str, Callable[[Any, Trial], bool]]] = {
+    "bucket_cap_mb": ("a number of MiB", lambda value, trial: type(value) in (int, float) and value > 0),
+    "reshard_after_forward": ("true, false or a number of ranks that divides world_size", _divides),
+    **dict.fromkeys(
+        ("gradient_as_bucket_view", "static_graph", "find_unused_parameters", "forward_prefetch", "limit_all_gathers",
+         "use_orig_params"),
+        ("true or false", lambda value, trial: isinstance(value, bool)),
+    ),
+}  # fmt: skip
+
+
 def _options(trial: Trial, entry: Runner) -> str | None:
     if not _finite(trial.runner.options):
         return "runner.options holds a number that is not finite, which no row can keep; leave it out"
@@ -417,6 +448,10 @@ def _options(trial: Trial, entry: Runner) -> str | None:
             where = f" (it belongs to sharding={others})" if others else ""
             takes = f"with sharding={trial.sharding} takes {', '.join(known) or 'no options'}"
             return f"runner.options.{unknown[0]}: runner={entry.name} {takes}{where}"
+        for option, value in trial.runner.options.items():
+            words, fits = _KINDS.get(option, ("", lambda value, trial: True))
+            if not fits(value, trial):
+                return f"runner.options.{option} is {value}; it must be {words}"
     return None
 
 

@@ -202,6 +202,15 @@ class Trial(_Frozen):
         parts = [self.model.name, self.runner.name, f"seq {self.seq_len}", f"batch {self.micro_batch}", self.precision]
         if self.sharding != "none":
             parts.insert(2, f"{self.sharding} x {self.world_size}")
+        if self.ds_config is not None:
+            parts.append(f"ds_config={Path(self.ds_config).name}")
+        for name in ("offload_optimizer", "offload_param", "zero_init"):
+            if getattr(self, name) != LEFT_OUT[(name,)]:
+                parts.append(f"{name}={str(getattr(self, name)).lower()}")
+        parts += [f"like {package} {version}" for package, version in self.versions.items()]
+        for name in SIMULATED[1:]:
+            if getattr(self.device, name) != LEFT_OUT["device", name]:
+                parts.append(f"device.{name}={getattr(self.device, name)}")
         parts += techniques.changed(self)
         if self.allocator.conf:
             parts.append(self.allocator.name)
@@ -274,6 +283,8 @@ def parse(values: Mapping[str, Any]) -> Trial:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
+        if where.startswith("versions.") and first["type"] == "string_type":
+            raise InvalidTrial(f"{where} = {first['input']!r} is a number; write a whole version, as 0.14.2") from None
         raise InvalidTrial(f"{where} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     try:
         conf = allocator_config.parse(trial.allocator.conf)

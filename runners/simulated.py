@@ -336,7 +336,7 @@ def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mappin
     parts = {name: about[f"host_peak_{name}_bytes"] for name in host.breakdown}
     parts |= {name: about[f"host_{name}_bytes"] for name in ("processes", "workers")}
     largest = sorted(filter(parts.get, parts), key=lambda name: -parts[name])
-    told = ", ".join(f"{name} {parts[name] / GIB:,.2f}" for name in largest[:4])
+    told = ", ".join(f"{name} {parts[name] / GIB:,.2f}" for name in largest[:4] if round(parts[name] / GIB, 2))
     phase = "loading" if where.step is None else f"the {where.phase} phase of step {where.step}"
     need = f"{about['host_ranks']} ranks need" if about["host_ranks"] > 1 else "one rank needs"
     return (

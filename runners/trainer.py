@@ -82,6 +82,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
     where = device if place is None else place(trial, device)
     first = None if trial.zero_init else build.model(trial, where)
     arguments = training_arguments(trial, folder)
+    shardings.call(trial, "agreed", arguments)
     net = build.model(trial, where) if first is None else first
     shardings.call(trial, "fitting", net, arguments)
     counts = build.counts(net)  # the wrapped model may not tell

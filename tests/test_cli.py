@@ -97,6 +97,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "seq_len.x=3": ("seq_len is one value",),
     "model.config.hidden_sze=8": ("did you mean model.config.hidden_size?", "+model.config.hidden_sze=8"),
     "runner.options.bf16=true": ("type +runner.options.bf16=true",),
+    "versions.deepspeed=0.14.2": ("type +versions.deepspeed=0.14.2",),
     "+modle=tiny": ("modle", "did you mean model?"),
     "+experiment=night": ("experiment", "--config-dir DIR"),
     "+model=tiny": ("it is there already", "model=tiny"),

@@ -20,7 +20,7 @@ from conftest import ROOT, TARGETS
 from hydra.core.plugins import Plugins
 
 from vramsweep import __main__ as front_door
-from vramsweep.harness import gpus, journal, launch, machine, plan, preview, status, techniques
+from vramsweep.harness import gpus, journal, launch, machine, plan, preview, status, techniques, trial
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.row import COLUMNS
 
@@ -433,3 +433,9 @@ def test_what_is_offered(line: str, offered: set[str], capsys: pytest.CaptureFix
 def test_options_of_the_user_s_own_groups_are_offered(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert front_door.main(["completion", "query", f"vramsweep sweep --config-dir {files} +experiment="]) == 0
     assert capsys.readouterr().out.split() == ["+experiment=day", "+experiment=night"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "simulated"])
+def test_every_setting_of_a_device_can_be_given_without_a_plus(name: str) -> None:
+    """One that a group's file lacks is refused by Hydra, whatever the documentation says."""
+    assert set(yaml.safe_load((ROOT / f"conf/device/{name}.yaml").read_text())) == set(trial.DeviceAxis.model_fields)

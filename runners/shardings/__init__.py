@@ -7,6 +7,7 @@ A module has the functions that its way needs, and no others:
 - `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
   options say is merged in, as these win over them;
 - `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
+- `agreed(trial, arguments)`: raises InvalidTrial for TrainingArguments that contradict themselves or would be ignored;
 - `fitting(trial, net, arguments)`: raises where the model was not made as the trial says, or model or TrainingArguments
   (None in other loops than the Trainer's) do not allow what is asked;
 - `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;

@@ -44,8 +44,8 @@ def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], di
     units = set(fsdp2.blocks(net))
     options = dict(trial.runner.options)
     for name, kind in (("sharding_strategy", ShardingStrategy), ("backward_prefetch", BackwardPrefetch)):
-        if isinstance(options.get(name), str):
-            options[name] = _named(name, kind, options[name])
+        if options.get(name) is not None:
+            options[name] = _named(name, kind, str(options[name]))
     half = trial.precision == "bf16"
     wrapped = FSDP(
         net,

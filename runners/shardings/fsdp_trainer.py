@@ -24,6 +24,7 @@ import torch.distributed as dist
 import transformers
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils.constants import FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import _init_utils as fsdp1_init
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_collectives
@@ -46,12 +47,33 @@ _DEFAULT_MESH = next(
 def arguments(trial: Trial, version: int) -> dict[str, Any]:
     """TrainingArguments for this version of FSDP."""
     own = trial.runner.options.get("fsdp_config", {})
+    for key, value in own.items():
+        wanted = _wanted(key.removeprefix("fsdp_"), value, version)
+        if wanted:
+            where = f"runner.options.fsdp_config.{key}"
+            raise InvalidTrial(f"{where} is {value}; with sharding=fsdp{version} it must be {wanted}")
     told: dict[str, Any] = {"fsdp": True, "fsdp_config": Asked({"version": version, **own})}
     if trial.offload_param:
         told["fsdp_config"]["cpu_offload"] = True
         if trial.device.name == "cuda" and "ddp_backend" not in trial.runner.options:
             told["ddp_backend"] = "cuda:nccl,cpu:gloo"  # as `accelerate launch` does: norms are taken on the host
     return told
+
+
+def _wanted(key: str, value: Any, version: int) -> str | None:
+    """What a value of fsdp_config must be, where it is not: accelerate meets it with a KeyError or less."""
+    if key == "reshard_after_forward" and version == 2:
+        return None if str(value).lower() in ("true", "false") else "true or false"
+    if key == "transformer_layer_cls_to_wrap":
+        names = value if isinstance(value, list) else [value]
+        return None if all(isinstance(name, str) for name in names) else "a name or a list of names"
+    listed = {
+        "reshard_after_forward": FSDP_SHARDING_STRATEGY,  # as accelerate calls FSDP1's sharding_strategy
+        "sharding_strategy": FSDP_SHARDING_STRATEGY,
+        "backward_prefetch": FSDP_BACKWARD_PREFETCH,
+    }.get(key)
+    fits = listed is None or value is None or version == 2 or str(value).isdigit() or str(value).upper() in listed
+    return None if fits else " or ".join(listed or ())
 
 
 def place(trial: Trial, device: torch.device) -> torch.device:

@@ -13,6 +13,9 @@ from unittest import mock
 import deepspeed
 import torch
 from accelerate.state import DistributedType, PartialState
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 from transformers import training_args
@@ -42,16 +45,26 @@ def on_cpu(trial: Trial) -> Iterator[None]:
     Left alone, DeepSpeed compiles a kernel for its shared memory for 20 s, accelerate takes each rank for the only one
     where it sees no card, and TrainingArguments want bf16 on a CPU with use_cpu only, which switches DeepSpeed off.
     """
+    if trial.device.name == "cpu" and trial.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise InvalidTrial("precision=fp16: DeepSpeed says that this CPU has no fp16; use bf16 or fp32, or device=cuda")
     meeting = ("fake" if trial.device.name == "simulated" else ranks.BACKENDS["cpu"], DistributedType.NO)
     replaced = [
         (PartialState, "_prepare_backend", lambda *args: meeting),
         (training_args, "is_torch_bf16_gpu_available", lambda: True),
+        (NotImplementedBuilder, "load", _no_kernel),
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": False}))
         for owner, name, value in replaced:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
+
+
+def _no_kernel(builder: Any, verbose: bool = True) -> None:
+    raise InvalidTrial(
+        "DeepSpeed has no kernel for a CPU of what its configuration asks for (zero_quantized_*, or an optimizer other "
+        "than Adam); take that out, or measure on device=cuda"
+    )
 
 
 def ds_config(trial: Trial) -> dict[str, Any]:
@@ -150,11 +163,8 @@ def arguments(trial: Trial) -> dict[str, Any]:
 def fitting(trial: Trial, net: torch.nn.Module, arguments: Any = None) -> None:
     """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id.
 
-    Adapters are put into the model that was made, and wait for the engine to divide them. InvalidTrial where the
-    Trainer's arguments do not go with the configuration.
+    Adapters are put into the model that was made, and wait for the engine to divide them.
     """
-    if arguments is not None:
-        _agree(arguments)
     base = [p for p in net.parameters() if trial.adapter == "none" or not p.requires_grad]
     found = {hasattr(parameter, "ds_id") for parameter in base}
     if found != {divided(trial)}:
@@ -184,10 +194,11 @@ def checked(trial: Trial, net: Any) -> None:
         tracer.held = functools.partial(zero_traced.held, net.optimizer)
 
 
-def _agree(arguments: Any) -> None:
+def agreed(trial: Trial, arguments: Any) -> None:
     """Raise InvalidTrial for what of the file the Trainer's arguments contradict, and for what DeepSpeed ignores of it.
 
-    The Trainer would say the first when training begins (HfTrainerDeepSpeedConfig.trainer_config_finalize).
+    The Trainer would say the first when training begins (HfTrainerDeepSpeedConfig.trainer_config_finalize); the second
+    zero.Init would meet first.
     """
     given = arguments.hf_deepspeed_config
     if given.mismatches:
@@ -223,7 +234,7 @@ def heeded(config: Mapping[str, Any]) -> None:
     """
     asked = Asked(config)
     try:
-        deepspeed.DeepSpeedConfig(asked)
+        taken = deepspeed.DeepSpeedConfig(asked)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -232,6 +243,11 @@ def heeded(config: Mapping[str, Any]) -> None:
         raise InvalidTrial(text) from None
     except deepspeed.DeepSpeedConfigError as error:
         raise InvalidTrial(f"{WHERE}: {error}") from None
+    if taken.optimizer_name not in (None, *DEEPSPEED_OPTIMIZERS) and not hasattr(torch.optim, taken.optimizer_name):
+        raise InvalidTrial(
+            f"{WHERE}, optimizer.type: DeepSpeed {deepspeed.__version__} has no {taken.optimizer_name}; it has "
+            f"{', '.join(DEEPSPEED_OPTIMIZERS)} and torch.optim's"
+        )
     ignored = next(_ignored(asked), None)
     if ignored is not None:
         path, known = ignored

@@ -40,6 +40,8 @@ def test_the_installed_code_is_not_changed_twice(monkeypatch: pytest.MonkeyPatch
         ({"versions": {"deepspeed": "0.14.2"}}, "predicted only"),
         ({"versions": {"torch": "2.2.2"}, "device": SIMULATED}, "only of deepspeed, transformers"),
         ({"versions": {"deepspeed": "old"}, "device": SIMULATED}, "is no version"),
+        ({"versions": {"transformers": 4.4}, "device": SIMULATED}, "4.4 is a number; write a whole version"),
+        ({"versions": {"transformers": "99.0"}, "device": SIMULATED}, "later than .*, which is installed"),
     ],
 )
 def test_what_cannot_be_heeded_is_refused(over: dict[str, Any], reason: str) -> None:

@@ -199,7 +199,16 @@ def trainer(**options: Any) -> dict[str, Any]:
         (deepspeed("zero2", optimizer="adamw_torch_fused"), "adamw_torch_fused with deepspeed needs CUDA"),
         (deepspeed("none"), "takes sharding=zero0, zero1, zero2, zero3"),
         (deepspeed("zero0", offload_optimizer=True), "silently ignores"),
-        (deepspeed("zero2", offload_param=True), "offload_param needs sharding=zero3"),
+        (deepspeed("zero2", offload_param=True), "offload_param needs sharding=zero3, fsdp1 or fsdp2, not zero2"),
+        (
+            tiny(runner={"name": "torch", "options": {"bucket_cap_mb": "x"}}, sharding="ddp"),
+            "bucket_cap_mb is x; it must be a",
+        ),
+        (
+            tiny(runner={"name": "torch", "options": {"reshard_after_forward": 3}}, sharding="fsdp2", world_size=4),
+            "reshard_after_forward is 3; it must be .* divides world_size",
+        ),
+        (trainer(ddp_bucket_cap_mb=1), "ddp_bucket_cap_mb belongs to sharding=ddp, not none"),
         (deepspeed("zero0", precision="bf16"), "ZeRO-0 in bf16"),
         (deepspeed("zero2", precision="bf16_pure"), "master weights"),
         (trainer(per_device_train_batch_size=16), "belongs to the axis micro_batch"),

@@ -57,6 +57,8 @@ def test_the_trainer_holds_its_share_in_fp32(tmp_path: Path, sharding: str) -> N
         ({"version": 2}, "fsdp_config.version belongs to the axis sharding"),
         ({"cpu_offload": True}, "belongs to the axis offload_param"),
         ({"reshard": True}, "does not look at it with sharding=fsdp"),
+        ({"reshard_after_forward": "maybe"}, "reshard_after_forward is maybe; with sharding=fsdp. it must be"),
+        ({"transformer_layer_cls_to_wrap": 3}, "it must be a name or a list of names"),
     ],
 )
 def test_what_fsdp_config_may_say(tmp_path: Path, sharding: str, config: dict[str, Any], match: str) -> None:
