@@ -1,8 +1,8 @@
 """Sharded training, predicted against what real ranks hold on this CPU: every way of sharding, one and two ranks.
 
-    python benchmarks/sharded_check.py [WORD...] [--worlds 1,2] [--json]
+    python benchmarks/sharded_check.py [WORD...] [--exact] [--worlds 1,2] [--json]
 
-Words choose the cases whose names hold all of them.
+Words choose the cases whose names hold all of them, or with --exact the one of that name.
 
 Nothing is timed. The real ranks train over gloo while every tensor storage is counted; the prediction is the runner
 traced on fake tensors over a fake process group, as device=simulated does. Both count bytes of rank 0: at rest after
@@ -386,12 +386,15 @@ def sums(trace: Trace) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD", help="parts of the cases' names")
+    parser.add_argument("--exact", action="store_true", help="the words are the whole name of a case")
     parser.add_argument("--worlds", default="1,2", help="numbers of ranks")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON instead of a table")
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     named = [one for one in CASES if all(word.lower() in one["name"].lower() for word in chosen.words)]
+    if chosen.exact:
+        named = [one for one in CASES if one["name"] == " ".join(chosen.words)]
     lacking = {one["name"]: reason for one in named if (reason := impossible(one)) is not None}
     for name, reason in lacking.items():
         print(f"left out: {name}: {reason}", file=sys.stderr)

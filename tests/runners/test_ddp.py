@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from typing import Any
 
@@ -10,9 +12,6 @@ from conftest import ROOT, TARGETS, Run, tiny
 from test_sharded import WORKSPACES
 
 from vramsweep.harness import trial
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import sharded_check
 
 PARAMETERS = 4 * (256 * 512 + 512 + 512 * 256 + 256)  # bytes, of tests/targets/divided.py
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
@@ -24,10 +23,14 @@ def divided(function: str, **over: Any) -> dict[str, Any]:
 
 
 def agree(name: str, world: int, tolerance: int = 2048) -> None:
-    """Rank 0 of real ranks held what is predicted, at rest and in each phase; token ids and counters apart."""
-    (case,) = [one for one in sharded_check.CASES if one["name"] == name]
-    real = sharded_check.real(case, world)
-    predicted = sharded_check.forked(sharded_check.predicted, case, world).recv()
+    """Rank 0 of real ranks held what is predicted, at rest and in each phase; token ids and counters apart.
+
+    In a process of its own: one that has run tensor operations cannot fork ranks.
+    """
+    check = [sys.executable, str(ROOT / "benchmarks" / "sharded_check.py"), name, "--exact", "--json"]
+    done = subprocess.run([*check, "--worlds", str(world)], capture_output=True, text=True, check=True, timeout=170)
+    (found,) = json.loads(done.stdout)
+    real, predicted = found["real"], found["predicted"]
     assert predicted["built"] == real["built"]
     assert predicted["rest"] == real["rest"]
     for phase in ("forward", "backward", "optimizer"):
