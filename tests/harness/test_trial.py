@@ -206,7 +206,7 @@ def trainer(**options: Any) -> dict[str, Any]:
         ),
         (
             tiny(runner={"name": "torch", "options": {"reshard_after_forward": 3}}, sharding="fsdp2", world_size=4),
-            "reshard_after_forward is 3; it must be .* divides world_size",
+            "reshard_after_forward is 3; it must be true, false or a number of ranks that divides world_size",
         ),
         (trainer(ddp_bucket_cap_mb=1), "ddp_bucket_cap_mb belongs to sharding=ddp, not none"),
         (deepspeed("zero0", precision="bf16"), "ZeRO-0 in bf16"),
