@@ -513,7 +513,7 @@ def test_what_does_not_go_together_is_invalid_with_a_reason(monkeypatch: pytest.
     assert "fp32 already" in invalid(precision="bf16_master", device=DEVICE, **LORA)
     for precision in ("fp32", "bf16_master"):
         assert "half precision" in invalid(quantization="gptq", precision=precision, device=DEVICE, **LORA)
-    assert "zero3" in invalid(**LORA, sharding="zero3", runner={"name": "deepspeed"}, precision="bf16")
+    assert "zero3" in invalid(**NF4, sharding="zero3", runner={"name": "deepspeed"})
     assert "fsdp2" in invalid(**NF4, sharding="fsdp2", world_size=2, device=DEVICE)
     monkeypatch.setattr(entry, "version", lambda package: None)
     assert "pip install 'peft>=" in invalid(**LORA)

@@ -167,8 +167,11 @@ def test_no_estimate_where_a_peak_is_unknown_or_others_set_the_pace(tmp_path: Pa
     chosen, trace, _ = traced(tmp_path, precision="bf16", seq_len=64)
     assert simulated.speed(chosen, trace, A100)
     assert simulated.speed(chosen, trace, gpus.named("t4-16gb")) == {}
-    ranks = chosen.model_copy(update={"sharding": "fsdp2", "world_size": 2})
-    assert simulated.speed(ranks, trace, A100) == {}
+    assert simulated.speed(chosen.model_copy(update={"offload_optimizer": True}), trace, A100) == {}
+    ranks = chosen.model_copy(update={"sharding": "fsdp2", "world_size": 16})
+    assert simulated.speed(ranks, trace, A100) == {}  # nobody said what links the two nodes
+    linked = chosen.device.model_copy(update={"interconnect": "ib-hdr200"})
+    assert simulated.speed(ranks.model_copy(update={"device": linked}), trace, A100)["estimated_link"]
 
 
 def test_tf32_is_faster_than_fp32_by_its_matrix_products_only(tmp_path: Path) -> None:
