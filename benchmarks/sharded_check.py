@@ -46,11 +46,12 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from vramsweep.harness import gpus, registry, trial  # noqa: E402
 from vramsweep.runners import build, kernels, simulated, worker  # noqa: E402
-from vramsweep.runners.dispatch import LiveBytes, gradient, held_by_code, sharded, tensors_alive  # noqa: E402
+from vramsweep.runners.dispatch import LiveBytes, gradient, held_by_code, sharded, storages_alive, tensors_alive  # noqa: E402
 from vramsweep.runners.instruments import backward_boundaries  # noqa: E402
 from vramsweep.runners.trace import Trace  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
+IMPORTED: list[torch.UntypedStorage] = []  # constants of libraries, in a real rank
 COLUMNS = ("built", "rest", "forward", "backward", "optimizer", "sent")
 MODEL = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
@@ -222,7 +223,7 @@ class Live(LiveBytes):
     """
 
     def __init__(self, host: Host | None) -> None:
-        super().__init__()
+        super().__init__(IMPORTED)
         self.host = host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -294,7 +295,8 @@ def resting(host: Host | None) -> int:
                 storage = held.untyped_storage()
                 storages[storage._cdata] = storage.nbytes() if storage.nbytes() > held.element_size() else 0
     storages |= {storage._cdata: storage.nbytes() for storage in held_by_code()}
-    return sum(size for key, size in storages.items() if host is None or key not in host.storages)
+    others = {storage._cdata for storage in IMPORTED} | (host.storages if host else set())
+    return sum(size for key, size in storages.items() if key not in others)
 
 
 def offloaded() -> int:
@@ -342,6 +344,7 @@ def as_rank(case: Case, world: int, rank: int, port: int) -> dict[str, int]:
     """Train as one real rank."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in where.items()})
+    IMPORTED.extend(storages_alive())
     chosen = make(case, world, {"name": "cpu"})
     for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
         owner._get_foreach_kernels_supported_devices = lambda: ["cpu"]
