@@ -169,7 +169,7 @@ class Sent(TorchDispatchMode):
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and (called := kernels.collective(func, args)) is not None:
+        if func.namespace in kernels.C10D and (called := kernels.collective(func, args)) is not None:
             self.nbytes += called.nbytes
         return func(*args, **(kwargs or {}))
 
@@ -335,7 +335,7 @@ def forked(function: Callable[..., dict[str, int]], *arguments: Any) -> Any:
         there.send(function(*arguments))
         os._exit(0)  # without interpreter teardown, as a worker ends
 
-    FORK.Process(target=run).start()
+    FORK.Process(target=run, daemon=True).start()  # if one fails the others, who wait for it, end with us
     there.close()
     return here
 

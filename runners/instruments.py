@@ -122,7 +122,7 @@ class Process:
         """What the processes that this one has started have for themselves (data loader workers), and theirs."""
         try:
             return sum(_own_bytes(child.pid) for child in psutil.Process().children(recursive=True))
-        except (OSError, psutil.Error, StopIteration):  # one has just ended, or the kernel does not let us look
+        except (OSError, psutil.Error, StopIteration):  # the kernel does not tell, or does not let us look
             return None
 
     def __del__(self) -> None:
@@ -139,7 +139,15 @@ def _look(process: weakref.ref[Process], done: threading.Event) -> None:
 
 
 def _own_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    folder = Path(f"/proc/{pid}")
+    try:
+        lines = (folder / "smaps_rollup").read_text().splitlines()
+    except ProcessLookupError:  # it has ended, whether or not somebody has waited for it
+        return 0
+    except FileNotFoundError:
+        if folder.exists():  # kernels without that file
+            raise
+        return 0
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
 
 

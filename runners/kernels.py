@@ -52,7 +52,7 @@ MOST_TENSORS = (110, 64, 48, 36, 30)
 
 def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Work | None:
     """What this call asks of a card of this compute capability; None for a view and whatever else launches nothing."""
-    if _launches_nothing(func) or func.namespace == "c10d":  # links.py has the time of those
+    if _launches_nothing(func) or func.namespace in C10D:  # links.py has the time of those
         return None
     name = _name(func)
     given = _unique((*args, *kwargs.values()))
@@ -96,16 +96,18 @@ COLLECTIVES = {
     "reduce_": ("reduce", 0),
     "alltoall_": ("all_to_all", 0),
     "alltoall_base_": ("all_to_all", 0),
+    "all_reduce": ("all_reduce", 0),  # of DTensor, in a namespace of its own: norms
 }
+C10D = ("c10d", "_c10d_functional")
 
 
 def collective(func: Any, args: Any) -> Collective | None:
-    """The call to the other ranks that an operator of c10d is; None for one that moves nothing (barriers).
+    """The call to the other ranks that an operator of `C10D` is; None for one that moves nothing (barriers, waiting).
 
     Any other has a kind that nobody has a formula for.
     """
     name = _name(func)
-    if name in ("barrier", "monitored_barrier_"):
+    if name in ("barrier", "monitored_barrier_", "wait_tensor"):
         return None
     kind, at = COLLECTIVES.get(name, (name, 0))
     return Collective(kind, sum(map(nbytes, _unique((args[at],)).values())))

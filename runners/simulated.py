@@ -263,7 +263,9 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> dict[str, Any]:
         "estimated_communication_s": sent.seconds,
         "estimated_communication_bytes": sent.nbytes,
         "estimated_collectives": sent.calls,
-        "estimated_link": " + ".join(filter(None, (within, between if ranks > per_node else None))),
+        "estimated_link": " + ".join(
+            filter(None, (within if per_node > 1 else None, between if ranks > per_node else None))
+        ),
         "estimated_step_no_overlap_s": longest,
         "estimated_tokens_per_s_no_overlap": trial.tokens_per_step() / longest,
     }

@@ -32,7 +32,7 @@ from vramsweep.harness.roofline import Work
 from vramsweep.runners import places
 from vramsweep.runners.cuda_like import Capability, scratch
 from vramsweep.runners.dispatch import sharded, storage_resizes
-from vramsweep.runners.kernels import collective, work
+from vramsweep.runners.kernels import C10D, collective, work
 from vramsweep.runners.streams import Note
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
@@ -236,8 +236,8 @@ class Tracer(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
             self._know("communication", tensors)
-            if self.in_last_step and (called := collective(func, args)) is not None:
-                self._collectives[called] += 1
+        if func.namespace in C10D and self.in_last_step and (called := collective(func, args)) is not None:
+            self._collectives[called] += 1
         taken = [self._card.allocate(size) for size in scratch(func, args)]
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):

@@ -18,7 +18,8 @@ from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, ranks, shardings
 from vramsweep.runners.shardings import fsdp2, fsdp_trainer
 
-place, fitting, on_cpu, traced = fsdp_trainer.place, fsdp_trainer.fitting, fsdp_trainer.on_cpu, fsdp_trainer.traced
+place, fitting, told = fsdp_trainer.place, fsdp_trainer.fitting, fsdp_trainer.told
+on_cpu, traced = fsdp_trainer.on_cpu, fsdp_trainer.traced
 
 
 def arguments(trial: Trial) -> dict[str, Any]:

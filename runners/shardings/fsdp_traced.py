@@ -1,0 +1,120 @@
+"""FSDP1 and FSDP2 where there is no card: over gloo on a CPU, and on fake tensors.
+
+On a CPU accelerate would leave FSDP out and wrap the model in DistributedDataParallel (AcceleratorState: MULTI_CPU is
+none of the kinds that take a plugin), so it is told that the ranks are cards. All of it goes by private names of torch
+2.13 and accelerate 1.15; a run on a card does not load this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import accelerate.utils.dataclasses as plugins
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import _init_utils as fsdp1_init
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
+from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2_api
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from vramsweep.harness.trial import Trial
+from vramsweep.runners import ranks
+
+optimizers = importlib.import_module("torch.optim.optimizer")
+
+_DEFAULT_MESH = next(
+    name for name in ("_init_default_mesh", "_init_default_fully_shard_mesh") if hasattr(fsdp2_api, name)
+)
+
+
+@contextlib.contextmanager
+def on_cpu(trial: Trial) -> Iterator[None]:
+    """The process group joined, and accelerate's belief in cards where there are none."""
+    device = torch.device("cpu")
+    mesh = ranks.mesh(trial, device)
+    replaced: list[tuple[Any, str, Any]] = [
+        (PartialState, "_prepare_backend", lambda *args: (dist.get_backend(), DistributedType.MULTI_GPU)),
+        (PartialState, "set_device", lambda self: setattr(self, "device", device)),
+        (plugins, "is_cuda_available", lambda: True),  # it asks where sync_module_states is to make parameters
+        (torch.cuda, "current_device", lambda: device),
+        (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # which are to be on a card
+        (torch.Tensor, "pin_memory", lambda tensor, *args: tensor),  # torch refuses to, without a card to pin for
+        (torch.cpu.Stream, "synchronize", lambda self: None),
+        (fsdp2_api, _DEFAULT_MESH, lambda *args, **kwargs: mesh),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, value in replaced:
+            stack.enter_context(mock.patch.object(owner, attribute, value, create=True))
+        yield
+
+
+@contextlib.contextmanager
+def traced(trial: Trial) -> Iterator[None]:
+    """FSDP on fake tensors: host memory, on device meta, is moved, not taken for what is to be made later."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "cpu", _to_host),
+        (fsdp2_collectives, "torch", _TorchOnTheHost()),
+        (FSDPParamGroup, "_validate_cpu_offload_params", lambda self: None),
+        (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+        (fsdp2_init, "_move_states_to_device", _moved),
+        (fsdp1_init, "_move_module_to_device", _module_moved),
+        (fsdp1_init, "_need_to_materialize_module", lambda *args: (False, False)),
+        # an offloaded optimizer's state, which fused kernels step on the host
+        (optimizers, "_get_fused_kernels_supported_devices", lambda: ["cuda", "cpu", "meta"]),
+        # accelerate tells parameters apart by it
+        (torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, value in replaced:
+            stack.enter_context(mock.patch.object(owner, attribute, value))
+        yield
+
+
+def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], device: torch.device) -> None:
+    """In the place of what moves a module's tensors; those that are there already stay.
+
+    The tensor's object goes on: modules and an optimizer know it. `.data` cannot be exchanged across devices for fake
+    tensors.
+    """
+    for tensor in itertools.chain(parameters, buffers):
+        if tensor.device != device:
+            there = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+            torch._C._swap_tensor_impl(tensor, there)
+            if isinstance(tensor, FakeTensor):
+                tensor.fake_device = device
+
+
+def _module_moved(module: torch.nn.Module, ignored: Any, ignored_buffers: Any, device: torch.device) -> None:
+    """In the place of FSDP1's, which leaves out what an inner FSDP has flattened."""
+    buffers = [buffer for buffer in module.buffers() if buffer not in ignored_buffers]
+    _moved(list(fsdp1_init._get_orig_params(module, ignored)), buffers, device)
+
+
+class _TorchOnTheHost:
+    """torch as FSDP2 uses it to send gradients to host memory: what it names "cpu" is there."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(name: str) -> torch.device:
+        return torch.device("meta" if name == "cpu" else name)
+
+
+_cpu = torch.Tensor.cpu
+
+
+def _to_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`Tensor.cpu`, of FSDP to host memory."""
+    ours = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.distributed.fsdp.")
+    return tensor.to("meta") if ours else _cpu(tensor, *args, **kwargs)
