@@ -9,8 +9,11 @@ Not covered: how an entry changes the run (runners/differences/).
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
@@ -41,8 +44,17 @@ def _zero3(trial: Trial) -> bool:
     return trial.sharding == "zero3"
 
 
+def model_type(trial: Trial) -> str | None:
+    """Of the architecture that we ship or that a local directory describes; None where a hub would have to be asked."""
+    found = trial.model.model_type
+    if found is None and trial.model.path is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file, or no such description
+            found = json.loads((Path(trial.model.path) / "config.json").read_text()).get("model_type")
+    return found
+
+
 def _of(*models: str) -> Callable[[Trial], bool]:
-    return lambda trial: trial.model.model_type in models
+    return lambda trial: model_type(trial) in models
 
 
 def _with_loss(trial: Trial) -> bool:
@@ -113,7 +125,7 @@ DIFFERENCES = (
         "models/llama/modeling_llama.py, repeat_kv (4.40.0); integrations/sdpa_attention.py, use_gqa_in_sdpa (4.54.0)",
         "shared key and value heads are copied for each query head, mask or not",
         ("masks", "repeated_heads"),
-        lambda trial: trial.attention in ("default", "sdpa"),
+        lambda trial: model_type(trial) in ("llama", "qwen2") and trial.attention in ("default", "sdpa"),
     ),
     Difference(
         "fp32_logits",
@@ -122,17 +134,17 @@ DIFFERENCES = (
         "models/llama/modeling_llama.py, LlamaForCausalLM.forward (4.40.0; loss/loss_utils.py from 4.46.0)",
         "logits are fp32 from the start: those of half precision are gone before the loss",
         ("loss", "fp32_logits"),
-        lambda trial: trial.model.model_type in ("llama", "qwen2") and _with_loss(trial),
+        lambda trial: model_type(trial) in ("llama", "qwen2") and _with_loss(trial),
     ),
     Difference(
         "shifted_logits",
         "transformers",
         "<4.49",
-        "models/llama/modeling_llama.py, LlamaForCausalLM.forward (4.40.0); loss/loss_utils.py, ForCausalLMLoss "
-        "(4.48.0; from 4.49.0 it shifts labels)",
+        "models/llama/modeling_llama.py, LlamaForCausalLM.forward, and gpt2/modeling_gpt2.py, GPT2LMHeadModel.forward "
+        "(4.40.0); loss/loss_utils.py, ForCausalLMLoss (4.48.0; from 4.49.0 it shifts labels)",
         "the loss copies the logits of all positions but the last",
         ("loss", "shifted_logits"),
-        _with_loss,
+        lambda trial: model_type(trial) in ("gpt2", "llama", "qwen2") and _with_loss(trial),
     ),
 )
 

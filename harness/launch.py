@@ -14,7 +14,7 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -127,7 +127,8 @@ def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float
     session.folder = session.folder or Path(settings.results) / (settings.name or _name(planned))
     if settings.action == "run" and whole:
         _refuse_invalid(sweep.placed(planned))  # before a folder is made: most likely a mistyped value
-    if session.detected == "simulated" and not earlier:
+    devices = {config["device"]["name"] for config in resolved if isinstance(config.get("device"), Mapping)}
+    if {session.detected} == devices == {"simulated"} and not earlier:  # of a list, Hydra composes the default too
         print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
     finished: dict[str, Row] = {}
     if settings.action == "plan":

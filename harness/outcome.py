@@ -170,7 +170,7 @@ def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
         return Outcome.HOST_OOM, f"{who}killed by the kernel for want of host memory"
     if evidence.exit_code is None:
         return Outcome.CRASH, "the template process died, and the worker with it"
-    if evidence.exit_code == 0:
+    if evidence.exit_code == 0 and evidence.rank is None:
         return None
     how = f"{who and f'{who}ended with '}exit status {evidence.exit_code}"
     if evidence.exit_code < 0:
@@ -183,7 +183,7 @@ def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
 def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
     lines = message.strip().splitlines()
     lines = [line[:REASON_LENGTH] for line in lines[:1]]
-    reason = f"{kind}: {lines[0]}" if lines else kind
+    reason = f"{kind}: {lines[0]}" if lines and not kind.startswith("vramsweep.") else lines[0] if lines else kind
     text = f"{kind}: {message}"
     if kind.endswith("EnvironmentFault"):
         return Outcome.ENVIRONMENT, lines[0] if lines else kind

@@ -1,9 +1,10 @@
 """Starts the ranks of one attempt on this machine as torchrun's agent does: a process each, its environment, its store.
 
 What differs from `torchrun --standalone --nproc-per-node=N`: ranks are forked, so that a warm template serves them; the
-first that fails ends the others at once, where torchrun looks every 0.1 s and then asks with SIGTERM; nothing is
-started again. The port is never taken by others: the socket listens before the first rank exists, and the store that
-all ranks meet in is ours, not rank 0's.
+first that fails ends the others at once, where torchrun looks every 0.1 s and then asks with SIGTERM; one that ends
+with status 0 in the middle has failed, where torchrun takes it for done; nothing is started again. The port is never
+taken by others: the socket listens before the first rank exists, and the store that all ranks meet in is ours, not rank
+0's.
 
 Source of the variables: torch.distributed.elastic.agent.server.local_elastic_agent and torch.distributed.run
 (OMP_NUM_THREADS); tests/runners/test_agent.py compares them with a real torchrun's.
@@ -19,7 +20,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vramsweep.runners.result import TOLD
+from vramsweep.runners.result import DONE, TOLD
 
 ADDRESS = "127.0.0.1"
 MEETING = datetime.timedelta(minutes=30)  # the attempt's deadline ends it before
@@ -27,7 +28,10 @@ MEETING = datetime.timedelta(minutes=30)  # the attempt's deadline ends it befor
 
 @dataclass(frozen=True)
 class Ended:
-    """The rank that failed first and its exit code, negative for a signal; rank None and 0 where all ended well."""
+    """The rank that failed first and its exit code, negative for a signal; rank None and 0 where all ended well.
+
+    A rank that leaves with status 0 before `main` has returned has failed.
+    """
 
     rank: int | None = None
     code: int = 0
@@ -54,7 +58,7 @@ def ranks(world_size: int, main: Callable[[int], int]) -> Ended:
         pid, status = os.wait()
         rank = pids.pop(pid, -1)
         code = os.waitstatus_to_exitcode(status)
-        if rank >= 0 and code and first.rank is None:
+        if rank >= 0 and code != DONE and first.rank is None:
             first = _first(Ended(rank, code), pids)
             for other in pids:  # they would wait for it for ever
                 os.kill(other, signal.SIGKILL)
@@ -72,7 +76,7 @@ def _first(seen: Ended, pids: dict[int, int]) -> Ended:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             ended.append(Ended(pids.pop(pid), os.waitstatus_to_exitcode(status)))
-    return next((one for one in ended if one.code not in (0, *TOLD)), seen)
+    return next((one for one in ended if one.code not in (DONE, *TOLD)), seen)
 
 
 def environment(rank: int, world_size: int, port: int, run_id: str, threads: str | None) -> dict[str, str]:
@@ -103,7 +107,7 @@ def _end(main: Callable[[int], int], rank: int, parent: int) -> None:
     from vramsweep.runners import worker
 
     worker.die_with(parent)
-    worker.leave(main(rank))
+    worker.leave(main(rank) or DONE)
 
 
 def _store(descriptor: int, port: int) -> object:

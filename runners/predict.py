@@ -38,10 +38,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class HostPrediction:
-    """Host memory of one rank's tensors: peak of each phase in order and of the whole run, and what that was made of.
+    """Host memory of one rank: peak of each phase in order and of the whole run, and what that was made of.
 
-    `breakdown` sums to `peak`: sizes by category, and under "rounding" what page-locked memory takes beyond them.
-    `pinned` is the peak of page-locked memory, blocks that are kept for reuse included.
+    `breakdown` sums to `peak`: sizes by category, under "rounding" what page-locked memory takes beyond them, and under
+    "workers" the processes that the rank has started. `pinned` is the peak of page-locked memory, blocks that are kept
+    for reuse included.
     """
 
     phases: tuple[tuple[Mark, int], ...]
@@ -100,8 +101,10 @@ def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahea
     return Prediction(tuple(phases), peak, breakdown, simulator.stats(), failed, failed_request if failed else None)
 
 
-def host_replay(storages: HostStorages, config: AllocatorConfig) -> HostPrediction:
+def host_replay(storages: HostStorages, config: AllocatorConfig, workers: int = 0) -> HostPrediction:
     """Host memory over time: pageable tensors as large as they are, page-locked ones from torch's host allocator.
+
+    `workers` bytes are taken from the first step on.
 
     Its blocks are powers of two and are never given back, but serve the next request for one as large; but for those
     above the two sizes that a setting may give (CachingHostAllocatorImpl in ATen/core/CachingHostAllocator.h).
@@ -110,13 +113,18 @@ def host_replay(storages: HostStorages, config: AllocatorConfig) -> HostPredicti
         math.inf if size is None else size << 20
         for size in (config.pinned_max_round_threshold_mb, config.pinned_max_cached_size_mb)
     )
-    held = dict.fromkeys((*HOST_CATEGORIES, "rounding"), 0)
+    held = dict.fromkeys((*HOST_CATEGORIES, "rounding", "workers"), 0)
     spare: Counter[int] = Counter()  # blocks by size
     phases: list[tuple[Mark, int]] = []
     peak, breakdown = 0, held.copy()
     total = locked = pinned = start = 0
     for mark in storages.marks:
+        if mark.step is not None and held["workers"] < workers:
+            held["workers"] = workers
+            total += workers
         most = total
+        if total > peak:
+            peak, breakdown = total, held.copy()
         for event in storages.events[start : mark.end]:
             number, sign = abs(event) - 1, 1 if event > 0 else -1
             size = storages.sizes[number]

@@ -19,6 +19,7 @@ from vramsweep.harness.attempt import RESULT
 ENDED_EARLY = 80
 FAILED = 1  # of a rank that raised before that, and has left its error
 TOLD = (FAILED, ENDED_EARLY)  # of a rank that has said why
+DONE = 81  # of a rank among several that came to its end; with 0 a rank may end in the middle (os._exit(0))
 
 
 class EndedEarly(Exception):

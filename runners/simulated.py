@@ -96,7 +96,7 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     trace, details = _trace_kept(trial, card, folder, runner)
     limit = memory_limit(card)
     predicted = replay(trace, config, limit)
-    host = host_replay(trace.host, config)
+    host = host_replay(trace.host, config, node.loader_workers(trial) * node.LOADER_WORKER)
     _record(folder, predicted)
     about = {
         "prediction_basis": basis(trial),
@@ -297,15 +297,15 @@ def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
     """The row's columns on the memory of the fullest node: what its ranks hold, all as rank 0."""
     ranks = node.ranks(trial)
     processes = ranks * node.PROCESS[trial.runner.name]
-    workers = ranks * node.loader_workers(trial) * node.LOADER_WORKER
     loading = max((peak for mark, peak in host.phases if mark.step is None), default=0)
+    parts = {name: ranks * size for name, size in host.breakdown.items()}
     return {
         "host_ranks": ranks,
-        "host_peak_bytes": processes + workers + ranks * host.peak,
+        "host_peak_bytes": processes + ranks * host.peak,
         "host_load_peak_bytes": processes + ranks * loading,
         "host_processes_bytes": processes,
-        "host_workers_bytes": workers,
-        **{f"host_peak_{name}_bytes": ranks * size for name, size in host.breakdown.items()},
+        "host_workers_bytes": parts.pop("workers"),
+        **{f"host_peak_{name}_bytes": size for name, size in parts.items()},
         "host_pinned_peak_bytes": ranks * host.pinned,
         "host_total_bytes": node.limit(trial),
     }
@@ -316,9 +316,8 @@ def _host_full(trial: Trial, host: HostPrediction) -> int | None:
     limit = node.limit(trial)
     if limit is None:
         return None
-    ranks, workers = node.ranks(trial), node.loader_workers(trial) * node.LOADER_WORKER
-    each = [peak + node.PROCESS[trial.runner.name] + workers * (mark.step is not None) for mark, peak in host.phases]
-    return next((index for index, size in enumerate(each) if ranks * size > limit), None)
+    ranks, process = node.ranks(trial), node.PROCESS[trial.runner.name]
+    return next((index for index, (_, peak) in enumerate(host.phases) if ranks * (peak + process) > limit), None)
 
 
 # What would help against each part of host memory.
@@ -335,8 +334,9 @@ _LESS = {
 
 
 def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mapping[str, Any]) -> str:
-    parts = {name: about[f"host_peak_{name}_bytes"] for name in host.breakdown}
-    parts |= {name: about[f"host_{name}_bytes"] for name in ("processes", "workers")}
+    apart = ("processes", "workers")
+    parts = {name: about[f"host_peak_{name}_bytes"] for name in host.breakdown if name not in apart}
+    parts |= {name: about[f"host_{name}_bytes"] for name in apart}
     largest = sorted(filter(parts.get, parts), key=lambda name: -parts[name])
     told = ", ".join(f"{name} {parts[name] / GIB:,.2f}" for name in largest[:4] if round(parts[name] / GIB, 2))
     phase = "loading" if where.step is None else f"the {where.phase} phase of step {where.step}"

@@ -9,12 +9,13 @@ from unittest import mock
 
 import torch
 
+from vramsweep.harness.differences import model_type
 from vramsweep.harness.trial import Trial
 
 
 def additive(trial: Trial) -> contextlib.AbstractContextManager[Any]:
     """The causal mask is what is added to the scores, not what is let through."""
-    name = str(trial.model.model_type)
+    name = str(model_type(trial))
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     original = module.create_causal_mask
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from vramsweep.harness.differences import model_type
 from vramsweep.harness.trial import Trial
 
 
@@ -39,6 +40,6 @@ def by_layer(trial: Trial) -> contextlib.AbstractContextManager[Any]:
 
 
 def _attention(trial: Trial) -> Any:
-    name = str(trial.model.model_type)
+    name = str(model_type(trial))
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     return getattr(module, f"{name.capitalize()}Attention")

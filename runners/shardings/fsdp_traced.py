@@ -26,8 +26,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_colle
 from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2_api
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn.parallel import DistributedDataParallel
 
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import ranks
 
 optimizers = importlib.import_module("torch.optim.optimizer")
@@ -73,11 +74,16 @@ def traced(trial: Trial) -> Iterator[None]:
         (optimizers, "_get_fused_kernels_supported_devices", lambda: ["cuda", "cpu", "meta"]),
         # accelerate tells parameters apart by it
         (torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
+        (DistributedDataParallel, "__init__", _no_ddp),  # whose reducer needs what ddp.py puts in its place
     ]
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in replaced:
             stack.enter_context(mock.patch.object(owner, attribute, value))
         yield
+
+
+def _no_ddp(*args: Any, **kwargs: Any) -> None:
+    raise InvalidTrial("sharding is FSDP's, and a DistributedDataParallel is made; use sharding=ddp, or fully_shard")
 
 
 def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], device: torch.device) -> None:

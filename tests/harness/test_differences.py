@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,17 @@ def test_ranges_end_where_upstream_s_code_did() -> None:
     assert "zero_linear_by_init" not in names(versions={"deepspeed": "0.14.2"})  # no ZeRO-3
     assert names(versions={"transformers": "4.48.0"}) >= {"shifted_logits", "additive_mask"}
     assert not names(versions={"transformers": "4.49.0"}) & {"shifted_logits", "fp32_logits"}
+
+
+def test_a_model_in_a_local_directory_is_known_by_its_description(tmp_path: Path) -> None:
+    def found(model_type: str) -> set[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        mine = {"name": "mine", "path": str(tmp_path), "model_type": None, "config": {}}
+        return names(versions={"transformers": "4.40.0"}, model=mine)
+
+    assert {"llama_rotary_tables", "repeated_heads", "shifted_logits"} <= found("llama")
+    assert found("gpt2") == {"shifted_logits"}
+    assert found("bert") == set()  # nobody has read its code
 
 
 def test_the_installed_code_is_not_changed_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
 """A worker as a program of its own, with something made different: `python patched_worker.py FOLDER [WHAT ...]`.
 
 more: rank 1 holds 64 MiB more than rank 0. fail: it runs out of memory in the step whose FLOPs are counted, where
-rank 0 would wait for it for ever. killed, raises, exits: rank 1 ends so before its first step, where rank 0 waits for
-it too. fp16: DeepSpeed takes any CPU for one with half precision. averages: rank 0 writes a line to the folder's file
-`averages` for each bucket of gradients that is averaged. A test cannot fork ranks itself: its process has run tensor
-operations.
+rank 0 would wait for it for ever. killed, raises, exits, leaves (with status 0): rank 1 ends so before its first step,
+where rank 0 waits for it too. fp16: DeepSpeed takes any CPU for one with half precision. averages: rank 0 writes a line
+to the folder's file `averages` for each bucket of gradients that is averaged. A test cannot fork ranks itself: its
+process has run tensor operations.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def ending(how: str) -> Any:
             return original(trial)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exits":
-            os._exit(7)
+        if how in ("exits", "leaves"):
+            os._exit(7 if how == "exits" else 0)
         raise ValueError("the data of this rank are bad")
 
     original = build.data
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     folder, *what = sys.argv[1:]
     if "averages" in what:
         torch.nn.parallel.DistributedDataParallel = Averaging  # type: ignore[misc]
-    for how in {"killed", "raises", "exits"}.intersection(what):
+    for how in {"killed", "raises", "exits", "leaves"}.intersection(what):
         build.data = ending(how)
     if "more" in what:
         build.data = data

@@ -94,6 +94,7 @@ def agent_names() -> set[str]:
     [
         ("killed", "rank 1 killed by SIGKILL"),
         ("exits", "rank 1 ended with exit status 7"),
+        ("leaves", "rank 1 ended with exit status 0"),
         ("raises", "rank 1: builtins.ValueError: the data of this rank are bad"),
     ],
 )

@@ -98,6 +98,16 @@ def test_data_loader_workers_are_counted_and_not_started(tmp_path: Path) -> None
     assert row["host_peak_bytes"] == row["host_processes_bytes"] + row["host_workers_bytes"]
 
 
+def test_workers_count_only_once_they_run() -> None:
+    storages = HostStorages([9 * MIB, MIB], ["loading", "activations"], [1, -1, 2], pinned=[False, False])
+    storages.marks = [Mark(2, None, "load"), Mark(3, 0, "forward")]
+    loading = host_replay(storages, AllocatorConfig(), workers=7 * MIB)
+    assert (loading.peak, loading.breakdown["loading"], loading.breakdown["workers"]) == (9 * MIB, 9 * MIB, 0)
+    training = host_replay(storages, AllocatorConfig(), workers=9 * MIB)
+    assert (training.peak, training.breakdown["activations"]) == (10 * MIB, MIB)
+    assert [peak for _, peak in training.phases] == [9 * MIB, 10 * MIB]
+
+
 def test_mapped_files_are_resident_but_can_be_given_back(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1" * (64 * MIB))
     process = Process()
