@@ -273,6 +273,7 @@ def test_the_objective_of_repeats_is_their_median_and_unknown_if_one_has_none() 
 # predictions of `plan`
 
 
+@pytest.mark.slow
 def test_plan_says_which_of_the_largest_trials_will_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

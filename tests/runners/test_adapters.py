@@ -374,6 +374,7 @@ def test_biases_that_the_first_forward_pass_casts_stay_parameters(tmp_path: Path
     assert predicted.breakdown["parameters"] == embedding + norms + adapters + packed + biases
 
 
+@pytest.mark.slow
 def test_statistics_take_the_bits_that_the_paper_says() -> None:
     """Dettmers et al. 2023 (arXiv:2305.14314), section 3: scales of blocks of 64 add 0.5 bits a parameter, quantised
     themselves 0.127 bits."""
@@ -403,6 +404,7 @@ def test_gptq_s_tensors() -> None:
     assert not list(layer.parameters())
 
 
+@pytest.mark.slow
 def test_gptq_keeps_unpacked_weights_until_the_backward_pass(tmp_path: Path) -> None:
     """As gptqmodel's layer does, whose product autograd knows (nn_modules/qlinear/torch.py: _forward_eager)."""
     over = LORA | {"precision": "bf16", "quantization": "gptq"}

@@ -135,6 +135,7 @@ def test_scores_are_stored_by_the_formula_only(tmp_path: Path) -> None:
     assert made("eager") - flash >= LAYERS * scores * 2
 
 
+@pytest.mark.slow
 def test_flash_attn_keeps_what_torch_s_flash_kernel_keeps(tmp_path: Path) -> None:
     """With as many heads of keys as of queries and with shared ones, which neither copies; to the generator's state."""
     for kv_heads in (HEADS, 2, 1):
@@ -146,6 +147,7 @@ def test_flash_attn_keeps_what_torch_s_flash_kernel_keeps(tmp_path: Path) -> Non
         ] * 2
 
 
+@pytest.mark.slow
 def test_flash_attn_copies_no_shared_heads_where_masks_make_torch_copy_them(tmp_path: Path) -> None:
     """transformers repeats keys and values for a masked sdpa (its repeat_kv); flash-attn takes documents without."""
     packed: dict[str, Any] = {"packing": "documents", **HALF, "micro_batch": 1}

@@ -325,6 +325,7 @@ def test_foreign_processes(before: Any, after: Any, own: set[int], expected: lis
     assert foreign(before, after, own) == expected
 
 
+@pytest.mark.slow
 def test_ours_are_the_session_and_its_children() -> None:
     """Asked in a session of its own, as a worker is: what started it is then foreign wherever the tests run."""
     asked = """

@@ -375,6 +375,7 @@ def test_what_is_paged_is_bitsandbytes_choice(name: str) -> None:
     assert (found[1] > 0) == name.startswith("paged")
 
 
+@pytest.mark.slow
 def test_paged_state_is_not_the_allocator_s(tmp_path: Path) -> None:
     """The embedding of 131,072 elements is managed memory, but the Trainer wants 32 bits of it."""
     wide = {"model": {"config": {"vocab_size": 2048}}}
@@ -385,6 +386,7 @@ def test_paged_state_is_not_the_allocator_s(tmp_path: Path) -> None:
     assert plain - paged == 2 * 4 * 131_072
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny", "odd"])
 @pytest.mark.parametrize(
     "name",
@@ -395,8 +397,8 @@ def test_paged_state_is_not_the_allocator_s(tmp_path: Path) -> None:
         "adamw_bnb_8bit",
         "lion_32bit",
         "lion_8bit",
-        pytest.param("adamw_torch_8bit", marks=pytest.mark.slow),
-        pytest.param("adamw_torch_4bit", marks=pytest.mark.slow),
+        "adamw_torch_8bit",
+        "adamw_torch_4bit",
     ],
 )
 def test_state_through_the_trainer(tmp_path: Path, name: str, model: str) -> None:

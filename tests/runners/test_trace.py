@@ -172,6 +172,7 @@ def test_dropout_keeps_a_byte_mask_and_optimizers_run_foreach() -> None:
     assert any(name.startswith("_foreach_addcdiv") for name in operators.names)
 
 
+@pytest.mark.slow
 def test_a_cold_worker_s_model_finds_cuda_s_ways_too() -> None:
     """transformers' mask module is first imported by the model, inside: it would test positions and build a mask."""
     code = (
