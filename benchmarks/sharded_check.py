@@ -169,6 +169,8 @@ class Sent(TorchDispatchMode):
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented  # what DTensor makes of it comes here
         if func.namespace in kernels.C10D and (called := kernels.collective(func, args)) is not None:
             self.nbytes += called.nbytes
         return func(*args, **(kwargs or {}))

@@ -107,7 +107,7 @@ def collective(func: Any, args: Any) -> Collective | None:
     Any other has a kind that nobody has a formula for.
     """
     name = _name(func)
-    if name in ("barrier", "monitored_barrier_", "wait_tensor"):
+    if name in ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"):
         return None
     kind, at = COLLECTIVES.get(name, (name, 0))
     return Collective(kind, sum(map(nbytes, _unique((args[at],)).values())))
