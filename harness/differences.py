@@ -75,8 +75,9 @@ DIFFERENCES = (
     Difference(
         "llama_rotary_tables",
         "transformers",
-        ">=4.39,<4.41",
-        "models/llama/modeling_llama.py, LlamaRotaryEmbedding.__init__ (4.40.0; gone in 4.41.0)",
+        "<4.41,!=4.38.0,!=4.38.1",
+        "models/llama/modeling_llama.py, LlamaRotaryEmbedding (4.37.2, 4.38.2, 4.40.0; not in 4.38.0 and 4.38.1; gone "
+        "in 4.41.0)",
         "every layer keeps tables of sines and cosines of all positions",
         ("rotary", "tables"),
         _of("llama"),
@@ -140,11 +141,29 @@ DIFFERENCES = (
         "shifted_logits",
         "transformers",
         "<4.49",
-        "models/llama/modeling_llama.py, LlamaForCausalLM.forward, and gpt2/modeling_gpt2.py, GPT2LMHeadModel.forward "
-        "(4.40.0); loss/loss_utils.py, ForCausalLMLoss (4.48.0; from 4.49.0 it shifts labels)",
+        "models/llama/modeling_llama.py, LlamaForCausalLM.forward (4.40.0); loss/loss_utils.py, ForCausalLMLoss "
+        "(4.48.0; from 4.49.0 it shifts labels)",
         "the loss copies the logits of all positions but the last",
         ("loss", "shifted_logits"),
-        lambda trial: model_type(trial) in ("gpt2", "llama", "qwen2") and _with_loss(trial),
+        lambda trial: model_type(trial) in ("llama", "qwen2") and _with_loss(trial),
+    ),
+    Difference(
+        "gpt2_shifted_logits",
+        "transformers",
+        ">=4.48,<4.49",
+        "loss/loss_utils.py, ForCausalLMLoss (4.48.3; from 4.49.0 it shifts labels)",
+        "the loss copies the logits of all positions but the last",
+        ("loss", "shifted_logits"),
+        lambda trial: model_type(trial) == "gpt2" and _with_loss(trial),
+    ),
+    Difference(
+        "gpt2_own_loss",
+        "transformers",
+        "<4.48",
+        "models/gpt2/modeling_gpt2.py, GPT2LMHeadModel.forward (4.40.0, 4.47.1; loss/loss_utils.py from 4.48.0)",
+        "the loss is taken in the precision of the logits, of a copy of all positions but the last",
+        ("loss", "own_precision"),
+        lambda trial: model_type(trial) == "gpt2" and _with_loss(trial),
     ),
 )
 

@@ -29,6 +29,9 @@ OFFLOADED_ONCE = {
 # Mixed precisions of DeepSpeed's that no value of the axis stands for
 OTHERS = ("amp.enabled", "torch_autocast.enabled")
 
+# What DeepSpeed or the Trainer takes a key of
+OBJECTS = (*(key.rpartition(".")[0] for key in (*BF16, *FP16, *OFFLOADS.values())), "optimizer", "scheduler")
+
 # By which ranks would divide more than the batch
 PARALLEL = ("tensor_parallel.autotp_size", "sequence_parallel_size")
 
@@ -85,10 +88,19 @@ def said(config: Mapping[str, Any], key: str) -> Any:
     return None if value == AUTO else value
 
 
+def _no_object(config: Mapping[str, Any], key: str) -> str | None:
+    """What is there in the place of an object, as JSON; None where one is, or nothing."""
+    before, _, last = key.rpartition(".")
+    node = said(config, before) if before else config
+    found = node.get(last, {}) if isinstance(node, Mapping) else {}
+    return None if isinstance(found, Mapping) else json.dumps(found)
+
+
 def axes(config: Mapping[str, Any], world_size: int = 1) -> dict[str, Any]:
     """What the file says of the axes, by axis; without those that it leaves out or says wrongly."""
     micro, accum, batch = (said(config, key) for key in (MICRO, ACCUM, BATCH))
-    if accum is None and isinstance(micro, int) and isinstance(batch, int) and micro * world_size > 0:
+    whole = isinstance(micro, int) and isinstance(batch, int) and isinstance(world_size, int)
+    if accum is None and whole and micro * world_size > 0:
         accum = batch // (micro * world_size) or None  # as DeepSpeed works it out
     found = {
         "micro_batch": micro,
@@ -135,11 +147,17 @@ def against(trial: Trial, config: Mapping[str, Any]) -> Iterator[str]:
         )
     elif zero["stage"] not in (0, 1, 2, 3, AUTO) or isinstance(zero["stage"], bool):
         yield f'{STAGE} is {json.dumps(zero["stage"])}; it must be 0 to 3, or "{AUTO}" for the axis sharding'
+    for key in OBJECTS:
+        if (found := _no_object(config, key)) is not None:
+            yield f"{key} is {found}; it must be an object, {{...}}, or not be there"
     if all(any(said(config, key) for key in keys) for keys in (BF16, FP16)):
         yield "bf16 and fp16 are both enabled; DeepSpeed takes one of them"
     for key in OTHERS:
         if said(config, key):
             yield f"{key} is true, which no precision of the axis is; take it out, for bf16.enabled or fp16.enabled"
+    clipping = said(config, "gradient_clipping")
+    if clipping is not None and (isinstance(clipping, bool) or not isinstance(clipping, (int, float))):
+        yield f"gradient_clipping is {json.dumps(clipping)}; it must be a number"
     for key in PARALLEL:
         if said(config, key) not in (None, 0, 1):
             yield f"{key} is {json.dumps(said(config, key))}, which is not supported: ranks divide the batch; use 1"
@@ -150,7 +168,7 @@ def against(trial: Trial, config: Mapping[str, Any]) -> Iterator[str]:
                 'settings, which no row describes; use "cpu"'
             )
     optimizer, own = said(config, "optimizer"), adam(config)
-    if optimizer is not None and not isinstance(said(config, "optimizer.type"), str):
+    if isinstance(optimizer, Mapping) and not isinstance(said(config, "optimizer.type"), str):
         yield f'optimizer is {json.dumps(optimizer)}; it must be {{"type": NAME, "params": {{...}}}}'
     if optimizer is not None and trial.optimizer != (own or "default"):
         yield _disagree(trial, "optimizer", optimizer, "optimizer", None)
@@ -161,6 +179,8 @@ def against(trial: Trial, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _disagree(trial: Trial, key: str, value: Any, axis: str, wanted: Any) -> str:
+    if isinstance(wanted, bool) and not isinstance(value, bool):
+        return f"{key} is {json.dumps(value)}; it must be true or false"
     names = axis.replace(" and ", ", ").split(", ")
     given = " ".join(f"{name}={text(getattr(trial, name))}" for name in names)
     there = "" if wanted is None else f" ({json.dumps(wanted)} there)"

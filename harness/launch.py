@@ -265,7 +265,7 @@ def _said(axis: str, otherwise: Any, *, _root_: Any) -> Any:
     """What the trial's ds_config says of an axis that is left alone; a file that is no such has nothing to say here."""
     path = _root_.get("ds_config")
     with contextlib.suppress(UserError):
-        return ds_config.axes(ds_config.read(path), _root_.world_size).get(axis, otherwise) if path else otherwise
+        return ds_config.axes(ds_config.read(str(path)), _root_.world_size).get(axis, otherwise) if path else otherwise
     return otherwise
 
 

@@ -7,6 +7,7 @@ are in one node, else of the slower of link and network, with a network port for
 
 Latencies are NCCL's own for its low-latency protocol (NVIDIA/nccl at 01afd20, src/graph/tuning.cc: baseLat and hwLat of
 Ring and Tree, ncclTopoTuneModel): a ring takes n-1 steps, twice as many for an all-reduce, which may be a tree.
+Broadcast and reduce, which NCCL reckons by how its rings lie, are taken for n-1 steps too.
 
 Not covered: reductions within NVSwitch (NVLS), which can halve an all-reduce; several rings in one direction; links
 shared by several cards; host memory (offload).
@@ -97,9 +98,10 @@ SHARES: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Communication:
-    """All collectives of a step, one after the other: seconds, bytes that one rank sends, and how many there are."""
+    """All collectives of a step, one after the other: seconds (None where a link that they need is not known), bytes
+    that one rank sends, and how many there are."""
 
-    seconds: float
+    seconds: float | None
     nbytes: int
     calls: int
 
@@ -117,21 +119,24 @@ def names(between_nodes: bool) -> list[str]:
 def communication(
     collectives: Iterable[tuple[Collective, int]], ranks: int, per_node: int, link: Link | None, network: Link | None
 ) -> Communication | None:
-    """What the collectives (each with how often it is called) take; None where a link that they need is not known."""
+    """What the collectives (each with how often it is called) take; None where there is no formula for one of them."""
     found = list(collectives)
     if ranks == 1:
         return Communication(0.0, 0, 0)
     nodes = math.ceil(ranks / per_node)
     needed = [link] if nodes == 1 else [network] if per_node == 1 else [link, network]
     known = [one for one in needed if one is not None]
-    if len(known) < len(needed) or any(one.kind not in SHARES for one, _ in found):
+    if any(one.kind not in SHARES for one, _ in found):
         return None
-    bandwidth = min(one.bandwidth for one in known)
     sent = {one: SHARES[one.kind](ranks) * one.nbytes for one, _ in found}
+    seconds = None
+    if len(known) == len(needed):
+        bandwidth = min(one.bandwidth for one in known)
+        seconds = sum(
+            count * (_latency_s(one.kind, ranks, nodes, known) + sent[one] / bandwidth) for one, count in found
+        )
     return Communication(
-        sum(count * (_latency_s(one.kind, ranks, nodes, known) + sent[one] / bandwidth) for one, count in found),
-        round(sum(count * sent[one] for one, count in found)),
-        sum(count for _, count in found),
+        seconds, round(sum(count * sent[one] for one, count in found)), sum(count for _, count in found)
     )
 
 

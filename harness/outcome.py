@@ -176,7 +176,8 @@ def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
     if evidence.exit_code < 0:
         how = f"{who}killed by {signal.Signals(-evidence.exit_code).name}"
     if evidence.last_words and evidence.exit_code != -signal.SIGKILL:  # which nobody announces
-        how = f"{how}; its last words: {evidence.last_words}"
+        whose = "its last words" if evidence.rank is None else "the last words of all ranks"
+        how = f"{how}; {whose}: {evidence.last_words}"
     return Outcome.CRASH, how
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,14 +192,27 @@ def axes(planned: Planned) -> Row:
         "allocator_conf": (nested["allocator"] or {}).get("conf"),
         "parameters": (nested["model"] or {}).get("parameters"),
         "unproven": (techniques.unproven(planned.trial) or None) if planned.trial else None,
-        "trial": json.loads(json.dumps(flat, default=str)),
+        "trial": _plain(flat),
     }
     return {name: value for name, value in values.items() if _fits(name, value)}
 
 
 def _fits(name: str, value: Any) -> bool:
     kind = BY_NAME[name].type
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     return value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool)))
+
+
+def _plain(value: Any) -> Any:
+    """The value as a row can keep it; what JSON has no word for, a number that is not finite among it, is text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def invalid(planned: Planned) -> Row:

@@ -124,6 +124,12 @@ def _fsdp_trainer(trial: Trial) -> str | None:
 _DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
+def _trainer_parallel(trial: Trial) -> str | None:
+    if trial.runner.options.get("parallelism_config") is None:
+        return None
+    return "runner.options.parallelism_config is not supported: ranks divide the batch; leave it out"
+
+
 def _ddp_trainer(trial: Trial) -> str | None:
     given = [name for name in _DDP_ARGUMENTS if name in trial.runner.options]
     if given and trial.sharding != "ddp":
@@ -243,6 +249,8 @@ _TRAINER_OWNED = {
     "torch_compile_backend": "compile",
     "torch_compile_mode": "compile",
     "accelerator_config.gradient_accumulation_kwargs.num_steps": "grad_accum",
+    "accelerator_config.gradient_accumulation_kwargs.sync_each_batch": "no_sync",
+    "accelerator_config.split_batches": "micro_batch",
     "max_steps": _PROTOCOL,
     "num_train_epochs": _PROTOCOL,
     "seed": "seed",
@@ -320,7 +328,7 @@ RUNNERS = (
         simulated=("none", "ddp", *FSDP, *ZERO),
         owned=_TRAINER_OWNED,
         options=None,
-        rules=(_trainer_optimizer, _trainer_optim_args, _ddp_trainer, _fsdp_trainer),
+        rules=(_trainer_optimizer, _trainer_optim_args, _trainer_parallel, _ddp_trainer, _fsdp_trainer),
     ),
     Runner(
         "deepspeed",
@@ -397,6 +405,7 @@ def rules(trial: Trial) -> Iterator[str | None]:
     yield _zero_init(trial)
     yield _zero_precision(trial)
     yield _options(trial, entry)
+    yield _static_graph(trial)
     for rule in entry.rules:
         yield rule(trial)
 
@@ -422,11 +431,15 @@ def _divides(value: Any, trial: Trial) -> bool:
 
 # What options of Sharding.options must be: in words, and whether a value is
 _KINDS: dict[str, tuple[str, Callable[[Any, Trial], bool]]] = {
-    "bucket_cap_mb": ("a number of MiB", lambda value, trial: type(value) in (int, float) and value > 0),
+    **dict.fromkeys(
+        ("bucket_cap_mb", "ddp_bucket_cap_mb"),
+        ("a number of MiB", lambda value, trial: type(value) in (int, float) and value > 0),
+    ),
     "reshard_after_forward": ("true, false or a number of ranks that divides world_size", _divides),
+    "dataloader_num_workers": ("a whole number of processes", lambda value, trial: type(value) is int and value >= 0),
     **dict.fromkeys(
         ("gradient_as_bucket_view", "static_graph", "find_unused_parameters", "forward_prefetch", "limit_all_gathers",
-         "use_orig_params"),
+         "use_orig_params", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "ddp_static_graph"),
         ("true or false", lambda value, trial: isinstance(value, bool)),
     ),
 }  # fmt: skip
@@ -436,6 +449,8 @@ def _options(trial: Trial, entry: Runner) -> str | None:
     if not _finite(trial.runner.options):
         return "runner.options holds a number that is not finite, which no row can keep; leave it out"
     for option, value in flat(trial.runner.options):
+        if option in ("fsdp_config", "accelerator_config") and isinstance(value, str) and entry.name == "trainer":
+            return f"runner.options.{option} is a file; give its keys: +runner.options.{option}.KEY=VALUE"
         whole = not isinstance(value, Mapping)  # it would take the place of a node in which an axis has its say
         axis = next((a for o, a in entry.owned.items() if option == o or (whole and o.startswith(f"{option}."))), None)
         if axis is not None:
@@ -448,10 +463,19 @@ def _options(trial: Trial, entry: Runner) -> str | None:
             where = f" (it belongs to sharding={others})" if others else ""
             takes = f"with sharding={trial.sharding} takes {', '.join(known) or 'no options'}"
             return f"runner.options.{unknown[0]}: runner={entry.name} {takes}{where}"
-        for option, value in trial.runner.options.items():
-            words, fits = _KINDS.get(option, ("", lambda value, trial: True))
-            if not fits(value, trial):
-                return f"runner.options.{option} is {value}; it must be {words}"
+    for option, value in trial.runner.options.items():
+        words, fits = _KINDS.get(option, ("", lambda value, trial: True))
+        if not fits(value, trial):
+            return f"runner.options.{option} is {value}; it must be {words}"
+    return None
+
+
+def _static_graph(trial: Trial) -> str | None:
+    """torch 2.13's reducer fails in a pass that does not average (reducer.cpp: expect_autograd_hooks_)."""
+    option = {"torch": "static_graph", "trainer": "ddp_static_graph"}.get(trial.runner.name, "")
+    if trial.runner.options.get(option) is True and trial.no_sync and trial.grad_accum > 1:
+        way = "use no_sync=false or grad_accum=1" if option == "static_graph" else "use grad_accum=1"
+        return f"runner.options.{option} fails in torch unless every accumulated pass averages; {way}"
     return None
 
 

@@ -17,6 +17,7 @@ from vramsweep.harness.gpus import Gpu
 # Seconds that a kernel takes at least, launched by a host. A plain assumption, not a published figure, and the same for
 # every card: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.
 LAUNCH_S = 4e-6
+UNKNOWN = "unknown"  # the kind of arithmetic of an operator whose FLOPs nobody can tell
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,12 @@ def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estim
         nbytes += count * work.nbytes
         launches += count * work.launches
     return Estimate(seconds["compute"], seconds["memory"], seconds["launch"], flops, nbytes, launches)
+
+
+def total_flops(kernels: Iterable[tuple[Work, int]]) -> int | None:
+    """FLOPs of a step of these operators; None where those of one are not known."""
+    found = list(kernels)
+    return None if any(work.kind == UNKNOWN for work, _ in found) else sum(count * work.flops for work, count in found)
 
 
 def _peaks(gpu: Gpu, tf32: bool) -> dict[str, float | None]:

@@ -24,7 +24,7 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
 
 ID_VERSION = 2
-SIMULATION = 4  # raise it when what a simulated run predicts changes
+SIMULATION = 5  # raise it when what a simulated run predicts changes
 # What ids of version 2 leave out: each setting at the value that rows had before it was one. Frozen: a default that
 # changes in conf/ does not change a line here, and a new axis adds one. Techniques bring theirs along.
 LEFT_OUT: dict[tuple[str, ...], Any] = {
@@ -115,7 +115,7 @@ class DeviceAxis(_Frozen):
     gpus_per_node: int = Field(default=8, ge=1)
     link: str | None = None
     interconnect: str | None = None
-    node_memory_gib: float | None = Field(default=None, gt=0)
+    node_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class ProtocolAxis(_Frozen):

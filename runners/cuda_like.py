@@ -108,6 +108,10 @@ class CudaIsHere(TorchFunctionMode):
             return move(args[0], args[1].detach())
         host = "cpu"
         made: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        # to the host without waiting: page-locked (aten/src/ATen/native/TensorConversions.cpp, _to_copy: pin_out)
+        unwaited = func is torch.Tensor.to and bool(kwargs.get("non_blocking")) and not args[0].is_meta
+        if unwaited and places.HOST in (*args[1:], *kwargs.values()):
+            made = places.host(pinned=True)
         if _caller().startswith("deepspeed."):
             host = "meta"
             if func is torch.Tensor.cpu:
@@ -118,7 +122,7 @@ class CudaIsHere(TorchFunctionMode):
             if "meta" in named:  # it only wants to remember a shape
                 made = places.nowhere()
             elif "cpu" in named or places.HOST in named:
-                made = places.host(pinned=bool(kwargs.pop("pin_memory", False)))
+                made = places.host(pinned=unwaited or bool(kwargs.pop("pin_memory", False)))
         with made:
             return func(*(_placed(v, host) for v in args), **{k: _placed(v, host) for k, v in kwargs.items()})
 
@@ -474,6 +478,7 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     yield torch.utils.data.DataLoader, "_get_iterator", without_workers
     yield autocast, "__init__", autocast_on_cpu
     yield torch, "clear_autocast_cache", clear_casts
+    yield torch.cuda, "set_device", lambda device: None
     yield torch, "is_autocast_enabled", is_autocast_enabled
     yield torch.autograd, "_engine_run_backward", run_backward_here
     yield torch.Tensor, "record_stream", lambda tensor, stream: None

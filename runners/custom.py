@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from vramsweep.harness.trial import DeviceAxis, InvalidTrial, Trial
 from vramsweep.runners import build, ranks, shardings
@@ -40,7 +41,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     if trial.device.name == "simulated":  # the target is to do what it does on a GPU
         asked = trial.model_copy(update={"device": DeviceAxis(name="cuda")})
     with device:
-        made = load(str(trial.runner.target))(asked)
+        made = _made(load(str(trial.runner.target)), asked)
     if not isinstance(made, tuple) or len(made) not in (3, 4):
         raise InvalidTrial(f"{trial.runner.target} must return (model, optimizer, step) or those and batches")
     net, optimizer, step = made[:3]
@@ -48,13 +49,32 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         got = f"{type(net).__name__} and {type(step).__name__}"
         raise InvalidTrial(f"{trial.runner.target}: model must be a torch.nn.Module and step a function, not {got}")
     shardings.call(trial, "checked", net)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in net.parameters()}
+        if own and not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise InvalidTrial(
+                f"{trial.runner.target}: the optimizer has none of the model's parameters; make it after the model is "
+                "divided or wrapped"
+            )
     batches = made[3] if len(made) == 4 else _token_batches(trial, device, meter.rank)
-    whole = getattr(net, "module", net)
+    whole = net.module if isinstance(net, DistributedDataParallel) else net
     meter.built(lambda: build.describe(whole, optimizer) | {"padding_fraction": None})
     for index in range(trial.steps()):
         meter.step_begin()
         loss = step(batches(index))
         meter.step_end(loss if isinstance(loss, torch.Tensor) else None)
+
+
+def _made(build: Callable[[Trial], Any], asked: Trial) -> Any:
+    try:
+        return build(asked)
+    except ValueError as error:
+        if "process group twice" not in str(error):
+            raise
+        raise InvalidTrial(
+            f"{asked.runner.target}: the process group is there already; call init_process_group only "
+            "`if not dist.is_initialized()`"
+        ) from None
 
 
 def load(target: str) -> Callable[[Trial], Any]:

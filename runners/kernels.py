@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vramsweep.harness.links import Collective
-from vramsweep.harness.roofline import Work
+from vramsweep.harness.roofline import UNKNOWN, Work
 from vramsweep.runners.cuda_like import Capability
 from vramsweep.runners.dispatch import FORMULAS
 
@@ -145,7 +145,7 @@ def _arithmetic(
     try:
         flops = int(formula(*args, **kwargs, out_val=out))
     except Exception:  # attention over lengths that only the card knows: no reason to give up predicting memory
-        return "unknown", 1
+        return UNKNOWN, 1
     dtype = next((t.dtype for t in given.values() if t.is_floating_point()), None)
     kind = KINDS.get(dtype, str(dtype)) if dtype else ""
     at = _position(func, "is_causal")

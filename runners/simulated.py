@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -26,16 +26,17 @@ from torch._subclasses.fake_tensor import (
 from vramsweep.harness import links, machine, node, registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
+from vramsweep.harness.differences import DIFFERENCES
 from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
 from vramsweep.harness.links import Collective
-from vramsweep.harness.roofline import Work, estimate
+from vramsweep.harness.roofline import Work, estimate, total_flops
 from vramsweep.harness.trial import SIMULATION, InvalidTrial, Trial
 from vramsweep.runners import build, differences, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
 from vramsweep.runners.over_ranks import Columns
-from vramsweep.runners.predict import HostPrediction, Prediction, host_replay, replay
+from vramsweep.runners.predict import HostPrediction, Peaks, Prediction, host_replay, replay
 from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer
 
 FORMAT = 6  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
@@ -97,7 +98,10 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     limit = memory_limit(card)
     predicted = replay(trace, config, limit)
     host = host_replay(trace.host, config, node.loader_workers(trial) * node.LOADER_WORKER)
-    _record(folder, predicted)
+    full = _host_full(trial, host)
+    if full is not None and predicted.failed is not None and full >= len(predicted.phases):
+        full = None  # the card is full before
+    _record(folder, predicted.phases if full is None else predicted.phases[: full + 1])
     about = {
         "prediction_basis": basis(trial),
         "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
@@ -109,15 +113,16 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         **host_columns(trial, host),
     }
-    full = _host_full(trial, host)
-    if full is not None and (predicted.failed is None or full < len(predicted.phases)):
+    if full is not None:
         raise SimulatedHostOutOfMemoryError(_host_refused(trial, host, host.phases[full][0], about), about)
     if predicted.failed is not None:
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
         peak = {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
         raise SimulatedOutOfMemoryError(_refused(predicted, card, whole), about | peak)
-    found = columns(predicted) | lagging(trace, config, limit) | speed(trial, trace, card) | details | about
+    estimated, untimed = speed(trial, trace, card)
+    found = columns(predicted) | lagging(trace, config, limit) | estimated | details | about
     notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
+    notes += [*unheeded(trial, found["differences"] or ()), *filter(None, [untimed])]
     return found | {"notes": notes or None}
 
 
@@ -244,42 +249,76 @@ def lagging(trace: Trace, config: allocator_config.AllocatorConfig, limit: int) 
     }
 
 
-def speed(trial: Trial, trace: Trace, card: Gpu) -> dict[str, Any]:
-    """The row's estimate of speed; nothing where a peak or a link is unknown, or where the host would set the pace.
+def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | None]:
+    """The row's estimate of speed, and why it has no times: a peak or a link is unknown, or the host sets the pace.
 
     How far collectives run beside the computation is not known: from wholly (the shortest step) to not at all.
     """
-    offloaded = trial.offload_optimizer or trial.offload_param or trial.activation_offload
-    paged = trial.optimizer.startswith("paged_")  # where its pages are decides
-    found = None if paged or offloaded else estimate(trace.kernels, card, trial.precision == "tf32")
+    found = estimate(trace.kernels, card, trial.precision == "tf32")
     within, between = trial.device.link or card.link, trial.device.interconnect
     ranks, per_node = trial.world_size, trial.device.gpus_per_node
     link, network = (None if name is None else links.named(name) for name in (within, between))
     sent = links.communication(trace.collectives, ranks, per_node, link, network)
-    if found is None or sent is None or not found.step_s:
-        return {}
+    row: dict[str, Any] = {
+        "estimated_flops": total_flops(trace.kernels),
+        "estimated_moved_bytes": sum(count * work.nbytes for work, count in trace.kernels),
+        "estimated_launches": sum(count * work.launches for work, count in trace.kernels),
+    }
+    if ranks > 1 and sent is not None:
+        row |= {"estimated_communication_bytes": sent.nbytes, "estimated_collectives": sent.calls}
+    if not row["estimated_launches"]:
+        return {}, None  # a run that launches nothing
+    unknown = _not_timed(trial, card, found is None, sent)
+    if unknown is not None or found is None or sent is None or sent.seconds is None:
+        return row, unknown
     shortest, longest = max(found.step_s, sent.seconds), found.step_s + sent.seconds
     several = {
         "estimated_communication_s": sent.seconds,
-        "estimated_communication_bytes": sent.nbytes,
-        "estimated_collectives": sent.calls,
         "estimated_link": " + ".join(
             filter(None, (within if per_node > 1 else None, between if ranks > per_node else None))
         ),
         "estimated_step_no_overlap_s": longest,
         "estimated_tokens_per_s_no_overlap": trial.tokens_per_step() / longest,
     }
-    return {
-        **(several if ranks > 1 else {}),
+    times = {
         "estimated_step_s": shortest,
         "estimated_tokens_per_s": trial.tokens_per_step() / shortest,
         "estimated_compute_s": found.compute_s,
         "estimated_memory_s": found.memory_s,
         "estimated_launch_s": found.launch_s,
-        "estimated_flops": found.flops,
-        "estimated_moved_bytes": found.nbytes,
-        "estimated_launches": found.launches,
     }
+    return row | times | (several if ranks > 1 else {}), None
+
+
+def _not_timed(trial: Trial, card: Gpu, peak_unknown: bool, sent: links.Communication | None) -> str | None:
+    """Why there can be no time of a step."""
+    if trial.optimizer.startswith("paged_"):
+        return f"no estimated times: where the pages of {trial.optimizer} are decides"
+    if trial.offload_optimizer or trial.offload_param or trial.activation_offload:
+        return "no estimated times: with states or activations in host memory, the host sets the pace"
+    if peak_unknown:
+        return f"no estimated times: {card.name}'s peak of some arithmetic, or an operator's FLOPs, are not known"
+    if sent is None:
+        return "no estimated times: there is no formula for one of the collectives"
+    if sent.seconds is None:
+        return (
+            f"no estimated times: what links {trial.world_size} ranks in nodes of {trial.device.gpus_per_node} is not "
+            "known; give device.link within a node, device.interconnect between nodes"
+        )
+    return None
+
+
+def unheeded(trial: Trial, applied: Sequence[str]) -> Iterator[str]:
+    """Settings of the simulated machine and versions that change nothing in this trial."""
+    ranks, per_node = trial.world_size, trial.device.gpus_per_node
+    if trial.device.link is not None and min(ranks, per_node) == 1:
+        yield f"device.link={trial.device.link} has no effect: no two ranks are in one node"
+    if trial.device.interconnect is not None and ranks <= per_node:
+        yield f"device.interconnect={trial.device.interconnect} has no effect: all ranks are in one node"
+    known = {one.name: one.package for one in DIFFERENCES}
+    for package, version in trial.versions.items():
+        if package not in {known[name] for name in applied}:
+            yield f"versions.{package}={version} changes nothing: no known difference from the installed code applies"
 
 
 def _refused(predicted: Prediction, card: Gpu, without_limit: Prediction) -> str:
@@ -347,7 +386,7 @@ def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mappin
     )
 
 
-def _record(folder: Path, predicted: Prediction) -> None:
+def _record(folder: Path, phases: Sequence[tuple[Mark, Peaks]]) -> None:
     """The phases of the replay, as a worker leaves its steps: the last one is where memory ran out."""
-    lines = [json.dumps({"phase": m.phase, "at_step": m.step, "peaks": peaks}) for m, peaks in predicted.phases]
+    lines = [json.dumps({"phase": m.phase, "at_step": m.step, "peaks": peaks}) for m, peaks in phases]
     (folder / STEPS).write_text("".join(f"{line}\n" for line in lines))

@@ -235,7 +235,7 @@ class Tracer(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
-            self._know("communication", tensors)
+            self.know("communication", tensors)
         if func.namespace in C10D and self.in_last_step and (called := collective(func, args)) is not None:
             self._collectives[called] += 1
         taken = [self._card.allocate(size) for size in scratch(func, args)]
@@ -257,16 +257,16 @@ class Tracer(TorchDispatchMode):
         # type() first: a lazy module's __class__ may import on being asked
         tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
-        self._know("parameters", self._parameters)
+        self.know("parameters", self._parameters)
         self.mark(None, "load")
 
     def mark(self, step: int | None, phase: Phase) -> None:
         """A phase ends here."""
         if phase == "backward":
             held = self.held()
-            self._know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
+            self.know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
             grads = [p.grad for p in self._parameters if p.grad is not None]
-            self._know("gradients", [*grads, *held.get("gradients", [])])
+            self.know("gradients", [*grads, *held.get("gradients", [])])
             for book in self._books:
                 buckets = {n for t in held.get("communication", []) if (n := book.number(t)) is not None}
                 book.known["communication"] |= buckets
@@ -274,6 +274,12 @@ class Tracer(TorchDispatchMode):
                     book.known[name] -= buckets
         for book in self._books:
             book.kept.marks.append(Mark(len(book.kept.events), step, phase))
+
+    def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        """These are of the category."""
+        found = list(tensors)
+        for book in self._books:
+            book.know(category, found)
 
     def note(self, kind: str, a: int, b: int = 0) -> None:
         """Something about streams happens between two events of the trace."""
@@ -306,17 +312,12 @@ class Tracer(TorchDispatchMode):
             self.used(tensor, nccl)
         self.note("wait", current, nccl)
 
-    def _know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
-        found = list(tensors)
-        for book in self._books:
-            book.know(category, found)
-
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
-            self._know("optimizer_state", _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)))
+            self.know("optimizer_state", _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)))
         for group in optimizer.param_groups:  # of half precision's master weights; the model's own count as such
-            self._know("optimizer_state", group["params"])
-            self._know("gradients", [p.grad for p in group["params"] if p.grad is not None])
+            self.know("optimizer_state", group["params"])
+            self.know("gradients", [p.grad for p in group["params"] if p.grad is not None])
 
     def _handle(self) -> None:
         """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good."""
@@ -333,10 +334,11 @@ class Tracer(TorchDispatchMode):
             return
         if tensor.device.type != "meta":
             self._card.hold(tensor.untyped_storage())
-        elif places.told() in ("pageable", "pinned") or (places.told() is None and any(map(self._somewhere, inputs))):
+        elif places.told() in ("pageable", "pinned") or (places.told() is None and any(map(self.holds, inputs))):
             self._host.hold(tensor.untyped_storage())
 
-    def _somewhere(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it has memory, here or on the host."""
         return any(book.number(tensor) is not None for book in self._books)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:

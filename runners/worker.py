@@ -79,7 +79,7 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
         traceback.print_exc()
         result.note(folder, str(end))
         return result.ENDED_EARLY
-    except (Exception, SystemExit) as error:  # a target may call sys.exit(text)
+    except BaseException as error:  # a target may call sys.exit(text), or raise what is no Exception
         traceback.print_exc()
         kind = type(error)
         told = {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}}

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 from transformers.loss import loss_utils
 
@@ -36,5 +37,15 @@ def shifted_logits(trial: Trial) -> contextlib.AbstractContextManager[Any]:
         shifted = logits[..., :-1, :].contiguous()
         kwargs["shift_labels"] = labels[..., 1:].contiguous()
         return original(shifted, labels, vocab_size, *args, **kwargs)
+
+    return mock.patch.dict(loss_utils.LOSS_MAPPING, {"ForCausalLM": loss})
+
+
+def own_precision(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+    """The loss is over a copy without the last position, in whatever precision the logits have."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        shifted, wanted = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+        return F.cross_entropy(shifted.view(-1, shifted.size(-1)), wanted.view(-1))
 
     return mock.patch.dict(loss_utils.LOSS_MAPPING, {"ForCausalLM": loss})

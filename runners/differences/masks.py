@@ -21,8 +21,8 @@ def additive(trial: Trial) -> contextlib.AbstractContextManager[Any]:
 
     def create_causal_mask(*args: Any, **kwargs: Any) -> Any:
         mask = original(*args, **kwargs)
-        if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
-            return mask
+        if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or mask.dim() != 4:
+            return mask  # flash attention's, of two dimensions, is not added to anything
         dtype = kwargs["inputs_embeds"].dtype
         return torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), torch.finfo(dtype).min)
 

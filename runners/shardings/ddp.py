@@ -87,7 +87,6 @@ def traced(trial: Trial) -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (DistributedDataParallel, "__init__", without_ids),  # a module on the CPU takes none
-        (torch.cuda, "set_device", lambda device: None),
         (library, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),  # it compares real ranks
         (DistributedDataParallel, "_ddp_init_helper", reducing.on_host(DistributedDataParallel._ddp_init_helper)),
         (DistributedDataParallel, "_set_static_graph", reducing.on_host(DistributedDataParallel._set_static_graph)),

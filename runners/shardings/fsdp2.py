@@ -33,8 +33,8 @@ def arguments(trial: Trial) -> dict[str, Any]:
 def checked(trial: Trial, net: torch.nn.Module) -> None:
     """Raise InvalidTrial unless the model's parameters are divided over as many ranks as asked for."""
     found = next((p for p in net.parameters() if isinstance(p, DTensor)), None)
-    if not isinstance(net, FSDPModule) or found is None:
-        raise InvalidTrial(f"sharding=fsdp2: {type(net).__name__} was not passed to fully_shard")
+    if not any(isinstance(module, FSDPModule) for module in net.modules()) or found is None:
+        raise InvalidTrial(f"sharding=fsdp2: {type(net).__name__} was not passed to fully_shard, nor anything in it")
     if found.device_mesh.size() != trial.world_size:
         size = found.device_mesh.size()
         raise InvalidTrial(
@@ -44,6 +44,11 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
 
 def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The model with this rank's shards on the device, what `fully_shard` was told, and what the model counts."""
+    groups = trial.runner.options.get("reshard_after_forward")
+    if trial.device.name == "simulated" and type(groups) is int and groups not in (1, trial.world_size):
+        raise InvalidTrial(
+            f"runner.options.reshard_after_forward={groups}: groups of ranks cannot be simulated; use true or false"
+        )
     mesh = ranks.mesh(trial, device)
     with weightless():  # no rank ever holds the whole model
         net = build.model(trial, device)
@@ -66,7 +71,7 @@ def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
     """
     lists = [list(m) for m in net.modules() if isinstance(m, torch.nn.ModuleList)]
     if not lists:
-        raise InvalidTrial("sharding=fsdp2: the model has no list of blocks (torch.nn.ModuleList) to shard one by one")
+        raise InvalidTrial("the model has no list of blocks (torch.nn.ModuleList) for FSDP to divide one by one")
     return max(lists, key=lambda found: sum(map(build.parameters, found)))
 
 

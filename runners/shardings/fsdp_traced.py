@@ -25,11 +25,12 @@ from torch.distributed.fsdp import _init_utils as fsdp1_init
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2_api
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import ranks
+from vramsweep.runners import places, ranks, trace
 
 optimizers = importlib.import_module("torch.optim.optimizer")
 
@@ -49,7 +50,8 @@ def on_cpu(trial: Trial) -> Iterator[None]:
         (plugins, "is_cuda_available", lambda: True),  # it asks where sync_module_states is to make parameters
         (torch.cuda, "current_device", lambda: device),
         (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # which are to be on a card
-        (torch.Tensor, "pin_memory", lambda tensor, *args: tensor),  # torch refuses to, without a card to pin for
+        # torch refuses to, without a card to pin for
+        (torch.Tensor, "pin_memory", lambda tensor, *args: places.pinned(tensor) if tensor.is_meta else tensor),
         (torch.cpu.Stream, "synchronize", lambda self: None),
         (fsdp2_api, _DEFAULT_MESH, lambda *args, **kwargs: mesh),
     ]
@@ -67,6 +69,7 @@ def traced(trial: Trial) -> Iterator[None]:
         (fsdp2_collectives, "torch", _TorchOnTheHost()),
         (FSDPParamGroup, "_validate_cpu_offload_params", lambda self: None),
         (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+        (FSDPParam, "reset_sharded_param", _reset),
         (fsdp2_init, "_move_states_to_device", _moved),
         (fsdp1_init, "_move_module_to_device", _module_moved),
         (fsdp1_init, "_need_to_materialize_module", lambda *args: (False, False)),
@@ -87,17 +90,35 @@ def _no_ddp(*args: Any, **kwargs: Any) -> None:
 
 
 def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], device: torch.device) -> None:
-    """In the place of what moves a module's tensors; those that are there already stay.
+    """In the place of what moves a module's tensors; those that are there already stay, and those without memory.
 
     The tensor's object goes on: modules and an optimizer know it. `.data` cannot be exchanged across devices for fake
     tensors.
     """
     for tensor in itertools.chain(parameters, buffers):
-        if tensor.device != device:
+        if tensor.device != device and not _without_memory(tensor):
             there = tensor.detach().to(device).requires_grad_(tensor.requires_grad)
             torch._C._swap_tensor_impl(tensor, there)
             if isinstance(tensor, FakeTensor):
                 tensor.fake_device = device
+
+
+def _without_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is on device meta as such, not in host memory."""
+    tracer = trace.active()
+    return tensor.is_meta and not (tracer is not None and tracer.holds(tensor))
+
+
+def _reset(parameter: FSDPParam) -> None:
+    """`FSDPParam.reset_sharded_param`, and what it does for a shard in a CPU's memory for one that stands for it."""
+    _reset_sharded_param(parameter)
+    shard: Any = parameter.sharded_param
+    local = shard._local_tensor
+    known = parameter._sharded_param_data.untyped_storage()._cdata == local.untyped_storage()._cdata
+    if local.is_meta and not known and not _without_memory(local):
+        if parameter.pin_memory:
+            local = shard._local_tensor = places.pinned(local)
+        parameter._sharded_param_data = local.view(-1)
 
 
 def _module_moved(module: torch.nn.Module, ignored: Any, ignored_buffers: Any, device: torch.device) -> None:
@@ -118,6 +139,7 @@ class _TorchOnTheHost:
 
 
 _cpu = torch.Tensor.cpu
+_reset_sharded_param = FSDPParam.reset_sharded_param
 
 
 def _to_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

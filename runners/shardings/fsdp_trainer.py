@@ -27,10 +27,19 @@ def arguments(trial: Trial, version: int) -> dict[str, Any]:
     """TrainingArguments for this version of FSDP."""
     own = trial.runner.options.get("fsdp_config", {})
     for key, value in own.items():
+        if key.startswith("xla"):
+            raise InvalidTrial(
+                f"runner.options.fsdp_config.{key} is for torch_xla, which is not supported; leave it out"
+            )
         wanted = _wanted(key.removeprefix("fsdp_"), value, version)
         if wanted:
             where = f"runner.options.fsdp_config.{key}"
             raise InvalidTrial(f"{where} is {value}; with sharding=fsdp{version} it must be {wanted}")
+    policy = own.get("auto_wrap_policy", own.get("fsdp_auto_wrap_policy"))
+    if {"min_num_params", "fsdp_min_num_params"} & set(own) and str(policy).upper() != "SIZE_BASED_WRAP":
+        raise InvalidTrial(
+            "runner.options.fsdp_config.min_num_params has no effect without auto_wrap_policy=SIZE_BASED_WRAP"
+        )
     told: dict[str, Any] = {"fsdp": True, "fsdp_config": Asked({"version": version, **own})}
     if trial.offload_param:
         told["fsdp_config"]["cpu_offload"] = True
@@ -51,8 +60,10 @@ def _wanted(key: str, value: Any, version: int) -> str | None:
         "sharding_strategy": FSDP_SHARDING_STRATEGY,
         "backward_prefetch": FSDP_BACKWARD_PREFETCH,
     }.get(key)
-    fits = listed is None or value is None or version == 2 or str(value).isdigit() or str(value).upper() in listed
-    return None if fits else " or ".join(listed or ())
+    if listed is None or value is None or version == 2:
+        return None
+    numbered = listed is FSDP_SHARDING_STRATEGY and str(value) in map(str, range(1, len(listed) + 1))
+    return None if numbered or (isinstance(value, str) and value.upper() in listed) else " or ".join(listed)
 
 
 def place(trial: Trial, device: torch.device) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,16 +16,17 @@ import torch
 from accelerate.state import DistributedType, PartialState
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 from transformers import training_args
 
 from vramsweep.harness import registry
-from vramsweep.harness.ds_config import ACCUM, AUTO, BATCH, MICRO, OFFLOADS, read
+from vramsweep.harness.ds_config import ACCUM, AUTO, BATCH, MICRO, OFFLOADED_ONCE, OFFLOADS, read
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, ranks, trace
+from vramsweep.runners import build, ranks, shardings, trace
 from vramsweep.runners.shardings import zero_traced
 from vramsweep.runners.shardings.asked import Asked
 
@@ -134,6 +136,8 @@ def _file(trial: Trial) -> dict[str, Any]:
         raise InvalidTrial(str(error)) from None
     if "bfloat16" in found and "bf16" not in found:
         found["bf16"] = found.pop("bfloat16")
+    for once in OFFLOADED_ONCE.values():  # the axis says it, by the name of today
+        found.get("zero_optimization", {}).pop(once.rpartition(".")[2], None)
     return found
 
 
@@ -152,7 +156,7 @@ def place(trial: Trial, device: torch.device) -> torch.device:
     """Where the model is made: on the host where it is whole and others are to bring it to the device."""
     if divided(trial) or (trial.runner.name == "deepspeed" and trial.sharding != "zero3"):
         return device
-    return torch.device("meta" if trial.device.name == "simulated" else "cpu")
+    return shardings.host(trial)
 
 
 def arguments(trial: Trial) -> dict[str, Any]:
@@ -174,21 +178,28 @@ def fitting(trial: Trial, net: torch.nn.Module, arguments: Any = None) -> None:
 
 
 def checked(trial: Trial, net: Any) -> None:
-    """Raise InvalidTrial unless what trains is DeepSpeed's engine, of the stage, batch and ranks that are asked for."""
+    """Raise InvalidTrial unless what trains is DeepSpeed's engine as asked for: stage, batch, ranks, precision,
+    offloads."""
     if not isinstance(net, deepspeed.DeepSpeedEngine):
         raise InvalidTrial(f"sharding={trial.sharding}: what trains is {type(net).__name__}, not DeepSpeed's engine")
     stage = registry.sharding(trial.sharding).stage
-    asked = (stage, trial.world_size, trial.micro_batch, trial.grad_accum)
-    found = (
-        net.zero_optimization_stage(),
-        net.dp_world_size,
-        net.train_micro_batch_size_per_gpu(),
-        net.gradient_accumulation_steps(),
-    )
-    if found != asked:
-        raise InvalidTrial(
-            f"DeepSpeed's engine has stage, ranks, batch and accumulation {found}, and the trial asks for {asked}"
-        )
+    precision = trial.precision if trial.precision in ("bf16", "fp16") else "fp32"
+    half = {"bf16": net.bfloat16_enabled(), "fp16": net.fp16_enabled()}
+    offloads = (net.zero_offload_optimizer(), net.zero_offload_param())
+    compared = {
+        "stage": (net.zero_optimization_stage(), stage),
+        "ranks": (net.dp_world_size, trial.world_size),
+        "micro_batch": (net.train_micro_batch_size_per_gpu(), trial.micro_batch),
+        "grad_accum": (net.gradient_accumulation_steps(), trial.grad_accum),
+        "precision": (next((name for name, on in half.items() if on), "fp32"), precision),
+        **{
+            axis: (node is not None and node.device == "cpu", getattr(trial, axis))
+            for axis, node in zip(OFFLOADS, offloads, strict=True)
+        },
+    }
+    for what, (found, asked) in compared.items():
+        if found != asked:
+            raise InvalidTrial(f"DeepSpeed's engine has {what} {found}, and the trial asks for {asked}")
     tracer = trace.active()
     if tracer is not None:
         tracer.held = functools.partial(zero_traced.held, net.optimizer)
@@ -243,11 +254,14 @@ def heeded(config: Mapping[str, Any]) -> None:
         raise InvalidTrial(text) from None
     except deepspeed.DeepSpeedConfigError as error:
         raise InvalidTrial(f"{WHERE}: {error}") from None
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # a value of another kind
+        raise InvalidTrial(f"{WHERE}: DeepSpeed cannot read it: {error}") from None
     if taken.optimizer_name not in (None, *DEEPSPEED_OPTIMIZERS) and not hasattr(torch.optim, taken.optimizer_name):
         raise InvalidTrial(
             f"{WHERE}, optimizer.type: DeepSpeed {deepspeed.__version__} has no {taken.optimizer_name}; it has "
             f"{', '.join(DEEPSPEED_OPTIMIZERS)} and torch.optim's"
         )
+    _schedule(taken)
     ignored = next(_ignored(asked), None)
     if ignored is not None:
         path, known = ignored
@@ -255,6 +269,22 @@ def heeded(config: Mapping[str, Any]) -> None:
             f"{WHERE}, {path}: DeepSpeed {deepspeed.__version__} does not look at it, so it would have no effect"
             f"{_closest(path.rpartition('.')[2], known)}"
         )
+
+
+def _schedule(taken: Any) -> None:
+    """Raise InvalidTrial for a schedule that DeepSpeed does not have, or that lacks an argument."""
+    name = taken.scheduler_name
+    if name is None:
+        return
+    kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+    if kind is None:
+        raise InvalidTrial(f"{WHERE}, scheduler.type: {name} is none of {', '.join(lr_schedules.VALID_LR_SCHEDULES)}")
+    try:
+        inspect.signature(kind).bind(None, **(taken.scheduler_params or {}))
+    except TypeError as error:
+        raise InvalidTrial(
+            f'{WHERE}, scheduler.params of {name}: {error} ("auto" is filled in by the Trainer only)'
+        ) from None
 
 
 def _ignored(node: Asked, before: str = "") -> Iterator[tuple[str, set[str]]]:

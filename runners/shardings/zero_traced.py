@@ -22,6 +22,7 @@ from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero import utils as zero_utils
+from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
 from vramsweep.runners import places, trace
 
@@ -119,7 +120,7 @@ def behave() -> Iterator[None]:
 
 
 def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
-    """What streams and events are replaced by so that the tracer takes note: owner, name, stand-in.
+    """What gathering, streams and events are replaced by so that the tracer takes note: owner, name, stand-in.
 
     An event is never found to have passed, as on a card that is behind: DeepSpeed then waits for it.
     """
@@ -148,7 +149,14 @@ def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
         for stream in tracer.streams():
             tracer.note("join", stream)
 
+    gather = AllGatherCoalescedHandle.wait
+
+    def gathered(handle: Any, *args: Any, **kwargs: Any) -> None:
+        gather(handle, *args, **kwargs)
+        tracer.know("communication", [parameter.data for parameter in handle.params])  # copies, no collective's own
+
     return [
+        (AllGatherCoalescedHandle, "wait", gathered),
         (torch.cpu.Stream, "wait_stream", lambda self, other: tracer.note("wait", here(self), here(other))),
         (torch.cpu.Stream, "wait_event", lambda self, event: tracer.note("await", here(self), of(event))),
         (torch.cpu.Stream, "record_event", record_event),
@@ -169,6 +177,7 @@ def nothing(*args: Any) -> None:
 def held(optimizer: Any) -> dict[str, list[torch.Tensor]]:
     """Tensors that ZeRO's optimizer keeps for itself at this moment, by what trace.py calls them."""
     buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
+    buckets.append(getattr(optimizer, "temp_grad_buffer_for_gpu_offload", None))  # on the way to the host
     return {
         "communication": [t for b in buckets for t in (b if isinstance(b, list) else [b]) if t is not None],
         "gradients": [t for t in [getattr(optimizer, "grad_partitions_flat_buffer", None)] if t is not None],

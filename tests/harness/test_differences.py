@@ -34,7 +34,7 @@ def test_a_model_in_a_local_directory_is_known_by_its_description(tmp_path: Path
         return names(versions={"transformers": "4.40.0"}, model=mine)
 
     assert {"llama_rotary_tables", "repeated_heads", "shifted_logits"} <= found("llama")
-    assert found("gpt2") == {"shifted_logits"}
+    assert found("gpt2") == {"gpt2_own_loss"}
     assert found("bert") == set()  # nobody has read its code
 
 

@@ -48,8 +48,11 @@ def test_between_nodes_the_network_is_the_bottleneck() -> None:
 
 def test_what_is_not_known_gives_no_estimate() -> None:
     many = [(Collective("all_gather", 1), 1)]
-    assert communication(many, 16, 8, named("nvlink4"), None) is None
-    assert communication(many, 8, 8, None, named("ib-ndr400")) is None
+    for found in (
+        communication(many, 16, 8, named("nvlink4"), None),
+        communication(many, 8, 8, None, named("ib-ndr400")),
+    ):
+        assert found is not None and found.seconds is None and found.nbytes > 0
     assert communication([(Collective("send", 1), 1)], 8, 8, named("nvlink4"), None) is None
     alone = communication(many, 1, 8, None, None)
     assert alone is not None and alone.seconds == 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vramsweep.harness import plan
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.journal import line
 from vramsweep.harness.row import complete
 
 
@@ -52,13 +53,24 @@ def test_pending() -> None:
     assert sorted(again) == [16, 24]
 
 
-@pytest.mark.parametrize("bad", [{"seq_len": 0}, {"seq_len": "x"}, {"model": {"name": 3}}, {"runner": {"name": "no"}}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"seq_len": 0},
+        {"seq_len": "x"},
+        {"model": {"name": 3}},
+        {"runner": {"name": "no"}},
+        {"padding": float("inf")},
+        {"device": {"name": "simulated", "gpu": "a100-80gb", "node_memory_gib": float("nan")}},
+    ],
+)
 def test_the_row_of_an_impossible_trial_fits_the_schema(bad: dict[str, Any]) -> None:
     (planned,) = plan.order(plan.expand([tiny(**bad)], 1))
     row = complete(plan.invalid(planned))
     assert row["outcome"] == "invalid"
     assert row["reason"]
     assert row["terminal"] is True
+    assert line(row)  # a journal can keep it
 
 
 def test_a_fault_of_the_machine_runs_again_and_so_does_what_was_impossible_and_no_longer_is() -> None:

@@ -62,7 +62,7 @@ def test_ids_are_frozen() -> None:
     """A change of these is a new version of the ids: every journal out there would run anew."""
     assert identity(tiny()) == "8145e009cbffcfe0"
     assert identity(deepspeed("zero3", world_size=8, offload_optimizer=True)) == "66f8abef81e82f10"
-    assert identity(tiny(device=SIMULATED, precision="bf16", attention="eager")) == "504ba06762caa88b"
+    assert identity(tiny(device=SIMULATED, precision="bf16", attention="eager")) == "f56e820f065075a3"
 
 
 def test_what_is_left_out_are_the_defaults_of_today() -> None:
@@ -145,6 +145,10 @@ def test_equal_allocator_texts_are_one_trial() -> None:
 
 CUDA = {"device": {"name": "cuda"}}
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
+
+
+def ddp(runner: str, grad_accum: int = 1, **options: Any) -> dict[str, Any]:
+    return tiny(runner={"name": runner, "options": options}, sharding="ddp", world_size=2, grad_accum=grad_accum)
 
 
 def deepspeed(sharding: str, options: dict[str, Any] | None = None, **over: Any) -> dict[str, Any]:
@@ -234,7 +238,19 @@ def trainer(**options: Any) -> dict[str, Any]:
             deepspeed("zero2", options={"zero_optimization": {"offload_optimizer": None}}, offload_optimizer=True),
             "belongs to the axis offload_optimizer",
         ),
-        (trainer(accelerator_config="x.json"), "belongs to the axis grad_accum"),
+        (trainer(accelerator_config="x.json"), "give its keys: +runner.options.accelerator_config.KEY=VALUE"),
+        (trainer(accelerator_config={"split_batches": True}), "belongs to the axis micro_batch"),
+        (
+            trainer(accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}),
+            "belongs to the axis no_sync",
+        ),
+        (trainer(parallelism_config={"cp_size": 2}), "parallelism_config is not supported"),
+        (trainer(dataloader_num_workers=2.5), "dataloader_num_workers is 2.5; it must be a whole number"),
+        (trainer(dataloader_num_workers=-1), "dataloader_num_workers is -1"),
+        (ddp("trainer", ddp_bucket_cap_mb=-1), "ddp_bucket_cap_mb is -1; it must be a number of MiB"),
+        (ddp("trainer", grad_accum=2, ddp_static_graph=True), "every accumulated pass averages; use grad_accum=1"),
+        (ddp("torch", grad_accum=2, static_graph=True), "every accumulated pass averages; use no_sync=false"),
+        (tiny(device={**SIMULATED, "node_memory_gib": float("inf")}), "node_memory_gib = inf"),
         (deepspeed("zero2", options={"zero_optimization": {"stage": 3}}), "belongs to the axis sharding"),
         (
             deepspeed("zero2", options={"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),

@@ -260,8 +260,9 @@ def test_offload_that_would_do_less_than_it_says_is_refused() -> None:
 def test_no_speed_is_estimated_where_copies_over_the_bus_would_set_the_pace(tmp_path: Path) -> None:
     over: dict[str, Any] = {"device": SIMULATED, "precision": "bf16"}
     trace = traced(tmp_path, precision="bf16", activation_offload=True)
-    assert simulated.speed(tried(**over), trace, A100)
-    assert simulated.speed(tried(**over, activation_offload=True), trace, A100) == {}
+    assert simulated.speed(tried(**over), trace, A100)[0]["estimated_step_s"]
+    found, why = simulated.speed(tried(**over, activation_offload=True), trace, A100)
+    assert "estimated_step_s" not in found and why is not None and "host sets the pace" in why
 
 
 @pytest.mark.gpu

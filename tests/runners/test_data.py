@@ -213,7 +213,7 @@ def test_flash_attn_leaves_the_padding_out(tmp_path: Path) -> None:
 
     def flops(padding: float) -> int:
         chosen = tried(device=SIMULATED, attention="flash_attention_2", padding=padding, **HALF)
-        found: int = simulated.speed(chosen, traced(chosen, tmp_path)[0], gpus.named(GPU))["estimated_flops"]
+        found: int = simulated.speed(chosen, traced(chosen, tmp_path)[0], gpus.named(GPU))[0]["estimated_flops"]
         return found
 
     attention = 2 * 4 * 2 * 7 * 16 * 64 * 64 * 2 // 2  # layers, heads, FLOPs, products, width, pairs, samples, causal

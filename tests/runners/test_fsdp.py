@@ -11,7 +11,7 @@ from conftest import Run, tiny
 from test_ddp import agree
 
 from vramsweep.harness import gpus, trial
-from vramsweep.runners import simulated, trainer
+from vramsweep.runners import simulated, torch_loop, trainer
 
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
 PARAMETERS = 119360
@@ -59,6 +59,8 @@ def test_the_trainer_holds_its_share_in_fp32(tmp_path: Path, sharding: str) -> N
         ({"reshard": True}, "does not look at it with sharding=fsdp"),
         ({"reshard_after_forward": "maybe"}, "reshard_after_forward is maybe; with sharding=fsdp. it must be"),
         ({"transformer_layer_cls_to_wrap": 3}, "it must be a name or a list of names"),
+        ({"xla": True}, "fsdp_config.xla is for torch_xla"),
+        ({"min_num_params": 1000}, "has no effect without auto_wrap_policy=SIZE_BASED_WRAP"),
     ],
 )
 def test_what_fsdp_config_may_say(tmp_path: Path, sharding: str, config: dict[str, Any], match: str) -> None:
@@ -72,6 +74,37 @@ def test_offloading_takes_everything_but_what_is_gathered_off_the_card(tmp_path:
     assert found["communication"] > 4 * PARAMETERS
     with pytest.raises(trial.InvalidTrial, match="give offload_param=true alone"):
         trial.parse(under_trainer("fsdp2", offload_param=True, offload_optimizer=True))
+
+
+@pytest.mark.parametrize("driver", [trainer, torch_loop])
+def test_what_is_offloaded_is_page_locked_and_there_once(tmp_path: Path, driver: Any) -> None:
+    """CPUOffloadPolicy's pin_memory is true, of parameters and of gradients (_fsdp_param.py, _fsdp_collectives.py)."""
+    over = {"runner": {"name": driver.__name__.rpartition(".")[2].removesuffix("_loop")}}
+    values = under_trainer("fsdp2", offload_param=True, **over)
+    trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, driver)
+    host = trace.host
+    alive = set()
+    for event in host.events:
+        alive.add(event) if event > 0 else alive.discard(-event)
+    kept = Counter[tuple[str, bool]]()
+    for number in (event - 1 for event in alive):
+        kept[host.categories[number], host.pinned[number]] += host.sizes[number]
+    assert kept["parameters", True] == PARAMETERS and not kept["parameters", False]  # fp32, a quarter of them
+    assert kept["other", False] < 1000 and not kept["other", True]
+    gradients = [pinned for pinned, name in zip(host.pinned, host.categories, strict=True) if name == "gradients"]
+    assert gradients and all(gradients)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_what_has_no_memory_yet_takes_none_while_it_is_divided(tmp_path: Path, options: dict[str, Any]) -> None:
+    values = under_trainer("fsdp2", runner={"name": "torch", "options": options}, world_size=64)
+    trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, torch_loop)
+    live = most = 0
+    for event in trace.events[: trace.marks[0].end]:
+        live += trace.sizes[event - 1] if event > 0 else -trace.sizes[-event - 1]
+        most = max(most, live)
+    largest = 4 * 512 * 64  # which torch makes before it is the module's
+    assert largest < most < largest + 2 * 4 * PARAMETERS / 64 + 4096
 
 
 @pytest.mark.slow

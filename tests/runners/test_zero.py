@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import Run, tiny
 from test_sharded import SIMULATED, WORKSPACES, patched
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness import gpus, trial
 from vramsweep.runners import simulated, trainer
@@ -98,6 +99,50 @@ def test_how_the_model_was_made_is_read_back(tmp_path: Path) -> None:
     zero.fitting(trial.parse(asked(tmp_path, 2)), whole)
     with pytest.raises(RuntimeError, match="zero_init=True"):
         zero.fitting(trial.parse(asked(tmp_path, 3)), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepspeed", "trainer"])
+def test_what_each_storage_of_the_engine_is_for(run_sweep: Run, tmp_path: Path, name: str) -> None:
+    """Blocks of several parameters are gathered together and copied out of what the collective filled; a gradient has a
+    place on the card on its way to the host; offloading by its old name offloads."""
+    given: dict[str, Any] = {"device": SIMULATED, "precision": "bf16", "runner": {"name": name}, "world_size": 8}
+    offloaded = {"offload_optimizer": True, "optimizer": "adamw_torch", **given}
+    (gathered,) = run_sweep(
+        asked(tmp_path, 3, {"zero": {"stage3_param_persistence_threshold": 0}}, seq_len=31, micro_batch=3, **given)
+    )
+    (trace,) = kept(tmp_path)
+    *_, before, forward, _, _ = trace["marks"]
+    of: dict[str, set[int]] = {}
+    for event in trace["events"][before[0] : forward[0]]:
+        of.setdefault(trace["categories"][event - 1], set()).add(trace["sizes"][event - 1]) if event > 0 else None
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **tiny()["model"]["config"]))
+    weights = {2 * parameter.numel() for parameter in net.parameters() if parameter.dim() > 1}
+    assert weights <= of["communication"] and not weights & of["activations"]
+    for told in ({"offload_optimizer": {"device": "cpu"}}, {"cpu_offload": True}):
+        (row,) = run_sweep(asked(tmp_path, 2, {"zero": told, "optimizer": TORCH_ADAM}, **offloaded))
+        assert row["outcome"] == gathered["outcome"] == "ok", row["reason"]
+        assert row["peak_buffers_bytes"] < 1000  # rotary frequencies, not the embeddings' gradient
+    for trace in [one for one in kept(tmp_path) if one != trace]:
+        assert "optimizer_state" in trace["host"]["categories"] and "optimizer_state" not in trace["categories"]
+
+
+def kept(folder: Path) -> list[dict[str, Any]]:
+    """The traces of the sweep."""
+    return [json.loads(file.read_text())["trace"] for file in (folder / "t" / "traces").glob("*.json")]
+
+
+@pytest.mark.slow
+def test_a_configuration_that_deepspeed_cannot_read_is_a_line(run_sweep: Run, tmp_path: Path) -> None:
+    engine: dict[str, Any] = {"device": SIMULATED, "runner": {"name": "deepspeed"}}
+    cases = (
+        ({"scheduler": {"type": "Foo"}}, "scheduler.type: Foo is none of LRRangeTest, "),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "total_num_steps"),
+        ({"communication_data_type": "foo"}, "DeepSpeed cannot read it"),
+    )
+    rows = run_sweep(*(asked(tmp_path, 2, more, **engine) for more, _ in cases), isolation="warm")
+    for row, (_, text) in zip(rows, cases, strict=True):
+        assert row["outcome"] == "invalid" and text in row["reason"], row["reason"]
 
 
 @pytest.mark.slow

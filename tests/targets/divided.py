@@ -35,6 +35,35 @@ def alone(trial: Trial) -> Built:
     return _trained(trial, _net())
 
 
+def joined_again(trial: Trial) -> Built:
+    dist.init_process_group("gloo")
+    return ddp(trial)
+
+
+def in_a_wrapper(trial: Trial) -> Built:
+    """FSDP in a model of its own, which also has something called `module`."""
+    return _trained(trial, _Wrapper(_net()))
+
+
+def too_late(trial: Trial) -> Built:
+    """The optimizer knows the parameters that there were before the model was divided."""
+    net = _net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    _, _, *rest = _trained(trial, fully_shard(net))
+    return net, optimizer, rest[0], rest[1]
+
+
+class _Wrapper(torch.nn.Module):
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = fully_shard(net)
+        self.head = fully_shard(torch.nn.Linear(256, 256))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.module(given))
+        return out
+
+
 def _net() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
 
