@@ -73,6 +73,17 @@ DIFFERENCES = (
         _zero3,
     ),
     Difference(
+        "zero_live_parameters",
+        "deepspeed",
+        "<0.15.4",
+        "runtime/zero/stage3.py, backward: reset_step (0.14.2, 0.15.3); runtime/zero/parameter_offload.py, "
+        "_start_of_forward_hook (0.15.4)",
+        "what is still gathered when the backward pass ends, the embeddings, is taken off a count that was set to 0 "
+        "before; so stage3_max_live_parameters allows for as much more, which is prefetched and kept",
+        ("zero", "live_parameters"),
+        _zero3,
+    ),
+    Difference(
         "llama_rotary_tables",
         "transformers",
         "<4.41,!=4.38.0,!=4.38.1",

@@ -19,6 +19,7 @@ from vramsweep.runners.trace import Trace
 A100 = gpus.named("a100-80gb")
 OLD = {"deepspeed": "0.14.2", "transformers": "4.40.0"}
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
+MIB = 1 << 20
 SMALL = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -49,6 +50,16 @@ def peaks(trace: Trace) -> tuple[int, ...]:
     return tuple(found)
 
 
+def traced_apart(folder: Path, chosen: trial.Trial) -> tuple[list[int], list[str]]:
+    """Peaks and the differences applied, from a process of its own: DeepSpeed keeps its groups of ranks for one."""
+    (folder / "trial.json").write_text(chosen.model_dump_json())
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=170)
+    found, applied = json.loads(done.stdout.splitlines()[-1])
+    return found, applied or []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "checkpointing"), UPSTREAM)
 def test_a_run_of_old_versions_is_predicted_as_their_own_code_allocates(
@@ -64,14 +75,40 @@ def test_a_run_of_old_versions_is_predicted_as_their_own_code_allocates(
         "protocol": {"name": "old", "warmup_steps": 1, "measured_steps": 1},
     }  # fmt: skip
     chosen = trial.parse(tiny(**values))
-    (tmp_path / "trial.json").write_text(chosen.model_dump_json())
-    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, __file__, str(tmp_path)]  # DeepSpeed keeps its groups of ranks for a process
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=170)
-    found, applied = json.loads(done.stdout.splitlines()[-1])
+    found, applied = traced_apart(tmp_path, chosen)
     assert applied == [one.name for one in differences.holding(chosen)]
     # sines once more, one-element tensors; today's checkpointed layer keeps mask and sines as long as its loss lives
     assert found == pytest.approx(UPSTREAM[model, checkpointing], abs=36 * 1024 if checkpointing else 12 * 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("versions", "upstream"),
+    [
+        ({}, (19_857_037, 21_673_049, 20_494_565)),  # 0.19.8 as it is
+        # deepspeed 0.14.2's own parameter_offload.py and partitioned_param_coordinator.py in a traced 0.19.8
+        ({"deepspeed": "0.14.2"}, (20_846_349, 22_501_041, 20_494_565)),
+    ],
+)
+def test_parameters_that_may_live_are_counted_as_then(
+    tmp_path: Path, versions: dict[str, str], upstream: tuple[int, ...]
+) -> None:
+    """Where stage3_max_live_parameters holds back prefetching: two layers' parameters of eight."""
+    zero = {
+        "stage3_max_live_parameters": 1_600_000, "stage3_max_reuse_distance": 100,
+        "stage3_prefetch_bucket_size": 168_000, "stage3_param_persistence_threshold": 1000, "reduce_bucket_size": MIB,
+    }  # fmt: skip
+    config = SMALL | {"num_hidden_layers": 8, "tie_word_embeddings": False}
+    values: dict[str, Any] = {
+        "model": {"name": "old", "model_type": "llama", "config": config},
+        "runner": {"name": "deepspeed", "options": {"zero_optimization": zero}}, "sharding": "zero3", "world_size": 8,
+        "precision": "fp16", "zero_init": False, "seq_len": 16, "micro_batch": 1, "optimizer": "deepspeed_fused_adam",
+        "checkpointing": "full", "checkpointing_reentrant": True, "versions": versions, "device": SIMULATED,
+        "protocol": {"name": "old", "warmup_steps": 1, "measured_steps": 1},
+    }  # fmt: skip
+    found, applied = traced_apart(tmp_path, trial.parse(tiny(**values)))
+    assert tuple(found) == upstream
+    assert ("zero_live_parameters" in applied) is bool(versions)
 
 
 @pytest.mark.slow
