@@ -429,7 +429,7 @@ def _divides(value: Any, trial: Trial) -> bool:
     return isinstance(value, bool) or (isinstance(value, int) and value > 0 and trial.world_size % value == 0)
 
 
-# What options of Sharding.options must be: in words, and whether a value is
+# What options must be: in words, and whether a value is
 _KINDS: dict[str, tuple[str, Callable[[Any, Trial], bool]]] = {
     **dict.fromkeys(
         ("bucket_cap_mb", "ddp_bucket_cap_mb"),
@@ -463,9 +463,10 @@ def _options(trial: Trial, entry: Runner) -> str | None:
             where = f" (it belongs to sharding={others})" if others else ""
             takes = f"with sharding={trial.sharding} takes {', '.join(known) or 'no options'}"
             return f"runner.options.{unknown[0]}: runner={entry.name} {takes}{where}"
-    for option, value in trial.runner.options.items():
+    for option, value in trial.runner.options.items() if entry.name != "custom" else ():
         words, fits = _KINDS.get(option, ("", lambda value, trial: True))
-        if not fits(value, trial):
+        left = value is None and entry.options is None  # to the library
+        if not left and not fits(value, trial):
             return f"runner.options.{option} is {value}; it must be {words}"
     return None
 

@@ -110,7 +110,7 @@ class CudaIsHere(TorchFunctionMode):
         made: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         # to the host without waiting: page-locked (aten/src/ATen/native/TensorConversions.cpp, _to_copy: pin_out)
         unwaited = func is torch.Tensor.to and bool(kwargs.get("non_blocking")) and not args[0].is_meta
-        if unwaited and places.HOST in (*args[1:], *kwargs.values()):
+        if unwaited and any(isinstance(v, torch.device) and v == places.HOST for v in (*args[1:], *kwargs.values())):
             made = places.host(pinned=True)
         if _caller().startswith("deepspeed."):
             host = "meta"

@@ -49,12 +49,11 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         got = f"{type(net).__name__} and {type(step).__name__}"
         raise InvalidTrial(f"{trial.runner.target}: model must be a torch.nn.Module and step a function, not {got}")
     shardings.call(trial, "checked", net)
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if trial.sharding == "fsdp2" and isinstance(optimizer, torch.optim.Optimizer):  # which exchanges parameters
         own = {id(parameter) for parameter in net.parameters()}
-        if own and not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise InvalidTrial(
-                f"{trial.runner.target}: the optimizer has none of the model's parameters; make it after the model is "
-                "divided or wrapped"
+                f"{trial.runner.target}: the optimizer has none of the model's parameters; make it after fully_shard"
             )
     batches = made[3] if len(made) == 4 else _token_batches(trial, device, meter.rank)
     whole = net.module if isinstance(net, DistributedDataParallel) else net

@@ -151,6 +151,12 @@ def ddp(runner: str, grad_accum: int = 1, **options: Any) -> dict[str, Any]:
     return tiny(runner={"name": runner, "options": options}, sharding="ddp", world_size=2, grad_accum=grad_accum)
 
 
+def test_options_of_a_target_are_its_own_and_null_leaves_one_to_the_library() -> None:
+    target = {"name": "custom", "target": f"{__file__}:build", "options": {"static_graph": 5}}
+    assert trials.parse(tiny(runner=target)).runner.options == {"static_graph": 5}
+    assert trials.parse(ddp("trainer", ddp_bucket_cap_mb=None)).runner.options == {"ddp_bucket_cap_mb": None}
+
+
 def deepspeed(sharding: str, options: dict[str, Any] | None = None, **over: Any) -> dict[str, Any]:
     return tiny(runner={"name": "deepspeed", "options": options or {}}, sharding=sharding, **over)
 
