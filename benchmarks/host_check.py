@@ -32,7 +32,7 @@ import torch  # noqa: E402
 
 from vramsweep.harness import gpus, machine, node, registry, trial  # noqa: E402
 from vramsweep.harness.allocator.config import AllocatorConfig  # noqa: E402
-from vramsweep.runners import instruments, simulated, worker  # noqa: E402
+from vramsweep.runners import instruments, tracing, worker  # noqa: E402
 from vramsweep.runners.predict import host_replay  # noqa: E402
 from vramsweep.runners.trace import Trace  # noqa: E402
 
@@ -94,7 +94,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 def traced(chosen: trial.Trial) -> Trace:
     """The trial's trace."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        return simulated.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), sharded.runner(chosen))[0]
+        return tracing.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), sharded.runner(chosen))[0]
 
 
 def predicted_kept(case: sharded.Case, world: int) -> dict[str, int]:

@@ -35,7 +35,7 @@ import yaml  # noqa: E402
 
 from vramsweep.harness import gpus, trial  # noqa: E402
 from vramsweep.harness.allocator import config as allocator_config  # noqa: E402
-from vramsweep.runners import deepspeed_zero, simulated  # noqa: E402
+from vramsweep.runners import deepspeed_zero, simulated, tracing  # noqa: E402
 from vramsweep.runners.predict import replay  # noqa: E402
 
 MIB = 1 << 20
@@ -92,7 +92,7 @@ def predicted(axis: str, value: int, checkpointing: bool) -> dict[str, Any]:
     """Peaks in MiB, what was applied, and whether it fits the card."""
     chosen, card = trial_of(axis, value, checkpointing), gpus.named("a100-80gb")
     with tempfile.TemporaryDirectory() as folder:
-        trace, details = simulated.trace_trial(chosen, card, Path(folder), deepspeed_zero)
+        trace, details = tracing.trace_trial(chosen, card, Path(folder), deepspeed_zero)
     config = allocator_config.parse("")
     limit = gpus.memory_limit(card)
     found = replay(trace, config, limit)

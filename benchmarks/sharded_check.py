@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from vramsweep.harness import gpus, registry, trial  # noqa: E402
-from vramsweep.runners import build, kernels, simulated, worker  # noqa: E402
+from vramsweep.runners import build, kernels, tracing, worker  # noqa: E402
 from vramsweep.runners.dispatch import LiveBytes, gradient, held_by_code, sharded, storages_alive, tensors_alive  # noqa: E402
 from vramsweep.runners.instruments import backward_boundaries  # noqa: E402
 from vramsweep.runners.trace import Trace  # noqa: E402
@@ -362,7 +362,7 @@ def predicted(case: Case, world: int) -> dict[str, int]:
     """The same of the trace."""
     chosen = make(case, world, {"name": "simulated", "gpu": "a100-80gb"})
     with tempfile.TemporaryDirectory() as folder:
-        trace, _ = simulated.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), runner(chosen))
+        trace, _ = tracing.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), runner(chosen))
     # a batch: token ids and labels, 8 bytes each; the Trainer's loader makes them outside the trace
     ids = 0 if chosen.runner.name == "trainer" else 2 * 8 * chosen.micro_batch * chosen.seq_len
     sent = sum(count * one.nbytes for one, count in trace.collectives)

@@ -9,10 +9,13 @@ Not covered: what a step's kernels are (runners/kernels.py), measured efficienci
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import TypeVar
 
 from vramsweep.harness.gpus import Gpu
+from vramsweep.harness.links import Collective
 
 # Seconds that a kernel takes at least, launched by a host. A plain assumption, not a published figure, and the same for
 # every card: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.
@@ -49,6 +52,17 @@ class Estimate:
     def step_s(self) -> float:
         """Seconds of the whole step: its kernels one after the other."""
         return self.compute_s + self.memory_s + self.launch_s
+
+
+Called = TypeVar("Called", Work, Collective)
+
+
+def merged(calls: Iterable[tuple[Called, int]]) -> list[tuple[Called, int]]:
+    """The same calls, each different one once, sorted: the sum of their seconds is one number whatever their order."""
+    counts: Counter[Called] = Counter()
+    for call, count in calls:
+        counts[call] += count
+    return sorted(counts.items(), key=lambda item: astuple(item[0]))
 
 
 def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estimate | None:

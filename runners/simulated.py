@@ -1,46 +1,31 @@
 """device=simulated: the trial's own runner, traced on fake tensors, and the trace replayed through the allocator.
 
-The trace depends on neither the allocator's setting nor the size of the card's memory, so it is kept in the sweep's
-folder, under a hash of what it does depend on, and serves every trial that shares it.
+Not covered: how a trace is made and kept (tracing.py), its replay (predict.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 from vramsweep.harness import links, machine, node, registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.differences import DIFFERENCES
 from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
-from vramsweep.harness.links import Collective
-from vramsweep.harness.roofline import Work, estimate, total_flops
-from vramsweep.harness.trial import SIMULATION, InvalidTrial, Trial
-from vramsweep.runners import build, differences, masks, techniques
-from vramsweep.runners.cuda_like import behave
-from vramsweep.runners.instruments import backward_boundaries
+from vramsweep.harness.roofline import estimate, merged, total_flops
+from vramsweep.harness.trial import Trial
+from vramsweep.runners import tracing
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
-from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.predict import HostPrediction, Peaks, Prediction, host_replay, replay
-from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer
+from vramsweep.runners.trace import Mark, Trace
 
-FORMAT = 6  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
-COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -57,33 +42,13 @@ class SimulatedHostOutOfMemoryError(SimulatedOutOfMemoryError):
     """The same of the node's memory."""
 
 
-class TraceMeter:
-    """Takes a runner's calls, as measure.StepMeter, and marks phases in the trace instead of measuring."""
+@dataclass(frozen=True)
+class Predicted:
+    """What a trial's row can say, the phases that were gone through, and the error that ended it, if one did."""
 
-    def __init__(self, trial: Trial, tracer: Tracer) -> None:
-        self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
-        self.details: Columns = {}
-        self._describe: Callable[[], Columns] = dict
-
-    def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
-        self._describe = describe
-        self.tracer.built()
-
-    def step_begin(self) -> None:
-        self.tracer.in_step = True
-        self.tracer.in_last_step = self.index == self.trial.steps() - 1
-
-    def step_end(self, loss: torch.Tensor | None = None) -> None:
-        self.mark("optimizer")
-        if self.tracer.in_last_step:
-            self.details = self._describe()
-            self._describe = dict  # or it would keep the model alive
-        self.tracer.in_step = self.tracer.in_last_step = False
-        self.index += 1
-
-    def mark(self, phase: Any) -> None:
-        """A phase of the current step ends here."""
-        self.tracer.mark(self.index, phase)
+    columns: dict[str, Any]
+    phases: tuple[tuple[Mark, Peaks], ...]
+    error: SimulatedOutOfMemoryError | None
 
 
 def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
@@ -92,16 +57,25 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     Raises SimulatedOutOfMemoryError when it would not fit into the card, SimulatedHostOutOfMemoryError when the node's
     memory is full before that, InvalidTrial for a step that cannot be traced.
     """
+    trace, details = tracing.kept(trial, named(trial.device.gpu), folder, runner, folder.parents[2] / "traces")
+    predicted = predict(trial, trace, details)
+    _record(folder, predicted.phases)
+    if predicted.error is not None:
+        raise predicted.error
+    return predicted.columns
+
+
+def predict(trial: Trial, trace: Trace, details: dict[str, Any]) -> Predicted:
+    """The trial's row from its trace and what was built; `columns` are what the row can say where memory ran out."""
     card = named(trial.device.gpu)
     config = allocator_config.parse(trial.allocator.conf)
-    trace, details = _trace_kept(trial, card, folder, runner)
     limit = memory_limit(card)
     predicted = replay(trace, config, limit)
     host = host_replay(trace.host, config, node.loader_workers(trial) * node.LOADER_WORKER)
     full = _host_full(trial, host)
     if full is not None and predicted.failed is not None and full >= len(predicted.phases):
         full = None  # the card is full before
-    _record(folder, predicted.phases if full is None else predicted.phases[: full + 1])
+    phases = predicted.phases if full is None else predicted.phases[: full + 1]
     about = {
         "prediction_basis": basis(trial),
         "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
@@ -114,16 +88,17 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
         **host_columns(trial, host),
     }
     if full is not None:
-        raise SimulatedHostOutOfMemoryError(_host_refused(trial, host, host.phases[full][0], about), about)
+        text = _host_refused(trial, host, host.phases[full][0], about)
+        return Predicted(about, phases, SimulatedHostOutOfMemoryError(text, about))
     if predicted.failed is not None:
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
-        peak = {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
-        raise SimulatedOutOfMemoryError(_refused(predicted, card, whole), about | peak)
+        about |= {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
+        return Predicted(about, phases, SimulatedOutOfMemoryError(_refused(predicted, card, whole), about))
     estimated, untimed = speed(trial, trace, card)
     found = columns(predicted) | lagging(trace, config, limit) | estimated | details | about
     notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
     notes += [*unheeded(trial, found["differences"] or ()), *filter(None, [untimed])]
-    return found | {"notes": notes or None}
+    return Predicted(found | {"notes": notes or None}, phases, None)
 
 
 def basis(trial: Trial) -> str:
@@ -135,70 +110,6 @@ def basis(trial: Trial) -> str:
     return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
         "; estimate: communication, active, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
     )
-
-
-def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
-    """Trace the runner's steps; the trace and the columns about what was built. Raises InvalidTrial if it cannot be."""
-    tracer = Tracer(card.capability)
-    meter = TraceMeter(trial, tracer)
-    build.prepare(trial)
-    try:
-        with (
-            behave(card.capability) as attention,
-            masks.known(trial),
-            backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
-            tracer.record(),
-            techniques.around(trial, torch.device("cpu")),
-            differences.applied(trial) as applied,
-        ):
-            runner.run(trial, torch.device("cpu"), meter, folder)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise InvalidTrial(
-            f"cannot be simulated: the step asks for a tensor's value ({error.func}), which exists only on a GPU; take "
-            ".item(), boolean tests of tensors and masks by value out of the step, or measure on device=cuda"
-        ) from error
-    except (UnsupportedOperatorException, UnsupportedFakeTensorException, RuntimeError) as error:
-        unsupported = isinstance(error, (UnsupportedOperatorException, UnsupportedFakeTensorException))
-        if not unsupported and "fake impl" not in str(error):  # what custom operators say
-            raise
-        what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
-        raise InvalidTrial(
-            f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
-            "torch.library.register_fake, or measure on device=cuda"
-        ) from error
-    about = {"attention_kernels": sorted(attention) or None, "differences": applied or None}
-    return tracer.trace, meter.details | about
-
-
-def _trace_kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
-    kept = folder.parents[2] / "traces" / f"{trace_key(trial, card)}.json"
-    if kept.is_file():
-        stored = json.loads(kept.read_text())
-        stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
-        for name, kind in COUNTED.items():
-            stored["trace"][name] = [(kind(*one), count) for one, count in stored["trace"][name]]
-        host = stored["trace"]["host"]
-        stored["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
-        return Trace(**stored["trace"]), stored["details"]
-    trace, details = trace_trial(trial, card, folder, runner)
-    kept.parent.mkdir(exist_ok=True)
-    aside = kept.with_suffix(f".{os.getpid()}")
-    values = asdict(trace)
-    for storages in (values, values["host"]):
-        storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
-    values |= {name: [(list(one.values()), count) for one, count in values[name]] for name in COUNTED}
-    aside.write_text(json.dumps({"trace": values, "details": details}))
-    aside.rename(kept)
-    return trace, details
-
-
-def trace_key(trial: Trial, card: Gpu) -> str:
-    """Names what a trace depends on: all of a trial that can change it, the card's generation, versions."""
-    axes = trial.model_dump(mode="json", exclude={"allocator", "protocol", "repeat", "device"})
-    versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
-    of_the_card = [card.capability, card.multiprocessors if trial.kernels == "liger" else None]
-    text = json.dumps([FORMAT, SIMULATION, axes, of_the_card, versions], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def columns(predicted: Prediction) -> dict[str, Any]:
@@ -254,15 +165,16 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
 
     How far collectives run beside the computation is not known: from wholly (the shortest step) to not at all.
     """
-    found = estimate(trace.kernels, card, trial.precision == "tf32")
+    kernels, collectives = merged(trace.kernels), merged(trace.collectives)
+    found = estimate(kernels, card, trial.precision == "tf32")
     within, between = trial.device.link or card.link, trial.device.interconnect
     ranks, per_node = trial.world_size, trial.device.gpus_per_node
     link, network = (None if name is None else links.named(name) for name in (within, between))
-    sent = links.communication(trace.collectives, ranks, per_node, link, network)
+    sent = links.communication(collectives, ranks, per_node, link, network)
     row: dict[str, Any] = {
-        "estimated_flops": total_flops(trace.kernels),
-        "estimated_moved_bytes": sum(count * work.nbytes for work, count in trace.kernels),
-        "estimated_launches": sum(count * work.launches for work, count in trace.kernels),
+        "estimated_flops": total_flops(kernels),
+        "estimated_moved_bytes": sum(count * work.nbytes for work, count in kernels),
+        "estimated_launches": sum(count * work.launches for work, count in kernels),
     }
     if ranks > 1 and sent is not None:
         row |= {"estimated_communication_bytes": sent.nbytes, "estimated_collectives": sent.calls}

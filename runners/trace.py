@@ -16,7 +16,6 @@ import functools
 import gc
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -93,11 +92,15 @@ class Trace(Storages):
     """Those in GPU memory, of `CATEGORIES`, and beside them the host's. Event 0 is `torch.cuda.empty_cache`.
 
     `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
-    `kernels` are the operators of the last step, `collectives` its calls to other ranks, each with how often it ran.
+    `kernels` are the operators of the last step in order, `collectives` its calls to other ranks, each with how often
+    it ran.
+    `origins[i]` says where in `makers` to find what asked for storage i: the module's path, the operator.
     `notes` say what the streams do, where blocks are freed that another stream still uses (streams.py).
     """
 
     streams: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    makers: list[tuple[str, str]] = field(default_factory=list)
     kernels: list[tuple[Work, int]] = field(default_factory=list)
     collectives: list[tuple[Collective, int]] = field(default_factory=list)
     host: HostStorages = field(default_factory=HostStorages)
@@ -186,11 +189,11 @@ class Tracer(TorchDispatchMode):
         self.in_step = False
         self.in_last_step = False
         self._capability = capability
-        self._kernels: Counter[Work] = Counter()
-        self._collectives: Counter[Collective] = Counter()
         self._workspace = cublas_workspace(capability)
         self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
-        self._card = _Book(self.trace, self._note_stream)
+        self._operator = ""
+        self._makers: dict[tuple[str, str], int] = {}
+        self._card = _Book(self.trace, self._note_request)
         self._host = _Book(self.trace.host, lambda: self.trace.host.pinned.append(places.told() == "pinned"))
         self._books = (self._card, self._host)
         self._parameters: list[torch.Tensor] = []
@@ -213,14 +216,14 @@ class Tracer(TorchDispatchMode):
             torch.cuda.empty_cache = empty_cache
             hook.remove()
             self.trace.categories = self._card.close()
+            self.trace.makers = list(self._makers)
             self.trace.host.categories = _of_host(self.trace.host, self._host.close())
-            self.trace.kernels = list(self._kernels.items())
-            self.trace.collectives = list(self._collectives.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
             return NotImplemented
         kwargs = kwargs or {}
+        self._operator = str(func)
         if func in MATMULS:
             self._handle()
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
@@ -237,7 +240,7 @@ class Tracer(TorchDispatchMode):
         if func.namespace == "c10d":
             self.know("communication", tensors)
         if func.namespace in C10D and self.in_last_step and (called := collective(func, args)) is not None:
-            self._collectives[called] += 1
+            self.trace.collectives.append((called, 1))
         taken = [self._card.allocate(size) for size in scratch(func, args)]
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
@@ -246,7 +249,7 @@ class Tracer(TorchDispatchMode):
         if func.namespace == "c10d":
             self._collective(args, tensors)
         if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
-            self._kernels[asked] += 1
+            self.trace.kernels.append((asked, 1))
         self._zeros = weakref.ref(out) if func in ZEROS else None
         return out
 
@@ -326,7 +329,9 @@ class Tracer(TorchDispatchMode):
             self._threads.add(backward)
             self._card.known["workspaces"].add(self._card.allocate(self._workspace))
 
-    def _note_stream(self) -> None:
+    def _note_request(self) -> None:
+        maker = ("", self._operator)
+        self.trace.origins.append(self._makers.setdefault(maker, len(self._makers)))
         self.trace.streams.append(self.stream(torch.cpu.current_stream()))
 
     def _track(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:

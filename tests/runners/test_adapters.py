@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vramsweep.harness import gpus, techniques, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.techniques import entry
-from vramsweep.runners import build, dispatch, run, simulated, torch_loop
+from vramsweep.runners import build, dispatch, run, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.predict import replay
 from vramsweep.runners.techniques import gptq, lora, nf4
@@ -67,7 +67,7 @@ def with_model(values: dict[str, Any] | None, **over: Any) -> dict[str, Any]:
 def traced(folder: Path, values: dict[str, Any] | None = None, **over: Any) -> tuple[Trace, dict[str, Any]]:
     chosen = trial.parse(with_model(values, device=DEVICE, **over))
     runner = hf_trainer if chosen.runner.name == "trainer" else torch_loop
-    return simulated.trace_trial(chosen, A100, folder, runner)
+    return tracing.trace_trial(chosen, A100, folder, runner)
 
 
 def total(trace: Trace, category: str) -> int:

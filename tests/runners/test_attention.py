@@ -15,7 +15,7 @@ from transformers import modeling_flash_attention_utils as utils
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from vramsweep.harness import gpus, trial
-from vramsweep.runners import cuda_like, run, simulated, torch_loop
+from vramsweep.runners import cuda_like, run, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.dispatch import SdpaKernels
 from vramsweep.runners.techniques import flash_attention
@@ -34,7 +34,7 @@ def model(kv_heads: int) -> dict[str, Any]:
 def traced(folder: Path, gpu: str = GPU, runner: str = "torch", **over: Any) -> tuple[Trace, dict[str, Any]]:
     chosen = trial.parse(tiny(device={"name": "simulated", "gpu": gpu}, runner={"name": runner}, **over))
     module = hf_trainer if runner == "trainer" else torch_loop
-    return simulated.trace_trial(chosen, gpus.named(gpu), folder, module)
+    return tracing.trace_trial(chosen, gpus.named(gpu), folder, module)
 
 
 def activations(trace: Trace) -> int:

@@ -12,7 +12,7 @@ import yaml
 from conftest import ROOT, Run, tiny
 
 from vramsweep.harness import gpus, trial
-from vramsweep.runners import build, run, simulated, torch_loop
+from vramsweep.runners import build, run, simulated, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.techniques.activation_offload import offloaded
@@ -71,7 +71,7 @@ def gradients(net: torch.nn.Module) -> list[torch.Tensor]:
 def traced(folder: Path, runner: str = "torch", **over: Any) -> Trace:
     chosen = tried(device=SIMULATED, runner={"name": runner}, **over)
     module = hf_trainer if runner == "trainer" else torch_loop
-    return simulated.trace_trial(chosen, A100, folder, module)[0]
+    return tracing.trace_trial(chosen, A100, folder, module)[0]
 
 
 def left_behind(trace: Trace) -> int:

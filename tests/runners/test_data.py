@@ -13,7 +13,7 @@ from conftest import ROOT, save_tokenizer, tiny
 from transformers import AutoConfig, AutoTokenizer
 
 from vramsweep.harness import gpus, trial
-from vramsweep.runners import build, masks, run, simulated, torch_loop
+from vramsweep.runners import build, masks, run, simulated, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.trace import Trace
@@ -47,7 +47,7 @@ def text(folder: Path, name: str, **over: Any) -> trial.Trial:
 
 def traced(chosen: trial.Trial, folder: Path) -> tuple[Trace, dict[str, Any]]:
     module = hf_trainer if chosen.runner.name == "trainer" else torch_loop
-    return simulated.trace_trial(chosen, gpus.named(GPU), folder, module)
+    return tracing.trace_trial(chosen, gpus.named(GPU), folder, module)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -14,7 +14,7 @@ from conftest import ROOT, TARGETS, Run, tiny
 from test_sharded import WORKSPACES
 
 from vramsweep.harness import gpus, trial
-from vramsweep.runners import custom, simulated
+from vramsweep.runners import custom, tracing
 
 PARAMETERS = 4 * (256 * 512 + 512 + 512 * 256 + 256)  # bytes, of tests/targets/divided.py
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
@@ -92,12 +92,12 @@ def test_a_target_wraps_its_own_model(run_sweep: Run) -> None:
 def test_what_a_target_does_wrong_is_said_in_a_line(tmp_path: Path, function: str, sharding: str, reason: str) -> None:
     chosen = trial.parse(divided(function, sharding=sharding, device=SIMULATED))
     with pytest.raises(trial.InvalidTrial, match=reason):
-        simulated.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, custom)
+        tracing.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, custom)
 
 
 def test_all_of_a_wrapper_s_parameters_count(tmp_path: Path) -> None:
     chosen = trial.parse(divided("in_a_wrapper", sharding="fsdp2", device=SIMULATED))
-    _, details = simulated.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, custom)
+    _, details = tracing.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, custom)
     assert details["parameters"] == PARAMETERS // 4 + 256 * 257
 
 

@@ -13,7 +13,7 @@ from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.roofline import estimate
 from vramsweep.harness.trial import InvalidTrial
-from vramsweep.runners import build, simulated, torch_loop, trace
+from vramsweep.runners import build, torch_loop, trace, tracing
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.techniques import fp8
 from vramsweep.runners.trace import Trace
@@ -23,7 +23,7 @@ SIMULATED = {"device": {"name": "simulated", "gpu": "h100-80gb"}, "precision": "
 
 
 def traced(folder: Path, **over: Any) -> tuple[Trace, Prediction]:
-    found, _ = simulated.trace_trial(trial.parse(tiny(**SIMULATED | over)), H100, folder, torch_loop)
+    found, _ = tracing.trace_trial(trial.parse(tiny(**SIMULATED | over)), H100, folder, torch_loop)
     return found, replay(found, AllocatorConfig(), None)
 
 

@@ -11,7 +11,7 @@ from conftest import Run, tiny
 from test_ddp import agree
 
 from vramsweep.harness import gpus, trial
-from vramsweep.runners import simulated, torch_loop, trainer
+from vramsweep.runners import torch_loop, tracing, trainer
 
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
 PARAMETERS = 119360
@@ -25,7 +25,7 @@ def under_trainer(sharding: str, **over: Any) -> dict[str, Any]:
 
 def made(folder: Path, values: dict[str, Any]) -> Counter[str]:
     """Bytes that were ever allocated in a simulated run, by category."""
-    trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("a100-80gb"), folder, trainer)
+    trace, _ = tracing.trace_trial(trial.parse(values), gpus.named("a100-80gb"), folder, trainer)
     found: Counter[str] = Counter()
     for size, category in zip(trace.sizes, trace.categories, strict=True):
         found[category] += size
@@ -81,7 +81,7 @@ def test_what_is_offloaded_is_page_locked_and_there_once(tmp_path: Path, driver:
     """CPUOffloadPolicy's pin_memory is true, of parameters and of gradients (_fsdp_param.py, _fsdp_collectives.py)."""
     over = {"runner": {"name": driver.__name__.rpartition(".")[2].removesuffix("_loop")}}
     values = under_trainer("fsdp2", offload_param=True, **over)
-    trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, driver)
+    trace, _ = tracing.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, driver)
     host = trace.host
     alive = set()
     for event in host.events:
@@ -98,7 +98,7 @@ def test_what_is_offloaded_is_page_locked_and_there_once(tmp_path: Path, driver:
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 def test_what_has_no_memory_yet_takes_none_while_it_is_divided(tmp_path: Path, options: dict[str, Any]) -> None:
     values = under_trainer("fsdp2", runner={"name": "torch", "options": options}, world_size=64)
-    trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, torch_loop)
+    trace, _ = tracing.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, torch_loop)
     live = most = 0
     for event in trace.events[: trace.marks[0].end]:
         live += trace.sizes[event - 1] if event > 0 else -trace.sizes[-event - 1]

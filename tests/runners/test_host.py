@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness import gpus, node, trial
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
-from vramsweep.runners import simulated, torch_loop, trainer
+from vramsweep.runners import simulated, torch_loop, tracing, trainer
 from vramsweep.runners.instruments import Process
 from vramsweep.runners.over_ranks import over_ranks
 from vramsweep.runners.predict import host_replay
@@ -55,7 +55,7 @@ def test_a_checkpoint_of_another_dtype_is_copied_on_the_host(
     traces = []
     for weights in ("pretrained", "random"):
         chosen = trial.parse(tiny(device=SIMULATED, model=hub, precision=precision, weights=weights))
-        traces.append(simulated.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, torch_loop)[0])
+        traces.append(tracing.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, torch_loop)[0])
     read, made = traces
     buffers = 2 * 4 * 8 * (copied > 0)  # of rotary embeddings
     host = host_replay(read.host, AllocatorConfig())

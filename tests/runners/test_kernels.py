@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.roofline import Work, estimate
-from vramsweep.runners import cuda_like, kernels, simulated, torch_loop
+from vramsweep.runners import cuda_like, kernels, simulated, torch_loop, tracing
 from vramsweep.runners.kernels import work
 from vramsweep.runners.trace import Trace
 
@@ -109,7 +109,7 @@ def traced(folder: Path, model: dict[str, Any] | None = None, **over: Any) -> tu
     values = tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over)
     values["model"] = model or values["model"]
     chosen = trial.parse(values)
-    trace, details = simulated.trace_trial(chosen, A100, folder, torch_loop)
+    trace, details = tracing.trace_trial(chosen, A100, folder, torch_loop)
     return chosen, trace, details["parameters"]
 
 

@@ -15,7 +15,7 @@ from conftest import Run, merged, tiny
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.trial import InvalidTrial
-from vramsweep.runners import build, simulated, torch_loop, trace
+from vramsweep.runners import build, torch_loop, trace, tracing
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.techniques import liger, loss
 from vramsweep.runners.trace import Trace
@@ -36,7 +36,7 @@ ON_CUDA = {
 
 def traced(folder: Path, gpu: str = "a100-80gb", **over: Any) -> tuple[Trace, Prediction]:
     values = tiny(**merged(SMALL, {"device": {"name": "simulated", "gpu": gpu}, **over}))
-    found, _ = simulated.trace_trial(trial.parse(values), gpus.named(gpu), folder, torch_loop)
+    found, _ = tracing.trace_trial(trial.parse(values), gpus.named(gpu), folder, torch_loop)
     return found, replay(found, AllocatorConfig(), None)
 
 
@@ -117,7 +117,7 @@ def test_the_norms_gradient_takes_a_row_for_each_multiprocessor(tmp_path: Path) 
 
     def key(kernels: str, card: gpus.Gpu) -> str:
         chosen = trial.parse(tiny(device={"name": "simulated", "gpu": card.name}, kernels=kernels))
-        return simulated.trace_key(chosen, card)
+        return tracing.trace_key(chosen, card)
 
     keys = {(kernels, card): key(kernels, card) for kernels in ("none", "liger") for card in (large, small)}
     assert keys["none", large] == keys["none", small]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.trial import InvalidTrial
-from vramsweep.runners import build, run, simulated, torch_loop, trainer
+from vramsweep.runners import build, run, torch_loop, tracing, trainer
 from vramsweep.runners.predict import Prediction, replay
 from vramsweep.runners.techniques import loss, standin
 from vramsweep.runners.trace import Trace
@@ -115,7 +115,7 @@ BIG = {"seq_len": 256, "micro_batch": 4, "model": {"config": WIDE}}
 def traced(folder: Path, **over: Any) -> tuple[Trace, Prediction]:
     values = tiny(**merged(BIG, {"device": {"name": "simulated", "gpu": "a100-80gb"}, **over}))
     chosen = trial.parse(values)
-    found, _ = simulated.trace_trial(chosen, gpus.named("a100-80gb"), folder, RUNNERS[chosen.runner.name])
+    found, _ = tracing.trace_trial(chosen, gpus.named("a100-80gb"), folder, RUNNERS[chosen.runner.name])
     return found, replay(found, AllocatorConfig(), None)
 
 

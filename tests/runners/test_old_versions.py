@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, tiny
 
 from vramsweep.harness import differences, gpus, trial
-from vramsweep.runners import deepspeed_zero, simulated
+from vramsweep.runners import deepspeed_zero, tracing
 from vramsweep.runners.trace import Trace
 
 A100 = gpus.named("a100-80gb")
@@ -132,5 +132,5 @@ def test_llama_3_8b_is_predicted_as_published() -> None:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     asked = trial.Trial.model_validate_json((folder / "trial.json").read_text())
-    traced, about = simulated.trace_trial(asked, A100, folder, deepspeed_zero)
+    traced, about = tracing.trace_trial(asked, A100, folder, deepspeed_zero)
     print(json.dumps([peaks(traced), about["differences"]]))

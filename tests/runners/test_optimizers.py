@@ -24,7 +24,7 @@ from vramsweep.harness import gpus, machine, registry, techniques, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.roofline import Work
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, predict, run, simulated
+from vramsweep.runners import build, predict, run, tracing
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.kernels import work
 from vramsweep.runners.measure import COMPILED_UNSEEN
@@ -86,7 +86,7 @@ def library(name: str) -> None:
 def traced(folder: Path, which: str = "tiny", **over: Any) -> tuple[Trace, dict[str, Any]]:
     chosen = trial.parse(values(which, device=A100, **over))
     runner = importlib.import_module(registry.runner(chosen.runner.name).module)
-    return simulated.trace_trial(chosen, gpus.named("a100-80gb"), folder, runner)
+    return tracing.trace_trial(chosen, gpus.named("a100-80gb"), folder, runner)
 
 
 def total(trace: Trace, category: str = "optimizer_state") -> int:

@@ -16,7 +16,7 @@ from conftest import Run, tiny
 
 from vramsweep.harness import attempt, gpus, trial, upgrade
 from vramsweep.harness.allocator.config import AllocatorConfig
-from vramsweep.runners import simulated, torch_loop
+from vramsweep.runners import torch_loop, tracing
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.predict import replay
 from vramsweep.runners.trace import Mark, Trace
@@ -35,7 +35,7 @@ def fsdp_trial(world: int, device: dict[str, str], **over: Any) -> dict[str, Any
 
 def traced(folder: Path, world: int, **over: Any) -> Trace:
     chosen = trial.parse(fsdp_trial(world, SIMULATED, **over))
-    return simulated.trace_trial(chosen, gpus.named("a100-80gb"), folder, torch_loop)[0]
+    return tracing.trace_trial(chosen, gpus.named("a100-80gb"), folder, torch_loop)[0]
 
 
 @pytest.mark.parametrize(("world", "precision"), [(1, "fp32"), (8, "bf16")])

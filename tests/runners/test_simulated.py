@@ -13,7 +13,7 @@ from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator import recording, restore
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.replay import replay_as_recorded
-from vramsweep.runners import custom, predict, simulated
+from vramsweep.runners import custom, predict, simulated, tracing
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.trace import CATEGORIES
 
@@ -105,7 +105,7 @@ def test_custom_targets_run_as_they_are_or_say_why_not(run_sweep: Run) -> None:
 @pytest.mark.parametrize(("function", "known"), [("by_grad", True), ("by_hand", False)])
 def test_phases_are_predicted_whoever_starts_the_backward_pass(tmp_path: Path, function: str, known: bool) -> None:
     values = tiny(device=DEVICE, runner={"name": "custom", "target": f"{TARGETS / 'backward.py'}:{function}"})
-    trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, custom)
+    trace, _ = tracing.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, custom)
     row = simulated.columns(predict.replay(trace, AllocatorConfig(), None))
     phases = [row[f"{phase}_peak_allocated_bytes"] for phase in ("forward", "backward", "optimizer")]
     if known:
@@ -118,7 +118,7 @@ def test_gpt2_with_the_trainer_s_defaults_of_transformers_4(tmp_path: Path) -> N
     """A user's measurement on torch 2.9.1, transformers 4.57.3, whose Trainer leaves the model's key/value cache on."""
     values = tiny(seq_len=512, micro_batch=8, runner={"name": "trainer"}, use_cache="on", device=DEVICE)
     values["model"] = yaml.safe_load((ROOT / "conf/model/gpt2.yaml").read_text())
-    trace, _ = simulated.trace_trial(trial.parse(values), gpus.named("rtx3090-24gb"), tmp_path, hf_trainer)
+    trace, _ = tracing.trace_trial(trial.parse(values), gpus.named("rtx3090-24gb"), tmp_path, hf_trainer)
     peak = predict.replay(trace, AllocatorConfig(), None).peak
     assert peak["allocated"] == pytest.approx(8_450_177.5 * 1024, rel=0.01)
     assert peak["reserved"] == pytest.approx(9_154_560 * 1024, rel=0.01)
@@ -135,7 +135,7 @@ def test_against_recordings_of_a_decoder_model(tmp_path: Path, length: int, prec
     measured = replay_as_recorded(recorded, restore.undo(recorded))
     values = tiny(seq_len=length, micro_batch=4, precision=precision, device=DEVICE)
     values["runner"] = {"name": "custom", "target": f"{TARGETS / 'decoder_lm.py'}:build"}
-    trace, details = simulated.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, custom)
+    trace, details = tracing.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, custom)
     predicted = predict.replay(trace, AllocatorConfig(), None)
     assert predicted.peak["allocated"] == pytest.approx(measured.peak_allocated, rel=0.005)
     assert predicted.peak["reserved"] == pytest.approx(measured.peak_reserved, rel=0.01)
@@ -144,7 +144,7 @@ def test_against_recordings_of_a_decoder_model(tmp_path: Path, length: int, prec
 
 def test_a_trace_kept_by_a_version_that_predicts_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, card = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"})), gpus.named("a100-80gb")
-    before = simulated.trace_key(chosen, card)
-    assert before == simulated.trace_key(chosen, card)
-    monkeypatch.setattr(simulated, "SIMULATION", simulated.SIMULATION + 1)
-    assert before != simulated.trace_key(chosen, card)
+    before = tracing.trace_key(chosen, card)
+    assert before == tracing.trace_key(chosen, card)
+    monkeypatch.setattr(tracing, "SIMULATION", simulated.SIMULATION + 1)
+    assert before != tracing.trace_key(chosen, card)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
-from vramsweep.runners import cuda_like, simulated, torch_loop
+from vramsweep.runners import cuda_like, torch_loop, tracing
 from vramsweep.runners.predict import replay
 from vramsweep.runners.trace import CATEGORIES, Trace, Tracer, cublas_workspace
 
@@ -27,7 +27,7 @@ A100 = gpus.named("a100-80gb")
 
 def traced(folder: Path, **over: Any) -> tuple[Trace, dict[str, Any]]:
     chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over))
-    return simulated.trace_trial(chosen, A100, folder, torch_loop)
+    return tracing.trace_trial(chosen, A100, folder, torch_loop)
 
 
 def total(trace: Trace, category: str) -> int:

@@ -15,7 +15,7 @@ from test_sharded import SIMULATED, WORKSPACES, patched
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness import gpus, trial
-from vramsweep.runners import simulated, trainer
+from vramsweep.runners import tracing, trainer
 from vramsweep.runners.shardings import zero
 
 PARAMETERS = 119360
@@ -90,7 +90,7 @@ def test_a_trainer_that_leaves_deepspeed_out_is_found_out(tmp_path: Path, monkey
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     chosen = trial.parse(asked(tmp_path, 2, device=SIMULATED))
     with pytest.raises(trial.InvalidTrial, match=r"what trains is .*, not DeepSpeed's engine"):
-        simulated.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, trainer)
+        tracing.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, trainer)
 
 
 def test_how_the_model_was_made_is_read_back(tmp_path: Path) -> None:

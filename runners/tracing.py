@@ -1,0 +1,133 @@
+"""Traces of trials: made by running the trial's own runner on fake tensors, and kept for every trial that shares them.
+
+A trace depends on neither the allocator's setting nor the size of the card's memory, so it is kept in the sweep's
+folder, under a hash of what it does depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from vramsweep.harness import machine
+from vramsweep.harness.gpus import Gpu
+from vramsweep.harness.links import Collective
+from vramsweep.harness.roofline import Work
+from vramsweep.harness.trial import SIMULATION, InvalidTrial, Trial
+from vramsweep.runners import build, differences, masks, techniques
+from vramsweep.runners.cuda_like import behave
+from vramsweep.runners.instruments import backward_boundaries
+from vramsweep.runners.over_ranks import Columns
+from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer
+
+FORMAT = 7  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
+COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold
+
+
+class TraceMeter:
+    """Takes a runner's calls, as measure.StepMeter, and marks phases in the trace instead of measuring."""
+
+    def __init__(self, trial: Trial, tracer: Tracer) -> None:
+        self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
+        self.details: Columns = {}
+        self._describe: Callable[[], Columns] = dict
+
+    def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
+        self._describe = describe
+        self.tracer.built()
+
+    def step_begin(self) -> None:
+        self.tracer.in_step = True
+        self.tracer.in_last_step = self.index == self.trial.steps() - 1
+
+    def step_end(self, loss: torch.Tensor | None = None) -> None:
+        self.mark("optimizer")
+        if self.tracer.in_last_step:
+            self.details = self._describe()
+            self._describe = dict  # or it would keep the model alive
+        self.tracer.in_step = self.tracer.in_last_step = False
+        self.index += 1
+
+    def mark(self, phase: Any) -> None:
+        """A phase of the current step ends here."""
+        self.tracer.mark(self.index, phase)
+
+
+def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
+    """Trace the runner's steps; the trace and the columns about what was built. Raises InvalidTrial if it cannot be."""
+    tracer = Tracer(card.capability)
+    meter = TraceMeter(trial, tracer)
+    build.prepare(trial)
+    try:
+        with (
+            behave(card.capability) as attention,
+            masks.known(trial),
+            backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
+            tracer.record(),
+            techniques.around(trial, torch.device("cpu")),
+            differences.applied(trial) as applied,
+        ):
+            runner.run(trial, torch.device("cpu"), meter, folder)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InvalidTrial(
+            f"cannot be simulated: the step asks for a tensor's value ({error.func}), which exists only on a GPU; take "
+            ".item(), boolean tests of tensors and masks by value out of the step, or measure on device=cuda"
+        ) from error
+    except (UnsupportedOperatorException, UnsupportedFakeTensorException, RuntimeError) as error:
+        unsupported = isinstance(error, (UnsupportedOperatorException, UnsupportedFakeTensorException))
+        if not unsupported and "fake impl" not in str(error):  # what custom operators say
+            raise
+        what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
+        raise InvalidTrial(
+            f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
+            "torch.library.register_fake, or measure on device=cuda"
+        ) from error
+    about = {"attention_kernels": sorted(attention) or None, "differences": applied or None}
+    return tracer.trace, meter.details | about
+
+
+def kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path) -> tuple[Trace, dict[str, Any]]:
+    """The trial's trace from the folder `traces`, made and left there if it is not in it yet. Raises InvalidTrial."""
+    place = traces / f"{trace_key(trial, card)}.json"
+    if place.is_file():
+        stored = json.loads(place.read_text())
+        stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
+        for name, kind in COUNTED.items():
+            stored["trace"][name] = [(kind(*one), count) for one, count in stored["trace"][name]]
+        host = stored["trace"]["host"]
+        stored["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
+        stored["trace"]["makers"] = [(module, operator) for module, operator in stored["trace"]["makers"]]
+        return Trace(**stored["trace"]), stored["details"]
+    trace, details = trace_trial(trial, card, folder, runner)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    aside = place.with_suffix(f".{os.getpid()}")
+    values = asdict(trace)
+    for storages in (values, values["host"]):
+        storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
+    values |= {name: [(list(one.values()), count) for one, count in values[name]] for name in COUNTED}
+    aside.write_text(json.dumps({"trace": values, "details": details}))
+    aside.rename(place)
+    return trace, details
+
+
+def trace_key(trial: Trial, card: Gpu) -> str:
+    """Names what a trace depends on: all of a trial that can change it, the card's generation, versions."""
+    axes = trial.model_dump(mode="json", exclude={"allocator", "protocol", "repeat", "device"})
+    versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
+    of_the_card = [card.capability, card.multiprocessors if trial.kernels == "liger" else None]
+    text = json.dumps([FORMAT, SIMULATION, axes, of_the_card, versions], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
