@@ -146,5 +146,5 @@ def test_a_trace_kept_by_a_version_that_predicts_otherwise_is_not_used(monkeypat
     chosen, card = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"})), gpus.named("a100-80gb")
     before = tracing.trace_key(chosen, card)
     assert before == tracing.trace_key(chosen, card)
-    monkeypatch.setattr(tracing, "SIMULATION", simulated.SIMULATION + 1)
+    monkeypatch.setattr(tracing, "SIMULATION", tracing.SIMULATION + 1)
     assert before != tracing.trace_key(chosen, card)
