@@ -40,6 +40,7 @@ from vramsweep.harness.warm import Bounds, Lost, Template, room
 PR_SET_CHILD_SUBREAPER = 36
 END_S = 10.0  # for everything that an attempt leaves behind to end once it is killed
 SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
+PREDICTIONS = "predictions-*.jsonl"  # of an attempt that predicts many trials: answers, a line each
 LOGS = ("stdout.log", "stderr.log")
 ENDED = "ended"  # the record of a rank that ended without saying why
 RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
@@ -169,10 +170,17 @@ class Launcher:
         self._templates.clear()
 
     def attempt(
-        self, spec: Mapping[str, Any], folder: Path, environ: Mapping[str, str], runner: str, deadline_s: float
+        self,
+        spec: Mapping[str, Any],
+        folder: Path,
+        environ: Mapping[str, str],
+        runner: str,
+        deadline_s: float,
+        look: Callable[[], None] | None = None,
     ) -> Attempted:
         """Run one attempt in `folder` to its end. `spec` is what the worker reads; the folder must not exist yet.
 
+        `look` is called every second or so meanwhile, to see what there is already; what it raises ends the attempt.
         Raises OSError if the folder cannot be written; a worker that cannot be started is evidence.
         """
         began = time.monotonic()
@@ -193,8 +201,14 @@ class Launcher:
             return self._attempted(Evidence(start_error=why), began, template is not None or self._warm(runner), runner)
         logs = Logs(*(folder / name for name in LOGS))
         ended, code = False, None
+
+        def both() -> None:
+            logs.look()
+            if look is not None:
+                look()
+
         try:
-            ended, code = worker.wait(deadline_s, logs.look)
+            ended, code = worker.wait(deadline_s, both)
         finally:
             worker.kill()
             if not ended and not worker.wait(self._bounds.reap_s)[0]:
@@ -294,11 +308,17 @@ def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     try:
         if path.stat().st_size > RESULT_LIMIT:
             return None, f"{RESULT} has {path.stat().st_size} bytes, which is no result"
-        result = row.encodable(json.loads(path.read_bytes()))
+        result = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, RecursionError) as error:
         return None, f"{RESULT} cannot be read: {error}"
+    return checked(result)
+
+
+def checked(result: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """What a worker gave as its result, or None and why it cannot be used."""
+    result = row.encodable(result)
     if not isinstance(result, dict) or not ({"values", "error"} & set(result)):
         return None, f"{RESULT} holds neither values nor an error"
     problem = _misfit(result)

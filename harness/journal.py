@@ -1,9 +1,9 @@
 """The journal: `results/<sweep>/journal.jsonl`, one row a line, only ever appended to.
 
-One process writes a file, under an exclusive lock held as long as it is open; each row is one write and one fsync, so a
-row that `append` returned from survives a power cut. A writer that was killed can leave a torn last line: the next one
-starts a fresh line after it. Several writers (nodes that share a folder) each have a file of their own,
-`journal-<writer>.jsonl`, and readers merge them. Readers take no lock.
+One process writes a file, under an exclusive lock held as long as it is open; each row, or several that are ready
+together, are one write and one fsync, so a row that `append` returned from survives a power cut. A writer that was
+killed can leave a torn last line: the next one starts a fresh line after it. Several writers (nodes that share a
+folder) each have a file of their own, `journal-<writer>.jsonl`, and readers merge them. Readers take no lock.
 
 A line ends in the checksum of the row before it, `,"checksum":"%08x"}`: CRC-32 of the row's JSON. A line that is not
 what was written is skipped and counted, never half-believed; lines without one (before schema version 2) are taken as
@@ -81,8 +81,13 @@ class Journal:
 
         Raises RowError (schema) or UserError (disk).
         """
-        whole = complete(row)
-        self._write(line(whole))
+        return self.extend([row])[0]
+
+    def extend(self, rows: Iterable[Row]) -> list[Row]:
+        """The same for several rows, in one write and one fsync."""
+        whole = [complete(row) for row in rows]
+        if whole:
+            self._write(b"".join(map(line, whole)))
         return whole
 
     def _write(self, data: bytes) -> None:

@@ -21,8 +21,9 @@ from vramsweep.harness.attempt import Launcher, environment
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import files, read
 from vramsweep.harness.plan import Planned, Settings
+from vramsweep.harness.progress import duration
 from vramsweep.harness.row import Outcome
-from vramsweep.harness.sweep import duration, known, other_systems, placed
+from vramsweep.harness.sweep import known, other_systems, placed
 
 PREDICTIONS = 8  # configurations whose largest trial is predicted, the largest first
 PREDICTION_S = 180.0  # for all of them together; a trace takes 1 to 30 s

@@ -14,20 +14,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
-from vramsweep.harness import machine, outcome, plan, registry, variables
-from vramsweep.harness.attempt import ENDED, RECORDING, Launcher, about_writing, environment, steps
+from vramsweep.harness import account, machine, outcome, plan, predictions, registry, variables
+from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, environment, steps
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.flags import flags
 from vramsweep.harness.journal import Journal, finished, read, terminal
 from vramsweep.harness.plan import Planned, Settings
+from vramsweep.harness.progress import Lines, Progress
 from vramsweep.harness.row import Outcome, Row, system
-from vramsweep.harness.trial import ID_VERSION, Trial
+from vramsweep.harness.trial import ID_VERSION
 
 PLAN = "plan.json"
-MIB = 1 << 20
 
 
 def run(
@@ -36,17 +34,19 @@ def run(
     folder: Path,
     earlier: Sequence[Planned] = (),
     launcher: Launcher | None = None,
+    progress: Callable[[int], Progress] = Lines,
 ) -> tuple[dict[str, Row], int]:
     """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status.
 
     `earlier` are the trials of the same command's batches before this one: they stay in the folder's plan. `launcher`
-    is theirs too, with its templates; without one it is made, and ended, here.
+    is theirs too, with its templates; without one it is made, and ended, here. `progress` is made with the number of
+    trials to do.
     """
     try:
         with Journal(folder) as journal, contextlib.ExitStack() as stack:
             if launcher is None:
                 launcher = stack.enter_context(Launcher(settings.isolation, folder / "templates"))
-            mine = _resumed(planned, settings, folder, journal, earlier, launcher)
+            mine = _resumed(planned, settings, folder, journal, earlier, launcher, progress)
     except OSError as error:
         what = f"cannot write under {folder}: {error.strerror}"
         if not about_writing(error):
@@ -77,6 +77,7 @@ def _resumed(
     journal: Journal,
     earlier: Sequence[Planned],
     launcher: Launcher,
+    progress: Callable[[int], Progress],
 ) -> dict[str, Row]:
     """Run what the journal has no answer for; the row that counts for each trial, by id."""
     if not journal.locked:
@@ -93,7 +94,11 @@ def _resumed(
         print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
     for line in variables.dropped(os.environ) if todo else ():
         print(line, file=sys.stderr)
-    return mine | _run_all(todo, settings, folder, journal, launcher)
+    tried = Counter[str]()
+    for row in rows:
+        tried[row["trial_id"]] = max(tried[row["trial_id"]], row.get("attempt") or 0)
+    with contextlib.closing(progress(len(todo))) as shown:
+        return mine | _run_all(todo, tried, settings, folder, journal, launcher, shown)
 
 
 def placed(planned: Sequence[Planned]) -> list[Planned]:
@@ -127,7 +132,7 @@ def counted(
 def _systems(planned: Sequence[Planned]) -> dict[str, tuple[str | None, ...]]:
     """The system that each trial would be measured on here, by id."""
     seen, facts = machine.visible_gpus(os.environ), machine.facts()
-    return {p.trial_id: _system(p, seen, facts) for p in planned}
+    return {p.trial_id: account.system_here(p, seen, facts) for p in planned}
 
 
 def other_systems(rows: Mapping[str, Row]) -> str:
@@ -139,28 +144,42 @@ def other_systems(rows: Mapping[str, Row]) -> str:
 
 
 def _run_all(
-    todo: Sequence[Planned], settings: Settings, folder: Path, journal: Journal, launcher: Launcher
+    todo: Sequence[Planned],
+    tried: Mapping[str, int],
+    settings: Settings,
+    folder: Path,
+    journal: Journal,
+    launcher: Launcher,
+    progress: Progress,
 ) -> dict[str, Row]:
     """Run the trials, and once more those that a fault of the machine stopped, as long as that gets any further.
 
-    Raises UserError once `settings.breaker` trials in a row have failed the same way.
+    Simulated ones are first predicted together, as many as share a template. Raises UserError once `settings.breaker`
+    trials in a row have failed the same way.
     """
-    progress = Progress(len(todo))
     done: dict[str, Row] = {}
+    predicted: dict[str, Row] = {}
     streak: list[Row] = []
+    together = predictions.batches(todo)
     while todo:
         lengths = {p.trial.seq_len for p in todo if p.trial}
         for item in todo:
-            row = run_trial(item, settings, folder, journal, launcher, time.sleep)
+            if batch := together.pop(predictions.template(item), None):
+                found = predictions.run(batch, tried, settings, folder, journal, launcher, progress)
+                predicted |= found
+                streak = [] if found else streak
+            if item.trial_id in predicted:
+                continue
+            row = run_trial(item, settings, folder, journal, launcher, time.sleep, tried.get(item.trial_id, 0))
             done[item.trial_id] = row
             progress.show(row, item)
             streak = _streak(streak, row)
             if settings.breaker and len(streak) >= settings.breaker and _beyond_one_length(streak, lengths):
                 raise UserError(_broken(row, len(streak)))
-        faults = [item for item in todo if not outcome.is_verdict(done[item.trial_id]["outcome"])]
+        faults = [p for p in todo if p.trial_id in done and not outcome.is_verdict(done[p.trial_id]["outcome"])]
         todo = faults if len(faults) < len(todo) else []
         progress.total += len(todo)
-    return done
+    return done | predicted
 
 
 def _streak(before: list[Row], row: Row) -> list[Row]:
@@ -202,23 +221,23 @@ def run_trial(
     journal: Journal,
     launcher: Launcher,
     sleep: Callable[[float], None],
+    tried: int = 0,
 ) -> Row:
     """Attempt a trial until it has an answer or no retry is left; each attempt is a row, the last one terminal.
 
-    A fault of the machine is no verdict, so its row is not terminal.
+    A fault of the machine is no verdict, so its row is not terminal. `tried` attempts have a row already.
     """
-    base = {"sweep": folder.name, "isolation": launcher.isolation} | machine.facts() | plan.axes(item)
     trial = item.trial
-    cards = _cards(trial) if trial else []
     if trial is None:
-        return journal.append(base | plan.invalid(item) | {"started_at": _now(), "isolation": None})
-    base |= _provenance(trial, cards)
+        return journal.append({"sweep": folder.name} | account.impossible(item))
+    base: Row = {"sweep": folder.name, "isolation": launcher.isolation} | account.before(item)
+    cards = account.cards(trial)
     environ = environment(plan.worker_conf(trial), trial.device.name, os.environ, machine.uuids(cards))
-    number = _attempts(folder / "attempts" / item.trial_id)
+    number = max(tried, account.attempts(folder / "attempts" / item.trial_id))
     for tries in range(settings.retries + 1):
         number += 1
         place = folder / "attempts" / item.trial_id / str(number)
-        row: Row = base | {"attempt": number, "started_at": _now(), "host_load": machine.host_load(), "node_trials": []}
+        row = base | account.begun(number)
         foreign = _foreign(cards, launcher.own_pids, sleep)
         if foreign:
             evidence = outcome.Evidence(foreign=foreign)
@@ -226,81 +245,15 @@ def run_trial(
             spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number}
             done = launcher.attempt(spec, place, environ, registry.template(trial), settings.timeout_s)
             evidence = done.evidence
-            row |= {"environment": variables.recorded(environ)} | measured(evidence)
-            row |= {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
-            row |= {"isolation": done.isolation, "cold_reason": done.cold_reason}
-            row["gpu_name"] = base["gpu_name"] or row["gpu_name"]  # with several, the system is the first one's
-            spent = row.pop("steps_s", None)
-            late = outcome.remark(evidence)  # then it is not known what it spent after the measured steps
-            row["overhead_s"] = None if spent is None or late else done.duration_s - spent
-            notes = [*(row.get("notes") or []), *done.notes, late]
-            row["notes"] = [note for note in notes if note] or None
-        kind, reason = outcome.classify(evidence)
-        final = tries == settings.retries or not outcome.transient(kind, evidence)
-        after = row.get("foreign_processes")  # what the worker saw; None where the driver did not tell
-        row |= {
-            "outcome": kind,
-            "reason": reason,
-            "terminal": final and outcome.is_verdict(kind),
-            "phase": None if kind is Outcome.OK else _phase(place),
-            "foreign_processes": sorted({*foreign, *(after or [])}) if foreign or after is not None else None,
-            "recording": str((place / RECORDING).relative_to(folder)) if (place / RECORDING).exists() else None,
-        }
-        measured_here = kind in (Outcome.OK, Outcome.OOM) and trial.device.name != "simulated"
-        row["flags"] = flags(row) if measured_here else None
+            row |= account.ended(done, environ, base["gpu_name"])
+        if (place / RECORDING).exists():
+            row["recording"] = str((place / RECORDING).relative_to(folder))
+        row = account.judged(row, trial, evidence, account.phase(steps(place)), final=tries == settings.retries)
         row = journal.append(row)
-        if final:
+        if tries == settings.retries or not outcome.transient(row["outcome"], evidence):
             break
         sleep(settings.backoff_s * 2**tries)
     return row
-
-
-def measured(evidence: outcome.Evidence) -> Row:
-    """The columns that the worker filled; what it does not know the parent may."""
-    values: Row = (evidence.result or {}).get("values", {})
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _cards(trial: Trial) -> list[machine.Gpu]:
-    """The GPUs that the trial's ranks would run on."""
-    return machine.visible_gpus(os.environ)[: trial.world_size] if trial.device.name == "cuda" else []
-
-
-def _provenance(trial: Trial, cards: Sequence[machine.Gpu]) -> Row:
-    """What the parent knows of the system under test, so that rows whose worker died say it too."""
-    return {
-        "gpu_name": cards[0].name if cards else None,
-        "gpu_uuid": cards[0].uuid if cards else None,
-        "driver_version": cards[0].driver if cards else None,
-        "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
-    }
-
-
-def _system(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tuple[str | None, ...]:
-    """The system that a trial would be measured on now, with the GPUs seen here, as `row.system` says it of rows."""
-    if item.trial is None:
-        return ()
-    device = item.trial.device.name
-    return system(facts | _provenance(item.trial, seen if device == "cuda" else []) | {"device": device})
-
-
-def _attempts(folder: Path) -> int:
-    """The highest number of an attempt so far; a killed parent leaves attempts without a row."""
-    return max((int(p.name) for p in folder.glob("*") if p.name.isdigit()), default=0)
-
-
-def _phase(place: Path) -> str | None:
-    """Where an attempt stopped, from the records it left."""
-    records = [record for record in steps(place) if record.get("event") != ENDED]
-    if not records:
-        return "start"
-    if "phase" in records[-1]:  # a simulated run says more
-        step = records[-1].get("at_step")
-        return "load" if step is None else f"step {step}, {records[-1]['phase']}"
-    done = [r["step"] for r in records if "step" in r]
-    if done:
-        return f"step {done[-1] + 1}"
-    return "step 0" if records[-1].get("event") == "train" else "load"
 
 
 def _foreign(
@@ -318,17 +271,13 @@ def _foreign(
     return found
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def _write_plan(folder: Path, planned: Sequence[Planned], any_system: bool) -> None:
     """What `status` holds the journal against: the trials, and the system that each would be measured on."""
     systems = _systems(planned)
     distinct = list(dict.fromkeys(systems.values()))
     record = {
         "command": sys.argv[1:],
-        "started_at": _now(),
+        "started_at": account.now(),
         "id_version": ID_VERSION,
         "trials": list(systems),
         "systems": distinct,
@@ -337,42 +286,3 @@ def _write_plan(folder: Path, planned: Sequence[Planned], any_system: bool) -> N
         "pid": os.getpid(),
     }
     (folder / PLAN).write_text(json.dumps(record))
-
-
-class Progress:
-    """One line for each finished trial: done/total, what came out, oom, failed, ETA."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.began = total, 0, time.monotonic()
-        self.counts: Counter[str] = Counter()
-
-    def show(self, row: Row, item: Planned) -> None:
-        """Count the row and print its line."""
-        self.done += 1
-        kind = row["outcome"]
-        self.counts["failed" if outcome.is_verdict(kind) and not outcome.is_answer(kind) else kind] += 1
-        left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
-        label = item.trial.label() if item.trial else str(item.resolved.get("model", {}).get("name"))
-        print(
-            f"[{self.done}/{self.total}] {row['outcome']:<9} {label} · {_result(row)} · oom {self.counts['oom']}"
-            f" · failed {self.counts['failed']} · ETA {duration(left)}",
-            flush=True,
-        )
-
-
-def _result(row: Row) -> str:
-    if row["outcome"] != Outcome.OK:
-        return str(row["reason"])
-    allocated, speed = row.get("peak_allocated_bytes"), row.get("tokens_per_s")
-    memory = "memory unknown" if allocated is None else f"{allocated / MIB:,.1f} MiB allocated"
-    if speed is None:
-        reserved = row.get("peak_reserved_bytes")
-        return memory if reserved is None else f"{memory}, {reserved / MIB:,.1f} MiB reserved"
-    return f"{memory}, {speed:,.0f} tokens/s"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

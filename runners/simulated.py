@@ -28,6 +28,7 @@ from vramsweep.runners.trace import Mark, Trace
 
 GIB = 1 << 30
 MIB = 1 << 20
+TRACED = "traced"  # of a trace: the trial's own, not what formulas say of its length and batch
 
 
 class SimulatedOutOfMemoryError(RuntimeError):
@@ -65,8 +66,11 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     return predicted.columns
 
 
-def predict(trial: Trial, trace: Trace, details: dict[str, Any]) -> Predicted:
-    """The trial's row from its trace and what was built; `columns` are what the row can say where memory ran out."""
+def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: str = TRACED) -> Predicted:
+    """The trial's row from its trace and what was built; `columns` are what the row can say where memory ran out.
+
+    `trace_basis` is what it says of how the trace came about.
+    """
     card = named(trial.device.gpu)
     config = allocator_config.parse(trial.allocator.conf)
     limit = memory_limit(card)
@@ -78,6 +82,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any]) -> Predicted:
     phases = predicted.phases if full is None else predicted.phases[: full + 1]
     about = {
         "prediction_basis": basis(trial),
+        "trace_basis": trace_basis,
         "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
         "gpu_name": card.name,
         "device_total_bytes": reported_bytes(card),
@@ -300,5 +305,10 @@ def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mappin
 
 def _record(folder: Path, phases: Sequence[tuple[Mark, Peaks]]) -> None:
     """The phases of the replay, as a worker leaves its steps: the last one is where memory ran out."""
-    lines = [json.dumps({"phase": m.phase, "at_step": m.step, "peaks": peaks}) for m, peaks in phases]
+    lines = [json.dumps(record(*phase)) for phase in phases]
     (folder / STEPS).write_text("".join(f"{line}\n" for line in lines))
+
+
+def record(mark: Mark, peaks: Peaks) -> dict[str, Any]:
+    """A phase as the records of an attempt have it (harness/account.py reads where it ended off the last one)."""
+    return {"phase": mark.phase, "at_step": mark.step, "peaks": peaks}

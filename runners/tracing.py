@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -32,9 +32,11 @@ from vramsweep.runners import build, differences, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.over_ranks import Columns
+from vramsweep.runners.symbolic import Point
 from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer
 
 FORMAT = 7  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
+NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
 COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold
 
 
@@ -102,17 +104,11 @@ def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tu
 
 def kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path) -> tuple[Trace, dict[str, Any]]:
     """The trial's trace from the folder `traces`, made and left there if it is not in it yet. Raises InvalidTrial."""
-    place = traces / f"{trace_key(trial, card)}.json"
-    if place.is_file():
-        stored = json.loads(place.read_text())
-        stored["trace"]["marks"] = [Mark(*mark) for mark in stored["trace"]["marks"]]
-        for name, kind in COUNTED.items():
-            stored["trace"][name] = [(kind(*one), count) for one, count in stored["trace"][name]]
-        host = stored["trace"]["host"]
-        stored["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
-        stored["trace"]["makers"] = [(module, operator) for module, operator in stored["trace"]["makers"]]
-        return Trace(**stored["trace"]), stored["details"]
+    found = stored(trial, card, traces)
+    if found is not None:
+        return found
     trace, details = trace_trial(trial, card, folder, runner)
+    place = _place(trial, card, traces)
     place.parent.mkdir(parents=True, exist_ok=True)
     aside = place.with_suffix(f".{os.getpid()}")
     values = asdict(trace)
@@ -124,9 +120,37 @@ def kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path
     return trace, details
 
 
+def stored(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, Any]] | None:
+    """The trial's trace from the folder `traces`; None if it is not in it."""
+    try:
+        found = json.loads(_place(trial, card, traces).read_text())
+    except FileNotFoundError:
+        return None
+    found["trace"]["marks"] = [Mark(*mark) for mark in found["trace"]["marks"]]
+    for name, kind in COUNTED.items():
+        found["trace"][name] = [(kind(*one), count) for one, count in found["trace"][name]]
+    host = found["trace"]["host"]
+    found["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
+    found["trace"]["makers"] = [(module, operator) for module, operator in found["trace"]["makers"]]
+    return Trace(**found["trace"]), found["details"]
+
+
+def _place(trial: Trial, card: Gpu, traces: Path) -> Path:
+    return traces / f"{trace_key(trial, card)}.json"
+
+
 def trace_key(trial: Trial, card: Gpu) -> str:
     """Names what a trace depends on: all of a trial that can change it, the card's generation, versions."""
-    axes = trial.model_dump(mode="json", exclude={"allocator", "protocol", "repeat", "device"})
+    return _key(trial, card, NOT_TRACED)
+
+
+def family_key(trial: Trial, card: Gpu) -> str:
+    """The same but for length and batch: names the trials whose traces differ in sizes at most, or in little more."""
+    return _key(trial, card, NOT_TRACED | set(Point._fields))
+
+
+def _key(trial: Trial, card: Gpu, without: Set[str]) -> str:
+    axes = trial.model_dump(mode="json", exclude=set(without))
     versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
     of_the_card = [card.capability, card.multiprocessors if trial.kernels == "liger" else None]
     text = json.dumps([FORMAT, SIMULATION, axes, of_the_card, versions], sort_keys=True)

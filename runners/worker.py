@@ -1,7 +1,8 @@
 """One attempt's worker, from spec to result: the same code whether it was started cold or forked warm.
 
-Read `spec.json`, run the trial, write `result.json` (result.py). With several ranks the worker forks them, each
-its own process, and waits; rank 0 writes the result. Nothing is imported here that a template must not have touched.
+Read `spec.json`, run the trial (or predict the many that it names: many.py), write `result.json` (result.py). With
+several ranks the worker forks them, each its own process, and waits; rank 0 writes the result. Nothing is imported
+here that a template must not have touched.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any, NoReturn
 
 from vramsweep.harness import registry
 from vramsweep.harness import trial as trials
@@ -39,7 +41,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def leave(status: int) -> None:
+def leave(status: int) -> NoReturn:
     """End without interpreter teardown, where DeepSpeed and NCCL now and then abort after the work is done."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -49,7 +51,12 @@ def leave(status: int) -> None:
 def main(folder: Path, parent: int) -> int:
     """Run the attempt in `folder`; returns the exit status."""
     die_with(parent)
-    trial = trials.Trial.model_validate(json.loads((folder / SPEC).read_text())["trial"])
+    spec = json.loads((folder / SPEC).read_text())
+    if "trials" in spec:
+        from vramsweep.runners import many
+
+        return many.main(folder, spec)
+    trial = trials.Trial.model_validate(spec["trial"])
     alone = trial.world_size == 1 or trial.device.name == "simulated"  # which predicts one rank of the many
     status = _rank(trial, folder) if alone else _ranks(trial, folder)
     return 0 if status == result.ENDED_EARLY else status
@@ -81,16 +88,22 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
         return result.ENDED_EARLY
     except BaseException as error:  # a target may call sys.exit(text), or raise what is no Exception
         traceback.print_exc()
-        kind = type(error)
-        told = {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}}
+        answer = told(error)
         if trial.world_size > 1 and "RANK" in os.environ:
-            told["error"]["rank"] = os.environ["RANK"]
-        known = getattr(error, "columns", None)  # what the row can say all the same
-        result.error(folder, told | ({"values": known} if isinstance(known, dict) else {}))
+            answer["error"]["rank"] = os.environ["RANK"]
+        result.error(folder, answer)
         return result.FAILED
     if values is not None:
         result.values(folder, values, complete=True)
     return 0
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """A result that tells of an error, with the columns that the row can say all the same."""
+    kind = type(error)
+    known = getattr(error, "columns", None)
+    values = {"values": known} if isinstance(known, dict) else {}
+    return {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}} | values
 
 
 if __name__ == "__main__":

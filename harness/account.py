@@ -1,0 +1,118 @@
+"""The account of an attempt, which is a row: what the parent knows before it, what it left, what came of it.
+
+Not covered: running it (attempt.py), when it is tried again (sweep.py), the schema (row.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness import machine, outcome, plan, registry, variables
+from vramsweep.harness.attempt import ENDED, Attempted
+from vramsweep.harness.flags import flags
+from vramsweep.harness.plan import Planned
+from vramsweep.harness.row import Outcome, Row, system
+from vramsweep.harness.trial import Trial
+
+
+def before(item: Planned) -> Row:
+    """What every attempt's row of the trial says, whatever comes of it."""
+    known: Row = machine.facts() | plan.axes(item)
+    return known if item.trial is None else known | _provenance(item.trial, cards(item.trial))
+
+
+def begun(number: int) -> Row:
+    """What an attempt's row says of its beginning, which is now; `number` counts the trial's attempts."""
+    return {"attempt": number, "started_at": now(), "host_load": machine.host_load(), "node_trials": []}
+
+
+def impossible(item: Planned) -> Row:
+    """The row of a trial that cannot run: no process is started for it."""
+    return before(item) | plan.invalid(item) | {"started_at": now()}
+
+
+def ended(done: Attempted, environ: Mapping[str, str], gpu_name: str | None) -> Row:
+    """The columns that an attempt filled; `gpu_name` is the parent's, which counts where it has one."""
+    evidence = done.evidence
+    found: Row = {"environment": variables.recorded(environ)} | _measured(evidence)
+    found |= {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
+    found |= {"isolation": done.isolation, "cold_reason": done.cold_reason}
+    found["gpu_name"] = gpu_name or found.get("gpu_name")  # with several, the system is the first one's
+    spent = found.pop("steps_s", None)
+    late = outcome.remark(evidence)  # then it is not known what it spent after the measured steps
+    found["overhead_s"] = None if spent is None or late else done.duration_s - spent
+    notes = [*(found.get("notes") or []), *done.notes, late]
+    found["notes"] = [note for note in notes if note] or None
+    return found
+
+
+def judged(row: Row, trial: Trial, evidence: outcome.Evidence, phase: str | None, final: bool) -> Row:
+    """The row with its outcome; `phase` is where the attempt ended, `final`: none follows, whatever came of it."""
+    kind, reason = outcome.classify(evidence)
+    foreign, after = evidence.foreign, row.get("foreign_processes")  # what the worker saw; None if it could not tell
+    row = row | {
+        "outcome": kind,
+        "reason": reason,
+        "terminal": outcome.is_verdict(kind) and (final or not outcome.transient(kind, evidence)),
+        "phase": None if kind is Outcome.OK else phase,
+        "foreign_processes": sorted({*foreign, *(after or [])}) if foreign or after is not None else None,
+    }
+    measured_here = kind in (Outcome.OK, Outcome.OOM) and trial.device.name != "simulated"
+    return row | {"flags": flags(row) if measured_here else None}
+
+
+def phase(records: Sequence[Mapping[str, Any]]) -> str:
+    """Where an attempt stopped, from the records it left."""
+    records = [record for record in records if record.get("event") != ENDED]
+    if not records:
+        return "start"
+    if "phase" in records[-1]:  # a simulated run says more
+        step = records[-1].get("at_step")
+        return "load" if step is None else f"step {step}, {records[-1]['phase']}"
+    done = [r["step"] for r in records if "step" in r]
+    if done:
+        return f"step {done[-1] + 1}"
+    return "step 0" if records[-1].get("event") == "train" else "load"
+
+
+def cards(trial: Trial) -> list[machine.Gpu]:
+    """The GPUs that the trial's ranks would run on."""
+    return machine.visible_gpus(os.environ)[: trial.world_size] if trial.device.name == "cuda" else []
+
+
+def system_here(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tuple[str | None, ...]:
+    """The system that a trial would be measured on now, with the GPUs seen here, as `row.system` says it of rows."""
+    if item.trial is None:
+        return ()
+    device = item.trial.device.name
+    return system(facts | _provenance(item.trial, seen if device == "cuda" else []) | {"device": device})
+
+
+def attempts(folder: Path) -> int:
+    """The highest number of an attempt so far; a killed parent leaves attempts without a row."""
+    return max((int(p.name) for p in folder.glob("*") if p.name.isdigit()), default=0)
+
+
+def now() -> str:
+    """This moment as rows have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _measured(evidence: outcome.Evidence) -> Row:
+    """The columns that the worker filled; what it does not know the parent may."""
+    values: Row = (evidence.result or {}).get("values", {})
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _provenance(trial: Trial, seen: Sequence[machine.Gpu]) -> Row:
+    """What the parent knows of the system under test, so that rows whose worker died say it too."""
+    return {
+        "gpu_name": seen[0].name if seen else None,
+        "gpu_uuid": seen[0].uuid if seen else None,
+        "driver_version": seen[0].driver if seen else None,
+        "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
+    }

@@ -1,0 +1,138 @@
+"""Simulated trials by the batch: one attempt predicts many, each of which becomes a row as soon as it is there.
+
+Its worker (runners/many.py) traces what is needed and forks processes that leave their answers in files, a line a
+trial: {"trial_id": id, "result": as a result file holds it, "record": the last phase, "duration_s": seconds}. What it
+leaves unanswered is for an attempt of the trial's own (sweep.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness import account, outcome, registry
+from vramsweep.harness.attempt import LOGS, PREDICTIONS, Attempted, Launcher, checked, environment, steps
+from vramsweep.harness.journal import Journal
+from vramsweep.harness.plan import Planned, Settings
+from vramsweep.harness.progress import Progress
+from vramsweep.harness.row import Row
+
+FOLDER = "shared"  # beside the trials' own folders of attempts
+ISOLATION = "shared"
+
+
+def template(item: Planned) -> str | None:
+    """Names the trials that can be predicted together with this one; None for a trial that runs by itself."""
+    simulated = item.trial is not None and item.trial.device.name == "simulated"
+    return registry.template(item.trial) if simulated and item.trial else None
+
+
+def batches(todo: Sequence[Planned]) -> dict[str | None, list[Planned]]:
+    """What to predict together, by template. A trial that would be alone is not among them: it runs as any other."""
+    found: dict[str | None, list[Planned]] = defaultdict(list)
+    for item in todo:
+        found[template(item)].append(item)
+    return {name: items for name, items in found.items() if name is not None and len(items) > 1}
+
+
+def run(
+    items: Sequence[Planned],
+    tried: Mapping[str, int],
+    settings: Settings,
+    folder: Path,
+    journal: Journal,
+    launcher: Launcher,
+    progress: Progress,
+) -> dict[str, Row]:
+    """Predict trials of one template in one attempt; the rows of those that it answered, by id.
+
+    `tried` says which number the last attempt at a trial had in the journal.
+    """
+    assert items[0].trial is not None
+    name = registry.template(items[0].trial)
+    root = folder / "attempts" / FOLDER
+    place = root / str(account.attempts(root) + 1)
+    environ = environment("", "simulated", os.environ)
+    left = {item.trial_id: item for item in items}
+    answers, began = Answers(place), account.begun(0)
+    rows: dict[str, Row] = {}
+
+    def take() -> None:
+        """Journal what has been predicted since the last time."""
+        ready: list[Row] = []
+        for answer in answers.new():
+            item = left.get(answer["trial_id"])
+            number = tried.get(answer["trial_id"], 0) + 1
+            row = None if item is None else _row(item, answer, began | {"attempt": number}, environ, name, launcher)
+            if row is not None:
+                ready.append({"sweep": folder.name} | row)
+        for row in journal.extend(ready):
+            rows[row["trial_id"]] = row
+            progress.show(row, left.pop(row["trial_id"]))
+        traced = next((record for record in reversed(steps(place)) if "traced" in record), None)
+        if traced is not None:
+            progress.tracing(traced["traced"], traced["of"])
+
+    spec = {
+        "trials": [{"trial_id": item.trial_id, "trial": item.resolved} for item in items],
+        "timeout_s": settings.timeout_s,
+    }
+    longest = 2 * len(items) * settings.timeout_s  # each traced, and predicted, one after the other
+    try:
+        done = launcher.attempt(spec, place, environ, name, longest, take)
+    finally:
+        take()  # an interrupted sweep keeps what is there
+    if left:
+        reason = outcome.classify(done.evidence)[1]
+        why = f": {reason}" if reason else ""
+        print(
+            f"{len(left)} of {len(items)} predictions could not be made together{why}; each runs by itself now "
+            f"({place / LOGS[1]} may say why)",
+            file=sys.stderr,
+        )
+    return rows
+
+
+class Answers:
+    """Reads the answers in an attempt's folder as they are written."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._read: dict[Path, int] = {}
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Those since the last time; a line that is not yet whole is left for the next time."""
+        for path in sorted(self._place.glob(PREDICTIONS)):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                with contextlib.suppress(ValueError):
+                    answer = json.loads(line)
+                    if isinstance(answer, dict) and isinstance(answer.get("trial_id"), str):
+                        yield answer
+
+
+def _row(
+    item: Planned, answer: Mapping[str, Any], began: Row, environ: Mapping[str, str], name: str, launcher: Launcher
+) -> Row | None:
+    """The row of an answer, as an attempt of the trial's own would have it; None for what is none."""
+    result, _ = checked(answer.get("result"))
+    duration = answer.get("duration_s")
+    if result is None or not isinstance(duration, float) or item.trial is None:
+        return None
+    evidence = outcome.Evidence(exit_code=0, result=result)
+    row = account.before(item) | began
+    done = Attempted(evidence, duration, ISOLATION, launcher.cold_reasons.get(name))
+    row |= account.ended(done, environ, row["gpu_name"]) | {"exit_code": None}  # it had no process of its own
+    record = answer.get("record")
+    row = account.judged(row, item.trial, evidence, account.phase([record] if record else []), final=True)
+    return row if outcome.is_answer(row["outcome"]) else None
