@@ -28,8 +28,14 @@ def _plan(argv: Sequence[str]) -> int:
     return launch.main(argv, action="plan")
 
 
+def _predict(argv: Sequence[str]) -> int:
+    from vramsweep.harness import predict
+
+    return predict.main(argv)
+
+
 def complete(words: Sequence[str], word: str) -> list[str]:
-    """What `word` could become after the words of `sweep` or `plan`; nothing for words that are no overrides."""
+    """What `word` could become after the words of a sweep; nothing for words that are no overrides."""
     from vramsweep.harness import launch
 
     try:
@@ -149,6 +155,7 @@ def _replay(argv: Sequence[str]) -> int:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sweep": _sweep,
     "plan": _plan,
+    "predict": _predict,
     "status": _status,
     "doctor": _doctor,
     "columns": _columns,

@@ -14,7 +14,7 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -37,11 +37,24 @@ from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.plan import Planned, Settings
+from vramsweep.harness.progress import Lines, Progress
 from vramsweep.harness.row import Row
 from vramsweep.harness.trial import Trial
 
 AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of printing them and ending the process
+
+
+@dataclass(frozen=True)
+class Front:
+    """How a verb shows a sweep: what its folder is called after, its progress, and what it says of all rows in the end.
+
+    Where `suffix` is None it is the device.
+    """
+
+    suffix: str | None = None
+    progress: Callable[[int], Progress] = Lines
+    closing: Callable[[Sequence[Row]], None] | None = None
 
 
 @dataclass
@@ -58,19 +71,21 @@ class Session:
     status: int = 0
     detected: str | None = None
     launcher: Launcher | None = None
+    front: Front = field(default_factory=Front)
+    rows: dict[str, Row] = field(default_factory=dict)
 
 
 _session = Session()
 
 
-def main(argv: Sequence[str], action: str = "run") -> int:
-    """`sweep` and `plan`: Hydra's command line.
+def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -> int:
+    """`sweep` and `plan`: Hydra's command line; `front` is that of a verb that shows a sweep in its own way.
 
     Returns 0 if every trial has an answer, 1 if some failed, 2 if none can run, 130 if interrupted. Raises UserError
     for a mistake.
     """
     global _session
-    _session = Session()
+    _session = Session(front=front or Front())
     args, parser = _parse(argv, action)
     if args.shell_completion:
         raise UserError('completion of verbs and settings is one script: eval "$(vramsweep completion bash)"')
@@ -101,7 +116,10 @@ def main(argv: Sequence[str], action: str = "run") -> int:
     return _finish(_session)
 
 
-def launch(configs: Sequence[DictConfig], whole: bool = True) -> list[Row | float | None]:
+Job = tuple[DictConfig, dict[str, int]]  # a configuration, which several may share, and values to set in it
+
+
+def launch(jobs: Sequence[Job], whole: bool = True) -> list[Row | float | None]:
     """Run, or only plan, the trials of the configurations; for each its terminal row, None if it was not run.
 
     With `objective` it is that column's value instead, the median over repeats: None where a repeat has none (out of
@@ -111,7 +129,8 @@ def launch(configs: Sequence[DictConfig], whole: bool = True) -> list[Row | floa
     """
     try:
         with _variable(FULL_ERROR, None):  # which workers must not inherit
-            return _launch([_resolved(config) for config in configs], whole)
+            resolved = {id(config): _resolved(config) for config in {id(config): config for config, _ in jobs}.values()}
+            return _launch([resolved[id(config)] | values for config, values in jobs], whole)
     except UserError as error:
         print(f"vramsweep: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -124,7 +143,7 @@ def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float
     planned = plan.order(expanded)
     earlier = list(session.planned.values())
     session.planned |= {p.trial_id: p for p in planned}
-    session.folder = session.folder or Path(settings.results) / (settings.name or _name(planned))
+    session.folder = session.folder or Path(settings.results) / (settings.name or _name(planned, session.front.suffix))
     if settings.action == "run" and whole:
         _refuse_invalid(sweep.placed(planned))  # before a folder is made: most likely a mistyped value
     devices = {config["device"]["name"] for config in resolved if isinstance(config.get("device"), Mapping)}
@@ -138,7 +157,8 @@ def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float
         once = dataclasses.replace(settings, report=False)
         if session.launcher is None:
             session.launcher = Launcher(settings.isolation, session.folder / "templates")
-        finished, status = sweep.run(planned, once, session.folder, earlier, session.launcher)
+        finished, status = sweep.run(planned, once, session.folder, earlier, session.launcher, session.front.progress)
+        session.rows |= finished
         session.status = max(session.status, status)
     return [_answer([finished.get(p.trial_id) for p in of_one], settings.objective) for of_one in expanded]
 
@@ -155,6 +175,8 @@ def _finish(session: Session) -> int:
     if session.settings is None or session.folder is None:
         return 0
     _refuse_invalid(list(session.planned.values()))
+    if session.settings.action == "run" and session.front.closing is not None:
+        session.front.closing(list(session.rows.values()))
     if session.settings.action == "run" and session.settings.report:
         sweep.report(session.folder)
     return session.status
@@ -396,7 +418,7 @@ def _interrupt(number: int, frame: Any) -> None:
 
 def _single(config: DictConfig) -> None:
     """Hydra's task function, for a call without -m: one trial is a sweep of one."""
-    launch([config])
+    launch([(config, {})])
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
@@ -418,9 +440,9 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def _name(planned: Sequence[Planned]) -> str:
+def _name(planned: Sequence[Planned], suffix: str | None) -> str:
     def of(key: str) -> str:
         names = {str((p.resolved.get(key) or {}).get("name")) for p in planned}
         return "+".join(sorted(names)).replace("/", "_")
 
-    return f"{of('model')}-{of('runner')}-{of('device')}"
+    return f"{of('model')}-{of('runner')}-{suffix or of('device')}"

@@ -6,6 +6,9 @@ import time
 from collections import Counter
 from typing import Protocol
 
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bars
+
 from vramsweep.harness import outcome
 from vramsweep.harness.plan import Planned
 from vramsweep.harness.row import Outcome, Row
@@ -72,6 +75,68 @@ class Lines(Counts):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+class Few(Counts):
+    """A line for each tenth of the trials, for tracing and for each trial that failed: for a log."""
+
+    tenths = 0
+    traced = -1
+
+    def show(self, row: Row, item: Planned) -> None:
+        """Count the row, and print a line if there is something to say."""
+        self.add(row)
+        if not outcome.is_answer(row["outcome"]):
+            print(_failed(row, item), flush=True)
+        if 10 * self.done // self.total > self.tenths:
+            self.tenths = 10 * self.done // self.total
+            print(f"[{self.done}/{self.total}] {self.text()}", flush=True)
+
+    def tracing(self, done: int, of: int) -> None:
+        """Print it where more than before are to be traced."""
+        if done < of and of > self.traced:
+            self.traced = of
+            print(f"tracing {done} of {of} points", flush=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Bar(Counts):
+    """A bar on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self._bar = Bars(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[counts]}")
+        )
+        self._task = self._bar.add_task("predicting", total=total, counts="")
+        self._bar.start()
+
+    def show(self, row: Row, item: Planned) -> None:
+        """Count the row; one that failed is also a line."""
+        self.add(row)
+        if not outcome.is_answer(row["outcome"]):
+            self._bar.console.print(_failed(row, item), markup=False)
+        self._bar.update(self._task, completed=self.done, total=self.total, counts=self.text())
+
+    def tracing(self, done: int, of: int) -> None:
+        """Say it in front of the bar while it lasts."""
+        text = f"tracing {done} of {of} points" if done < of else "predicting"
+        self._bar.update(self._task, description=text)
+
+    def close(self) -> None:
+        """The bar stays as it is."""
+        self._bar.stop()
+
+
+def bar(total: int) -> Progress:
+    """A bar, where there is anything to do."""
+    return _Bar(total) if total else Few(total)
+
+
+def _failed(row: Row, item: Planned) -> str:
+    return f"{row['outcome']}: {item.trial.label() if item.trial else item.trial_id}: {row['reason']}"
 
 
 def _result(row: Row) -> str:

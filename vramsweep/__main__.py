@@ -15,6 +15,7 @@ from vramsweep import __version__
 HARNESS = {
     "sweep": "run a sweep: Hydra's command line, -m for a multirun",
     "plan": "list a sweep's trials, the impossible ones with reasons, what they are predicted to need, and a time",
+    "predict": "predict memory on a card that need not be here: seq_len=1..2048, a table of what fits",
     "status": "how far a running or finished sweep is",
     "doctor": "check machine, driver, torch build, disk and foreign GPU processes",
     "techniques": "settings that trade memory, time or exactness: what each needs, how far it is proven",
@@ -68,10 +69,11 @@ def completion(words: Sequence[str]) -> int:
         return 0
     if not earlier:
         found = [verb for verb in (*HARNESS, *ANALYSIS) if verb.startswith(word)]
-    elif earlier[0] in ("sweep", "plan"):
+    elif earlier[0] in ("sweep", "plan", "predict"):
         from vramsweep.harness import cli as harness
 
-        found = harness.complete(earlier[1:], word)
+        implied = ["-m", "device=simulated"] if earlier[0] == "predict" else []
+        found = harness.complete([*implied, *earlier[1:]], word)
     else:
         found = []
     print("\n".join(found))
