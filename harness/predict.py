@@ -58,7 +58,7 @@ def words(argv: Sequence[str]) -> list[str]:
         key, _, value = word.partition("=")
         if key == "device" and value != "simulated":
             raise UserError(
-                f"{word}: predictions are made on device=simulated; leave it out, or measure with `vramsweep sweep {word}`"
+                f"{word}: predictions are made on device=simulated; leave it out, or measure: vramsweep sweep {word}"
             )
     given = {word.partition("=")[0] for word in argv}
     return ["-m", *([] if "device" in given else ["device=simulated"]), *map(_spelled, argv)]

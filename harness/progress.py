@@ -38,7 +38,8 @@ class Counts:
     """Of finished trials: how many, what came out, and the time left."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.done, self.began = total, 0, time.monotonic()
+        self.total, self.done = total, 0
+        self._since = (time.monotonic(), 0)  # of what the time left is reckoned from, and how many were done by then
         self.counts: Counter[str] = Counter()
 
     def add(self, row: Row) -> None:
@@ -49,9 +50,15 @@ class Counts:
 
     def left(self) -> str:
         """The time that the others will take, if they are as these."""
-        if not self.done:
+        began, before = self._since
+        if self.done == before:
             return "?"
-        return duration((time.monotonic() - self.began) / self.done * (self.total - self.done))
+        return duration((time.monotonic() - began) / (self.done - before) * (self.total - self.done))
+
+    def tracing(self, done: int, of: int) -> None:
+        """What comes after it takes less time."""
+        if done < of:
+            self._since = (time.monotonic(), self.done)
 
     def text(self) -> str:
         """In words."""
@@ -69,9 +76,6 @@ class Lines(Counts):
             f"[{self.done}/{self.total}] {row['outcome']:<9} {label} · {_result(row)} · {self.text()}",
             flush=True,
         )
-
-    def tracing(self, done: int, of: int) -> None:
-        """Nothing: the rows come soon."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -94,6 +98,7 @@ class Few(Counts):
 
     def tracing(self, done: int, of: int) -> None:
         """Print it where more than before are to be traced."""
+        super().tracing(done, of)
         if done < of and of > self.traced:
             self.traced = of
             print(f"tracing {done} of {of} points", flush=True)
@@ -122,6 +127,7 @@ class _Bar(Counts):
 
     def tracing(self, done: int, of: int) -> None:
         """Say it in front of the bar while it lasts."""
+        super().tracing(done, of)
         text = f"tracing {done} of {of} points" if done < of else "predicting"
         self._bar.update(self._task, description=text)
 
