@@ -1,8 +1,8 @@
 """Simulated trials by the batch: one attempt predicts many, each of which becomes a row as soon as it is there.
 
 Its worker (runners/many.py) traces what is needed and forks processes that leave their answers in files, a line a
-trial: {"trial_id": id, "result": as a result file holds it, "record": the last phase, "duration_s": seconds}. What it
-leaves unanswered is for an attempt of the trial's own (sweep.py).
+trial: {"trial_id": id, "result": as a result file holds it, "record": the last phase, "duration_s": seconds or null}.
+What it leaves unanswered is for an attempt of the trial's own (sweep.py).
 """
 
 from __future__ import annotations
@@ -127,12 +127,13 @@ def _row(
     """The row of an answer, as an attempt of the trial's own would have it; None for what is none."""
     result, _ = checked(answer.get("result"))
     duration = answer.get("duration_s")
-    if result is None or not isinstance(duration, float) or item.trial is None:
+    if result is None or not isinstance(duration, float | None) or item.trial is None:
         return None
     evidence = outcome.Evidence(exit_code=0, result=result)
     row = account.before(item) | began
-    done = Attempted(evidence, duration, ISOLATION, launcher.cold_reasons.get(name))
-    row |= account.ended(done, environ, row["gpu_name"]) | {"exit_code": None}  # it had no process of its own
+    done = Attempted(evidence, duration or 0.0, ISOLATION, launcher.cold_reasons.get(name))
+    row |= account.ended(done, environ, row["gpu_name"])
+    row |= {"duration_s": duration, "exit_code": None}  # it had no process of its own
     record = answer.get("record")
     row = account.judged(row, item.trial, evidence, account.phase([record] if record else []), final=True)
     return row if outcome.is_answer(row["outcome"]) else None

@@ -76,7 +76,7 @@ def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadl
     cover = pieces.cover(list(by_point), ask)
     refused = [(where, error) for where in by_point if (error := tracer.refused(at(where))) is not None]
     if refused:
-        answers = (_answer(trial_id, error, None, 0.0) for where, error in refused for trial_id in by_point[where])
+        answers = (_answer(trial_id, error, None, None) for where, error in refused for trial_id in by_point[where])
         next(files).write_bytes(b"".join(answers))
     wanted = [trial_id for where, ids in by_point.items() if where not in dict(refused) for trial_id in ids]
     jobs: list[Job] = []
@@ -110,7 +110,7 @@ def _predicting(trials: Trials, cover: pieces.Cover, file: Path) -> Callable[[],
     return predict
 
 
-def _answer(trial_id: str, told: Mapping[str, Any], record: Mapping[str, Any] | None, seconds: float) -> bytes:
+def _answer(trial_id: str, told: Mapping[str, Any], record: Mapping[str, Any] | None, seconds: float | None) -> bytes:
     line = {"trial_id": trial_id, "result": told, "record": record, "duration_s": seconds}
     return json.dumps(line).encode() + b"\n"
 

@@ -1,0 +1,142 @@
+"""Many predictions in one attempt, as its worker makes them: processes, deadlines, families."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TARGETS, tiny
+
+from vramsweep.harness import gpus, trial
+from vramsweep.harness.attempt import PREDICTIONS
+from vramsweep.runners import many, tracing, worker
+
+DEVICE = {"name": "simulated", "gpu": "a100-80gb"}
+CARD = gpus.named("a100-80gb")
+
+
+def parsed(**over: Any) -> trial.Trial:
+    return trial.parse(tiny(device=DEVICE, **over))
+
+
+@pytest.mark.parametrize(
+    ("over", "same_family"),
+    [
+        ({"seq_len": 48}, True),
+        ({"micro_batch": 3}, True),
+        ({"allocator": {"name": "expandable", "conf": "expandable_segments:True"}}, True),
+        ({"grad_accum": 2}, False),
+        ({"precision": "bf16"}, False),
+        ({"model": {"config": {"vocab_size": 1024}}}, False),
+        ({"checkpointing": "full"}, False),
+    ],
+)
+def test_a_family_is_what_length_and_batch_leave_of_a_trace_s_key(over: dict[str, Any], same_family: bool) -> None:
+    one, other = parsed(), parsed(**over)
+    assert (tracing.family_key(one, CARD) == tracing.family_key(other, CARD)) is same_family
+    points = many.point(one) != many.point(other)
+    assert (tracing.trace_key(one, CARD) == tracing.trace_key(other, CARD)) is (same_family and not points)
+
+
+def test_jobs_run_so_many_at_a_time_and_late_and_dying_ones_do_not_stop_the_others(tmp_path: Path) -> None:
+    def leaves(name: str, seconds: float = 0.0) -> Callable[[], object]:
+        def job() -> None:
+            began = time.monotonic()
+            time.sleep(seconds)
+            (tmp_path / name).write_text(json.dumps([began, time.monotonic()]))
+
+        return job
+
+    def dies() -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def raises() -> None:
+        raise SystemExit("not today")
+
+    jobs: list[many.Job] = [
+        (leaves("late", 60), 0.5),
+        (dies, 60),
+        (raises, 60),
+        *((leaves(f"good{n}", 0.2), 60) for n in range(4)),
+    ]
+    began = time.monotonic()
+    assert sorted(many.forked(jobs, 2)) == list(range(7))
+    assert time.monotonic() - began < 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"good{n}" for n in range(4)]
+    spans = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    most = max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
+    assert most <= 2
+
+
+def test_no_process_at_all_is_an_error_and_one_too_few_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, refusals = os.fork, [True, False, True, False]
+
+    def refusing() -> int:
+        if refusals and refusals.pop():
+            raise BlockingIOError("Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refusing)
+    assert list(many.forked([(lambda: time.sleep(0.2), 60.0)] * 2, 2)) == [0, 1]
+    refusals[:] = [True]
+    with pytest.raises(BlockingIOError):
+        list(many.forked([(lambda: None, 60.0)], 2))
+
+
+def test_at_once_leaves_each_process_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(many.node, "memory_here", lambda: 5 << 30)
+    assert 1 <= many.at_once() <= 5
+    monkeypatch.setattr(many.node, "memory_here", lambda: 1 << 20)
+    assert many.at_once() == 1
+
+
+def answers(folder: Path) -> dict[str, dict[str, Any]]:
+    lines = [line for path in folder.glob(PREDICTIONS) for line in path.read_text().splitlines()]
+    found = {answer["trial_id"]: answer for answer in map(json.loads, lines)}
+    assert len(found) == len(lines)
+    return found
+
+
+def run(folder: Path, *values: dict[str, Any], timeout_s: float = 120) -> dict[str, dict[str, Any]]:
+    """Answers by the trials' numbers, of the worker in a process of its own."""
+    folder.mkdir(parents=True)
+    trials = [{"trial_id": str(n), "trial": trial.parse(v).model_dump(mode="json")} for n, v in enumerate(values)]
+    (folder / "spec.json").write_text(json.dumps({"trials": trials, "timeout_s": timeout_s}))
+    own = os.getpid()
+    list(many.forked([(lambda: worker.main(folder, own), 300.0)], 1))
+    return answers(folder)
+
+
+def test_a_trace_that_crashes_or_hangs_leaves_only_its_own_trials_unanswered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(name: str, **over: Any) -> dict[str, Any]:
+        runner = {"name": "custom", "target": f"{TARGETS / 'simulated_faults.py'}:{name}"}
+        return tiny(device=DEVICE, runner=runner, **over)
+
+    folder = tmp_path / "t" / "attempts" / "shared" / "1"
+    found = run(
+        folder,
+        fault("killed_at_48", seq_len=32),
+        fault("killed_at_48", seq_len=48),
+        fault("hangs"),
+        fault("asks_for_a_value"),
+        fault("fine"),
+        fault("fine", allocator={"name": "expandable", "conf": "expandable_segments:True"}),
+        timeout_s=20,
+    )
+    assert sorted(found) == ["0", "3", "4", "5"]
+    assert found["3"]["result"]["error"]["type"] == "vramsweep.harness.trial.InvalidTrial"
+    assert ".item()" in found["3"]["result"]["error"]["message"]
+    for number in "045":
+        assert found[number]["result"]["values"]["peak_allocated_bytes"] > 0
+        assert found[number]["result"]["values"]["trace_basis"] == "traced"
+        assert found[number]["duration_s"] > 0
+    assert len(list((tmp_path / "t" / "traces").glob("*.json"))) == 2  # 32, and one for both allocators
