@@ -84,6 +84,15 @@ DIFFERENCES = (
         _zero3,
     ),
     Difference(
+        "zero_half_buffers",
+        "deepspeed",
+        "<0.19.2",
+        "runtime/engine.py, _configure_distributed_model: module.half() (0.14.2; ended by #8066)",
+        "buffers are cast to the precision of the weights; later they stay as the model has them",
+        ("zero", "half_buffers"),
+        lambda trial: trial.sharding.startswith("zero") and trial.precision in ("bf16", "fp16"),
+    ),
+    Difference(
         "llama_rotary_tables",
         "transformers",
         "<4.41,!=4.38.0,!=4.38.1",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
-from vramsweep.runners.streams import Ahead
+from vramsweep.runners.program import Program, program
 from vramsweep.runners.trace import CATEGORIES, HOST_CATEGORIES, HostStorages, Mark, Trace
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
@@ -57,48 +58,50 @@ def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahea
     A block that another stream uses when it is freed is given back at once, as by a card that keeps up with the host;
     with `ahead`, when the host has waited for that stream (streams.py).
     """
-    host = Ahead(trace.notes if ahead else ())
+    order = program(trace, ahead)
     simulator = Simulator(config, memory_limit)
-    blocks: dict[int, int] = {}  # storage to the size of its block
     phases: list[tuple[Mark, Peaks]] = []
     peak = dict.fromkeys(COUNTERS, 0)
-    busiest = 0  # events until the peak allocated
-    start = 0
-    for mark in trace.marks:
+    busiest = 0  # the storage whose request led to the peak allocated, from 1
+    failed_request = None
+    for mark, operations in order.phases:
         _restart_peaks(simulator)
-        failed_request = None
-        for index in range(start, mark.end):
-            event = trace.events[index]
-            host.advance(index)
-            if event < 0:
-                simulator.free_requested(-event - 1)
-                if not host.freed(-event - 1):
-                    simulator.free_completed(-event - 1)
-                continue
-            if event == 0:
-                simulator.empty_cache()
-                continue
-            number = event - 1
-            for earlier in host.returned():
-                simulator.free_completed(earlier)
-            try:
-                simulator.malloc(number, trace.sizes[number], trace.streams[number])
-            except OutOfMemory:
-                failed_request = trace.sizes[number]
-                break
-            blocks[number] = simulator.live[number].size
-            if simulator.allocated > peak["allocated"]:
-                peak["allocated"] = simulator.allocated
-                busiest = index + 1
+        highest, failed_request = _run(simulator, operations, trace, peak["allocated"])
+        busiest = highest or busiest
         peaks = {c: getattr(simulator, f"peak_{c}") for c in COUNTERS}
         peak = {c: max(peak[c], peaks[c]) for c in COUNTERS}
         phases.append((mark, peaks))
-        start = mark.end
         if failed_request is not None:
             break
-    breakdown = _breakdown(trace, blocks, busiest)
+    breakdown = _breakdown(trace, order, busiest, peak["allocated"])
     failed = phases[-1][0] if phases and failed_request is not None else None
     return Prediction(tuple(phases), peak, breakdown, simulator.stats(), failed, failed_request if failed else None)
+
+
+def _run(simulator: Simulator, operations: Sequence[int], trace: Trace, highest: int) -> tuple[int, int | None]:
+    """Replay a phase: the storage (from 1) that took allocated highest above `highest`, and the request that failed."""
+    sizes, streams, storages = trace.sizes, trace.streams, len(trace.streams)
+    malloc, free = simulator.malloc, simulator.free
+    found = operation = 0
+    try:
+        for operation in operations:
+            if operation > 0:
+                if operation <= storages:
+                    malloc(operation, sizes[operation - 1], streams[operation - 1])
+                    if simulator.allocated > highest:
+                        highest, found = simulator.allocated, operation
+                else:
+                    simulator.free_completed(operation - storages)
+            elif operation >= -storages:
+                if operation:
+                    free(-operation)
+                else:
+                    simulator.empty_cache()
+            else:
+                simulator.free_requested(-operation - storages)
+    except OutOfMemory:
+        return found, sizes[operation - 1]
+    return found, None
 
 
 def host_replay(storages: HostStorages, config: AllocatorConfig, workers: int = 0) -> HostPrediction:
@@ -154,10 +157,11 @@ def _restart_peaks(simulator: Simulator) -> None:
         setattr(simulator, f"peak_{counter}", getattr(simulator, counter))
 
 
-def _breakdown(trace: Trace, blocks: dict[int, int], until: int) -> dict[str, int]:
+def _breakdown(trace: Trace, order: Program, busiest: int, allocated: int) -> dict[str, int]:
+    """What was alive when storage `busiest` (from 1) had been asked for, by category."""
     held = dict.fromkeys((*CATEGORIES, "rounding"), 0)
-    for event in filter(None, trace.events[:until]):
-        number, sign = abs(event) - 1, 1 if event > 0 else -1
-        held[trace.categories[number]] += sign * trace.sizes[number]
-        held["rounding"] += sign * (blocks[number] - trace.sizes[number])
+    if busiest:
+        for number in order.alive(busiest - 1):
+            held[trace.categories[number]] += trace.sizes[number]
+        held["rounding"] = allocated - sum(held.values())
     return held

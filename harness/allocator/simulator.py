@@ -186,10 +186,23 @@ class Simulator:
     def free_completed(self, handle: Hashable) -> None:
         """No stream uses the block any more: it goes back to its pool. Nothing happens if it already did."""
         block = self.pending.pop(handle, None)
+        if block is not None:
+            self._return(block)
+
+    def free(self, handle: Hashable) -> None:
+        """Free a block that no other stream uses. Raises ValueError when the handle is not live."""
+        block = self.live.pop(handle, None)
         if block is None:
-            return
+            raise ValueError(f"block {handle!r} is not allocated")
+        self.allocated -= block.size
+        self._return(block)
+
+    def _return(self, block: Block) -> None:
+        """`free_block`: back to its pool, as one with its free neighbours."""
         size = block.size
-        gained = merge_neighbours(block)
+        before, after = block.prev, block.next
+        beside_free = (before is not None and before.free) or (after is not None and after.free)
+        gained = merge_neighbours(block) if beside_free else 0
         if not block.expandable:
             is_split = block.prev is not None or block.next is not None
             self._add_inactive_split((block.size if is_split else 0) - gained)
@@ -198,11 +211,6 @@ class Simulator:
         insort(block.pool.free, (block.size, block.addr, block))
         self.active -= size
         self.requested -= block.requested
-
-    def free(self, handle: Hashable) -> None:
-        """Free a block that no other stream uses. Raises ValueError when the handle is not live."""
-        self.free_requested(handle)
-        self.free_completed(handle)
 
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache`: what waits is waited for, then every unused segment or page is given back."""

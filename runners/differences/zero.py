@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -52,3 +53,14 @@ def live_parameters(trial: Trial) -> Iterator[None]:
         mock.patch.object(DeepSpeedZeRoOffload, "release_backward_leftovers", at_the_end),
     ):
         yield
+
+
+def half_buffers(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+    """The whole module is cast, buffers too, as today with a buffer_dtype."""
+    original = DeepSpeedEngine._mixed_precision_dtypes
+
+    def dtypes(self: Any) -> tuple[Any, Any]:
+        weights, _ = original(self)
+        return weights, weights
+
+    return mock.patch.object(DeepSpeedEngine, "_mixed_precision_dtypes", dtypes)
