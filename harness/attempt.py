@@ -41,6 +41,7 @@ PR_SET_CHILD_SUBREAPER = 36
 END_S = 10.0  # for everything that an attempt leaves behind to end once it is killed
 SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
 PREDICTIONS = "predictions-*.jsonl"  # of an attempt that predicts many trials: answers, a line each
+LARGEST = "largest.json"  # what is the largest that fits, of each trial of an attempt
 LOGS = ("stdout.log", "stderr.log")
 ENDED = "ended"  # the record of a rank that ended without saying why
 RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes

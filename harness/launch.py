@@ -49,12 +49,14 @@ FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of p
 class Front:
     """How a verb shows a sweep: what its folder is called after, its progress, and what it says of all rows in the end.
 
-    Where `suffix` is None it is the device.
+    Where `suffix` is None it is the device. `instead` does something else with the planned trials, in the sweep's
+    folder, and returns the exit status.
     """
 
     suffix: str | None = None
     progress: Callable[[int], Progress] = Lines
-    closing: Callable[[Sequence[Row]], None] | None = None
+    closing: Callable[[Sequence[Row]], int] | None = None
+    instead: Callable[[Sequence[Planned], Settings, Path, Launcher], int] | None = None
 
 
 @dataclass
@@ -157,7 +159,12 @@ def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float
         once = dataclasses.replace(settings, report=False)
         if session.launcher is None:
             session.launcher = Launcher(settings.isolation, session.folder / "templates")
-        finished, status = sweep.run(planned, once, session.folder, earlier, session.launcher, session.front.progress)
+        if session.front.instead is not None:
+            status = session.front.instead(planned, settings, session.folder, session.launcher)
+        else:
+            finished, status = sweep.run(
+                planned, once, session.folder, earlier, session.launcher, session.front.progress
+            )
         session.rows |= finished
         session.status = max(session.status, status)
     return [_answer([finished.get(p.trial_id) for p in of_one], settings.objective) for of_one in expanded]
@@ -176,8 +183,8 @@ def _finish(session: Session) -> int:
         return 0
     _refuse_invalid(list(session.planned.values()))
     if session.settings.action == "run" and session.front.closing is not None:
-        session.front.closing(list(session.rows.values()))
-    if session.settings.action == "run" and session.settings.report:
+        session.status = max(session.status, session.front.closing(list(session.rows.values())))
+    if session.settings.action == "run" and session.settings.report and session.front.instead is None:
         sweep.report(session.folder)
     return session.status
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from vramsweep.harness import launch
+from vramsweep.harness import largest, launch
+from vramsweep.harness.allocator.cli import size_in_bytes
+from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Few, bar
 from vramsweep.harness.row import Outcome, Row
 from vramsweep.harness.trial import Trial
@@ -47,9 +52,60 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _, rest = parser.parse_known_args(argv)
-    front = launch.Front("predicted", bar if Console().is_terminal else Few, show)
+    parser.add_argument(
+        "--largest",
+        choices=largest.AXES,
+        help="the largest length or batch that fits instead of rows, for all settings and cards at once; of those in "
+        "its range, else of all that the model takes",
+    )
+    parser.add_argument("--every", action="store_true", help="with --largest: replay each, also far from any edge")
+    parser.add_argument("--json", action="store_true", help="with --largest: as JSON")
+    parser.add_argument("--max-reserved", metavar="SIZE", help="exit with 1 if any reserves more, as 22GiB")
+    options, rest = parser.parse_known_args(argv)
+    most = None if options.max_reserved is None else size_in_bytes(options.max_reserved)
+    if options.largest is not None:
+        if most is not None:
+            raise UserError("--largest and --max-reserved do not go together: the first goes by the cards' memory")
+        return _largest(rest, options.largest, options.every, options.json)
+    if options.every or options.json:
+        raise UserError("--every and --json are for --largest; rows are in the results folder")
+
+    def closing(rows: Sequence[Row]) -> int:
+        show(rows)
+        return beyond(rows, most)
+
+    front = launch.Front("predicted", bar if Console().is_terminal else Few, closing)
     return launch.main(words(rest), front=front)
+
+
+def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
+    values: list[int] | None = None
+    others = [word for word in argv if word.partition("=")[0] != axis]
+    for word in argv:
+        if word.partition("=")[0] == axis:
+            values = _values(word)
+    first = f"{axis}={values[0] if values else 1}"
+
+    def instead(planned: Sequence[Planned], settings: Settings, folder: Path, launcher: Launcher) -> int:
+        found = largest.find(planned, settings, folder, launcher, axis, values, every)
+        return largest.show(found, axis, as_json)
+
+    return launch.main(words([*others, first]), front=launch.Front("predicted", instead=instead))
+
+
+def beyond(rows: Sequence[Row], most: int | None) -> int:
+    """1 if a row reserves more than `most` bytes, or it is not known how much, and says which; else 0."""
+    if most is None:
+        return 0
+    needs = {row["trial_id"]: (row["peak_reserved_bytes"] or row["unlimited_peak_reserved_bytes"], row) for row in rows}
+    above = [(need, row) for need, row in needs.values() if need is None or need > most]
+    if not above:
+        return 0
+    need, row = max(above, key=lambda one: float("inf") if one[0] is None else one[0])
+    label = Trial.model_validate(row["trial"]).label() if row["outcome"] != Outcome.INVALID else str(row["model"])
+    told = row["reason"] if need is None else f"{need / MIB:,.0f} MiB"
+    print(f"{len(above)} of {len(rows)} reserve more than {most / MIB:,.0f} MiB; {label}: {told}", file=sys.stderr)
+    return 1
 
 
 def words(argv: Sequence[str]) -> list[str]:
@@ -62,6 +118,20 @@ def words(argv: Sequence[str]) -> list[str]:
             )
     given = {word.partition("=")[0] for word in argv}
     return ["-m", *([] if "device" in given else ["device=simulated"]), *map(_spelled, argv)]
+
+
+def _values(word: str) -> list[int]:
+    """The whole numbers of a word such as seq_len=1..2048 or micro_batch=1,2,4..16, in order."""
+    key, _, value = word.partition("=")
+    found: set[int] = set()
+    for item in (item.strip() for item in value.split(",")):
+        if item.isdigit():
+            found.add(int(item))
+        else:
+            found |= set(_span(word, item))
+    if min(found) < 1:
+        raise UserError(f"{word}: {key} starts at 1")
+    return sorted(found)
 
 
 def _spelled(word: str) -> str:

@@ -41,17 +41,23 @@ Job = tuple[Callable[[], object], float]  # what to do, and the seconds that it 
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
     """Answer the trials of the spec as far as that goes; returns the exit status."""
     trials = {one["trial_id"]: Trial.model_validate(one["trial"]) for one in spec["trials"]}
-    families: dict[str, dict[str, Trial]] = defaultdict(dict)
-    for trial_id, trial in trials.items():
-        families[tracing.family_key(trial, gpus.named(trial.device.gpu))][trial_id] = trial
+    grouped = families(trials)
     tracer = Tracer(folder, spec["timeout_s"])
-    alone = [next(iter(family.values())) for family in families.values() if len(set(map(point, family.values()))) == 1]
+    alone = [next(iter(family.values())) for family in grouped.values() if len(set(map(point, family.values()))) == 1]
     tracer.trace(alone)  # all at once; the others know better which of their points to trace
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
-    for family in families.values():
+    for family in grouped.values():
         _predict_family(family, tracer, files, spec["timeout_s"])
     result.values(folder, {}, complete=True)
     return 0
+
+
+def families(trials: Trials) -> dict[str, dict[str, Trial]]:
+    """The trials of each family, whose traces differ in sizes at most."""
+    found: dict[str, dict[str, Trial]] = defaultdict(dict)
+    for trial_id, trial in trials.items():
+        found[tracing.family_key(trial, gpus.named(trial.device.gpu))][trial_id] = trial
+    return found
 
 
 def point(trial: Trial) -> Point:
@@ -68,12 +74,7 @@ def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadl
     def at(where: Point) -> Trial:
         return anyone.model_copy(update=where._asdict())
 
-    def ask(points: Sequence[Point]) -> Mapping[Point, pieces.Traced]:
-        tracer.trace([at(where) for where in points])
-        found = {where: tracer.found(at(where)) for where in points}
-        return {where: pieces.Traced(*traced) for where, traced in found.items() if traced is not None}
-
-    cover = pieces.cover(list(by_point), ask)
+    cover = pieces.cover(list(by_point), tracer.asker(anyone))
     refused = [(where, error) for where in by_point if (error := tracer.refused(at(where))) is not None]
     if refused:
         answers = (_answer(trial_id, error, None, None) for where, error in refused for trial_id in by_point[where])
@@ -137,6 +138,17 @@ class Tracer:
         for _ in forked(jobs, at_once()):
             self.traced += 1
             self._say(0)
+
+    def asker(self, anyone: Trial) -> pieces.Ask:
+        """What traces points of this trial's family."""
+
+        def ask(points: Sequence[Point]) -> Mapping[Point, pieces.Traced]:
+            trials = {where: anyone.model_copy(update=where._asdict()) for where in points}
+            self.trace(trials.values())
+            found = {where: self.found(trial) for where, trial in trials.items()}
+            return {where: pieces.Traced(*traced) for where, traced in found.items() if traced is not None}
+
+        return ask
 
     def found(self, trial: Trial) -> tuple[Any, dict[str, Any]] | None:
         """Its trace and the columns about what was built, if there is one."""

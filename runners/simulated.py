@@ -76,7 +76,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     limit = memory_limit(card)
     predicted = replay(trace, config, limit)
     host = host_replay(trace.host, config, node.loader_workers(trial) * node.LOADER_WORKER)
-    full = _host_full(trial, host)
+    full = host_full(trial, host)
     if full is not None and predicted.failed is not None and full >= len(predicted.phases):
         full = None  # the card is full before
     phases = predicted.phases if full is None else predicted.phases[: full + 1]
@@ -267,7 +267,7 @@ def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
     }
 
 
-def _host_full(trial: Trial, host: HostPrediction) -> int | None:
+def host_full(trial: Trial, host: HostPrediction) -> int | None:
     """The number of the first phase in which the node's memory is not enough."""
     limit = node.limit(trial)
     if limit is None:

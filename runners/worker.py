@@ -53,9 +53,9 @@ def main(folder: Path, parent: int) -> int:
     die_with(parent)
     spec = json.loads((folder / SPEC).read_text())
     if "trials" in spec:
-        from vramsweep.runners import many
+        from vramsweep.runners import largest, many
 
-        return many.main(folder, spec)
+        return largest.main(folder, spec) if "axis" in spec else many.main(folder, spec)
     trial = trials.Trial.model_validate(spec["trial"])
     alone = trial.world_size == 1 or trial.device.name == "simulated"  # which predicts one rank of the many
     status = _rank(trial, folder) if alone else _ranks(trial, folder)

@@ -1,0 +1,144 @@
+"""The largest length, or batch, that fits, for many settings of the allocator and cards, from one symbolic trace.
+
+The coordinator is many.py's: traces are made, and points looked at, in processes of their own. Not covered: which
+points are looked at (survey.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vramsweep.harness import gpus, node
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.attempt import LARGEST
+from vramsweep.harness.trial import Trial
+from vramsweep.runners import pieces, result, simulated
+from vramsweep.runners.many import Job, Tracer, Trials, at_once, families, forked, point
+from vramsweep.runners.predict import host_replay, replay
+from vramsweep.runners.program import program
+from vramsweep.runners.survey import Edge, Verdict, survey
+from vramsweep.runners.symbolic import Point
+from vramsweep.runners.trace import Trace
+
+MOST = 1500  # points of a family that are looked at, unless all are asked for: half a minute on two cores
+CHUNK = 8  # points that one process looks at
+
+
+def main(folder: Path, spec: Mapping[str, Any]) -> int:
+    """Find the edge of each trial of the spec along its axis; returns the exit status."""
+    trials = {one["trial_id"]: Trial.model_validate(one["trial"]) for one in spec["trials"]}
+    tracer = Tracer(folder, spec["timeout_s"])
+    found: dict[str, Any] = {}
+    for family in families(trials).values():
+        found |= _of_family(family, spec["axis"], spec["values"], spec["every"], tracer, spec["timeout_s"])
+    (folder / LARGEST).write_text(json.dumps(found))
+    result.values(folder, {}, complete=True)
+    return 0
+
+
+def _of_family(
+    family: Trials, axis: str, values: Sequence[int], every: bool, tracer: Tracer, deadline_s: float
+) -> dict[str, Any]:
+    anyone = next(iter(family.values()))
+    points = [point(anyone)._replace(**{axis: value}) for value in values]
+    cover = pieces.cover(points, tracer.asker(anyone))
+    limits = {trial_id: gpus.memory_limit(gpus.named(trial.device.gpu)) for trial_id, trial in family.items()}
+    files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
+
+    def evaluate(numbers: Sequence[int]) -> dict[int, dict[str, Verdict]]:
+        chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
+        places = [next(files) for _ in chunks]
+        jobs: list[Job] = [
+            (_looking({n: points[n] for n in chunk}, family, limits, cover, place), deadline_s)
+            for chunk, place in zip(chunks, places, strict=True)
+        ]
+        for _ in forked(jobs, at_once()):
+            pass
+        return dict(_looked(places))
+
+    edges = survey(len(points), limits, evaluate, every, MOST)
+    bases = sorted({found[2] for where in points if (found := cover.at(where)) is not None})
+    return {trial_id: _told(edge, values, bases) for trial_id, edge in edges.items()}
+
+
+def _told(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
+    numbers = {"all_up_to": edge.all_up_to, "largest": edge.largest}
+    named = {name: None if number is None else values[number] for name, number in numbers.items()}
+    return asdict(edge) | named | {"of": len(values), "trace_basis": ", ".join(bases) or None}
+
+
+def _looked(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, Verdict]]]:
+    for place in places:
+        for number, verdicts in json.loads(place.read_text()).items() if place.exists() else ():
+            yield int(number), {name: Verdict(*verdict) for name, verdict in verdicts.items()}
+        place.unlink(missing_ok=True)
+
+
+def _looking(
+    points: Mapping[int, Point], family: Trials, limits: Mapping[str, int], cover: pieces.Cover, place: Path
+) -> Callable[[], None]:
+    def look() -> None:
+        found = {}
+        for number, where in points.items():
+            traced = cover.at(where)
+            if traced is not None:
+                found[number] = {
+                    name: (v.fits, v.need, v.reserved) for name, v in verdicts(traced[0], family, limits).items()
+                }
+        aside = place.with_suffix(".part")
+        aside.write_text(json.dumps(found))
+        aside.rename(place)
+
+    return look
+
+
+def verdicts(trace: Trace, family: Trials, limits: Mapping[str, int]) -> dict[str, Verdict]:
+    """Whether the trace fits each trial's card under its setting, as its own replay would say."""
+    least = requested(trace)
+    by_setting: dict[str, list[str]] = defaultdict(list)
+    for trial_id, trial in family.items():
+        by_setting[trial.allocator.conf].append(trial_id)
+    found: dict[str, Verdict] = {}
+    for conf, trial_ids in by_setting.items():
+        config = allocator_config.parse(conf)
+        room = {trial_id: int(limits[trial_id] * config.per_process_memory_fraction) for trial_id in trial_ids}
+        fitting = [trial_id for trial_id in trial_ids if least <= room[trial_id]]
+        found |= {trial_id: Verdict(False, least, False) for trial_id in trial_ids if trial_id not in fitting}
+        need = _unlimited(trace, config) if fitting else least
+        for trial_id in fitting:
+            fits = need <= room[trial_id] and config.garbage_collection_threshold is None
+            fits = fits or replay(trace, config, limits[trial_id]).failed is None
+            found[trial_id] = Verdict(fits and not _host_full(trace, family[trial_id], config), need, True)
+    return found
+
+
+def requested(trace: Trace) -> int:
+    """The most that the run asks for at one time, in bytes: no setting reserves less."""
+    order = program(trace)
+    sizes = np.asarray(trace.sizes, dtype=np.int64)
+    changes = np.zeros(sum(len(operations) for _, operations in order.phases) + 1, dtype=np.int64)
+    lives = order.gone < len(changes)
+    np.add.at(changes, order.born, sizes)
+    np.subtract.at(changes, order.gone[lives], sizes[lives])
+    return int(np.cumsum(changes).max(initial=0))
+
+
+def _unlimited(trace: Trace, config: AllocatorConfig) -> int:
+    return replay(trace, replace(config, per_process_memory_fraction=1.0), None).peak["reserved"]
+
+
+def _host_full(trace: Trace, trial: Trial, config: AllocatorConfig) -> bool:
+    if trial.device.node_memory_gib is None:
+        return False
+    host = host_replay(trace.host, config, node.loader_workers(trial) * node.LOADER_WORKER)
+    return simulated.host_full(trial, host) is not None
