@@ -20,10 +20,14 @@ from vramsweep.runners.trace import HostStorages, Trace
 
 
 class Point(NamedTuple):
-    """What sizes are functions of; the fields are the names in a formula."""
+    """What sizes are functions of; the fields are the names in a formula.
+
+    `kept` is how many tokens of each sample are not padding; None where that is not one number, or all of them.
+    """
 
     seq_len: int
     micro_batch: int
+    kept: int | None = None
 
 
 @dataclass(frozen=True)
