@@ -346,22 +346,31 @@ def _scaled(columns: Ints) -> Floats:
 
 
 def _solved(rows: list[list[int]], values: list[int]) -> list[Fraction] | None:
-    """The coefficients of the columns that give these values in every row; None if there is not just one such list."""
-    matrix = [[Fraction(x) for x in (*row, value)] for row, value in zip(rows, values, strict=True)]
-    count = len(rows[0])
+    """The coefficients of the columns that give these values in every row; None if there is not just one such list.
+
+    Elimination in whole numbers (Bareiss, "Sylvester's identity and multistep integer-preserving Gaussian elimination",
+    1968), which is exact and quick.
+    """
+    matrix = [[*row, value] for row, value in zip(rows, values, strict=True)]
+    count, before = len(rows[0]), 1
     for column in range(count):
         pivot = next((r for r in range(column, len(matrix)) if matrix[r][column]), None)
         if pivot is None:
             return None
         matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
         head = matrix[column]
-        for r in range(len(matrix)):
-            if r != column and matrix[r][column]:
-                factor = matrix[r][column] / head[column]
-                matrix[r] = [a - factor * b for a, b in zip(matrix[r], head, strict=True)]
+        for r in range(column + 1, len(matrix)):
+            first = matrix[r][column]
+            matrix[r] = [(head[column] * a - first * b) // before for a, b in zip(matrix[r], head, strict=True)]
+        before = head[column]
     if any(row[-1] for row in matrix[count:]):
         return None
-    return [matrix[i][-1] / matrix[i][i] for i in range(count)]
+    found: list[Fraction] = []  # from the last on
+    for column in reversed(range(count)):
+        row = matrix[column]
+        known = sum(a * b for a, b in zip(row[column + 1 : count], reversed(found), strict=True))
+        found.append((row[-1] - known) / Fraction(row[column]))
+    return found[::-1]
 
 
 def _text(pairs: list[tuple[int, str]], divisor: int) -> str:
