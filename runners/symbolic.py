@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from vramsweep.harness.links import Collective
@@ -20,10 +20,14 @@ from vramsweep.runners.trace import HostStorages, Trace
 
 
 class Point(NamedTuple):
-    """What sizes are functions of; the fields are the names in a formula."""
+    """What sizes are functions of; the fields are the names in a formula.
+
+    `kept` is how many tokens of each sample are not padding; None where that is not one number, or all of them.
+    """
 
     seq_len: int
     micro_batch: int
+    kept: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,12 @@ class SymbolicTrace:
         """The trace and the details at this point. Events, marks and notes are the template's own lists."""
         values = [compiled(formula)(point) for formula in self.formulas]
         host = self.template.host
+        different, order = self._different
+        works = [(Work(kind, values[f], values[b], values[n]), count) for kind, f, b, n, count in different]
         trace = replace(
             self.template,
             sizes=[values[n] for n in self.sizes],
-            kernels=[(Work(kind, values[f], values[b], values[n]), count) for kind, f, b, n, count in self.kernels],
+            kernels=[works[i] for i in order],
             collectives=[(Collective(kind, values[b]), count) for kind, b, count in self.collectives],
             host=HostStorages(
                 [values[n] for n in self.host], host.categories, host.events, host.marks, pinned=host.pinned
@@ -69,6 +75,12 @@ class SymbolicTrace:
         for path, n in self.varying:
             details = _put(details, path, values[n])
         return trace, details
+
+    @cached_property
+    def _different(self) -> tuple[list[tuple[str, int, int, int, int]], list[int]]:
+        """The different kernels, and which of them each is: layers are alike, and a trace is asked for at many points."""
+        numbers = {kernel: n for n, kernel in enumerate(dict.fromkeys(self.kernels))}
+        return list(numbers), [numbers[kernel] for kernel in self.kernels]
 
 
 _ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.operator, ast.unaryop)
