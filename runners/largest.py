@@ -50,7 +50,7 @@ def _of_family(
     family: Trials, axis: str, values: Sequence[int], every: bool, tracer: Tracer, deadline_s: float
 ) -> dict[str, Any]:
     anyone = next(iter(family.values()))
-    points = [point(anyone)._replace(**{axis: value}) for value in values]
+    points = [point(anyone.model_copy(update={axis: value})) for value in values]
     cover = pieces.cover(points, tracer.asker(anyone))
     limits = {trial_id: gpus.memory_limit(gpus.named(trial.device.gpu)) for trial_id, trial in family.items()}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())

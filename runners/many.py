@@ -28,7 +28,7 @@ from vramsweep.harness import gpus, node, registry
 from vramsweep.harness.attempt import PREDICTIONS, RESULT, STEPS
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.harness.waiting import readable
-from vramsweep.runners import pieces, result, simulated, tracing, worker
+from vramsweep.runners import build, pieces, result, simulated, tracing, worker
 from vramsweep.runners.symbolic import Point
 
 TRACE_BYTES = 1 << 30  # what a process that traces may need; 8 billion parameters take less than half
@@ -62,7 +62,13 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
 
 def point(trial: Trial) -> Point:
     """Where in its family a trial is."""
-    return Point(*(getattr(trial, name) for name in Point._fields))
+    padded = build.padded_tokens(trial.padding, trial.seq_len) if trial.data == "synthetic" else 0
+    return Point(trial.seq_len, trial.micro_batch, trial.seq_len - padded if padded else None)
+
+
+def at(trial: Trial, where: Point) -> Trial:
+    """The trial of the same family at another point."""
+    return trial.model_copy(update={"seq_len": where.seq_len, "micro_batch": where.micro_batch})
 
 
 def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadline_s: float) -> None:
@@ -71,11 +77,8 @@ def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadl
         by_point[point(trial)].append(trial_id)
     anyone = next(iter(family.values()))
 
-    def at(where: Point) -> Trial:
-        return anyone.model_copy(update=where._asdict())
-
     cover = pieces.cover(list(by_point), tracer.asker(anyone))
-    refused = [(where, error) for where in by_point if (error := tracer.refused(at(where))) is not None]
+    refused = [(where, error) for where in by_point if (error := tracer.refused(at(anyone, where))) is not None]
     if refused:
         answers = (_answer(trial_id, error, None, None) for where, error in refused for trial_id in by_point[where])
         next(files).write_bytes(b"".join(answers))
@@ -143,7 +146,7 @@ class Tracer:
         """What traces points of this trial's family."""
 
         def ask(points: Sequence[Point]) -> Mapping[Point, pieces.Traced]:
-            trials = {where: anyone.model_copy(update=where._asdict()) for where in points}
+            trials = {where: at(anyone, where) for where in points}
             self.trace(trials.values())
             found = {where: self.found(trial) for where, trial in trials.items()}
             return {where: pieces.Traced(*traced) for where, traced in found.items() if traced is not None}

@@ -9,6 +9,7 @@ Not covered: where the formulas come from (symbolic shapes: shapes.py; a few tra
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -59,13 +60,12 @@ class SymbolicTrace:
     def at(self, point: Point) -> tuple[Trace, dict[str, Any]]:
         """The trace and the details at this point. Events, marks and notes are the template's own lists."""
         values = [compiled(formula)(point) for formula in self.formulas]
+        works = [(Work(kind, values[f], values[b], values[n]), count) for (kind, f, b, n), count in self._different]
         host = self.template.host
-        different, order = self._different
-        works = [(Work(kind, values[f], values[b], values[n]), count) for kind, f, b, n, count in different]
         trace = replace(
             self.template,
             sizes=[values[n] for n in self.sizes],
-            kernels=[works[i] for i in order],
+            kernels=works,
             collectives=[(Collective(kind, values[b]), count) for kind, b, count in self.collectives],
             host=HostStorages(
                 [values[n] for n in self.host], host.categories, host.events, host.marks, pinned=host.pinned
@@ -77,10 +77,12 @@ class SymbolicTrace:
         return trace, details
 
     @cached_property
-    def _different(self) -> tuple[list[tuple[str, int, int, int, int]], list[int]]:
-        """The different kernels, and which of them each is: layers are alike, and a trace is asked for at many points."""
-        numbers = {kernel: n for n, kernel in enumerate(dict.fromkeys(self.kernels))}
-        return list(numbers), [numbers[kernel] for kernel in self.kernels]
+    def _different(self) -> list[tuple[tuple[str, int, int, int], int]]:
+        """The different kernels, each with how often it runs: layers are alike, and many points are asked for."""
+        counts: Counter[tuple[str, int, int, int]] = Counter()
+        for kind, flops, nbytes, launches, count in self.kernels:
+            counts[kind, flops, nbytes, launches] += count
+        return list(counts.items())
 
 
 _ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.operator, ast.unaryop)

@@ -180,6 +180,14 @@ def cublas_workspace(capability: Capability) -> int:
     return 4096 * KIB * 8 if capability[0] == 9 else 4096 * KIB * 2 + 16 * KIB * 8
 
 
+def generation(capability: Capability) -> tuple[bool, int]:
+    """All that a trace depends on of a card's compute capability: cards that share it share their traces.
+
+    Whether it has bf16 tensor cores, as kernels of attention and products of halves ask, and the cuBLAS workspace.
+    """
+    return capability >= (8, 0), cublas_workspace(capability)
+
+
 class Tracer(TorchDispatchMode):
     """Records storages from entry to exit; `record` is a context manager that enters all that is needed."""
 

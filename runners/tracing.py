@@ -32,8 +32,7 @@ from vramsweep.runners import build, differences, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.over_ranks import Columns
-from vramsweep.runners.symbolic import Point
-from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer
+from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer, generation
 
 FORMAT = 7  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
@@ -146,12 +145,12 @@ def trace_key(trial: Trial, card: Gpu) -> str:
 
 def family_key(trial: Trial, card: Gpu) -> str:
     """The same but for length and batch: names the trials whose traces differ in sizes at most, or in little more."""
-    return _key(trial, card, NOT_TRACED | set(Point._fields))
+    return _key(trial, card, NOT_TRACED | {"seq_len", "micro_batch"})
 
 
 def _key(trial: Trial, card: Gpu, without: Set[str]) -> str:
     axes = trial.model_dump(mode="json", exclude=set(without))
     versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
-    of_the_card = [card.capability, card.multiprocessors if trial.kernels == "liger" else None]
+    of_the_card = [generation(card.capability), card.multiprocessors if trial.kernels == "liger" else None]
     text = json.dumps([FORMAT, SIMULATION, axes, of_the_card, versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -185,7 +185,7 @@ def test_a_check_that_disagrees_divides() -> None:
     checks = cover(LENGTHS, asked := of(plain))
     assert len(checks.pieces) == 1
     last = asked.points[-1]
-    found = judged(LENGTHS, again := of(lambda p: [*plain(p)[:-1], plain(p)[-1] + (512 if p == last else 0)]))
+    judged(LENGTHS, again := of(lambda p: [*plain(p)[:-1], plain(p)[-1] + (512 if p == last else 0)]))
     assert last in again.points and len(again.points) > len(asked.points)
 
 

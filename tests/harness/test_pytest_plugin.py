@@ -1,0 +1,26 @@
+"""The fixture `predicted`, used as somebody's own test would."""
+
+from __future__ import annotations
+
+import pytest
+
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.pytest_plugin import Predicted, predicted
+
+__all__ = ["predicted"]
+WORDS = ("model=tiny", "seq_len=32,64", "device.gpu=rtx4090-24gb")
+
+
+def test_rows_are_predictions_and_a_limit_fails_the_test(predicted: Predicted) -> None:
+    rows = predicted(*WORDS, max_reserved="1GiB")
+    assert {row["seq_len"]: row["outcome"] for row in rows} == {32: "ok", 64: "ok"}
+    assert {row["device"] for row in rows} == {"simulated"}
+    most = max(row["peak_reserved_bytes"] for row in rows)
+    with pytest.raises(pytest.fail.Exception, match=r"2 of 2 reserve more than \d+ MiB; tiny"):
+        predicted(*WORDS, max_reserved=f"{(most >> 20) - 2}MiB")
+    assert predicted(*WORDS, max_reserved=str(most)) and len(rows) == 2
+
+
+def test_a_mistake_is_one_line(predicted: Predicted) -> None:
+    with pytest.raises(UserError, match="batch"):
+        predicted("model=tiny", "micro_batch=0")
