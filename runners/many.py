@@ -70,8 +70,7 @@ def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadl
 
     def ask(points: Sequence[Point]) -> Mapping[Point, pieces.Traced]:
         tracer.trace([at(where) for where in points])
-        found = {where: tracer.found(at(where)) for where in points}
-        return {where: pieces.Traced(*traced) for where, traced in found.items() if traced is not None}
+        return Kept({where: at(where) for where in points}, tracer)
 
     cover = pieces.cover(list(by_point), ask)
     refused = [(where, error) for where in by_point if (error := tracer.refused(at(where))) is not None]
@@ -130,7 +129,7 @@ class Tracer:
         jobs: list[Job] = []
         for trial in trials:
             key = _key(trial)
-            if key not in self.asked and not (self._traces() / f"{key}.json").is_file():
+            if key not in self.asked and not self.place(trial).is_file():
                 jobs.append((self._tracing(trial, self.folder / key), self.deadline_s))
             self.asked.add(key)
         self._say(len(jobs))
@@ -148,6 +147,10 @@ class Tracer:
             error: dict[str, Any] = json.loads((self.folder / _key(trial) / RESULT).read_bytes())
             return error
         return None
+
+    def place(self, trial: Trial) -> Path:
+        """The file that holds its trace, once it has been traced."""
+        return tracing.place(trial, gpus.named(trial.device.gpu), self._traces())
 
     def _traces(self) -> Path:
         return self.folder.parents[2] / "traces"
@@ -168,6 +171,26 @@ class Tracer:
         self.of += more
         with (self.folder / STEPS).open("a") as records:
             records.write(json.dumps({"traced": self.traced, "of": self.of}) + "\n")
+
+
+class Kept(Mapping[Point, pieces.Traced]):
+    """The traces of those of the trials that could be traced, read when asked for: all at once may be too many."""
+
+    def __init__(self, trials: Mapping[Point, Trial], tracer: Tracer) -> None:
+        self._trials = {where: trial for where, trial in trials.items() if tracer.place(trial).is_file()}
+        self._tracer = tracer
+
+    def __getitem__(self, where: Point) -> pieces.Traced:
+        found = self._tracer.found(self._trials[where])
+        if found is None:
+            raise KeyError(where)
+        return pieces.Traced(*found)
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._trials)
+
+    def __len__(self) -> int:
+        return len(self._trials)
 
 
 def _key(trial: Trial) -> str:
