@@ -65,14 +65,16 @@ def run(
 
     def take() -> None:
         """Journal what has been predicted since the last time."""
-        ready: list[Row] = []
+        ready: dict[str, Row] = {}
         for answer in answers.new():
-            item = left.get(answer["trial_id"])
-            number = tried.get(answer["trial_id"], 0) + 1
-            row = None if item is None else _row(item, answer, began | {"attempt": number}, environ, name, launcher)
+            trial_id = answer["trial_id"]
+            if trial_id not in left or trial_id in ready:
+                continue
+            beginning = {"sweep": folder.name} | began | {"attempt": tried.get(trial_id, 0) + 1}
+            row = _row(left[trial_id], answer, beginning, environ, launcher.cold_reasons.get(name))
             if row is not None:
-                ready.append({"sweep": folder.name} | row)
-        for row in journal.extend(ready):
+                ready[trial_id] = row
+        for row in journal.extend(ready.values()):
             rows[row["trial_id"]] = row
             progress.show(row, left.pop(row["trial_id"]))
         traced = next((record for record in reversed(steps(place)) if "traced" in record), None)
@@ -122,7 +124,7 @@ class Answers:
 
 
 def _row(
-    item: Planned, answer: Mapping[str, Any], began: Row, environ: Mapping[str, str], name: str, launcher: Launcher
+    item: Planned, answer: Mapping[str, Any], began: Row, environ: Mapping[str, str], cold_reason: str | None
 ) -> Row | None:
     """The row of an answer, as an attempt of the trial's own would have it; None for what is none."""
     result, _ = checked(answer.get("result"))
@@ -131,7 +133,7 @@ def _row(
         return None
     evidence = outcome.Evidence(exit_code=0, result=result)
     row = account.before(item) | began
-    done = Attempted(evidence, duration or 0.0, ISOLATION, launcher.cold_reasons.get(name))
+    done = Attempted(evidence, duration or 0.0, ISOLATION, cold_reason)
     row |= account.ended(done, environ, row["gpu_name"])
     row |= {"duration_s": duration, "exit_code": None}  # it had no process of its own
     record = answer.get("record")

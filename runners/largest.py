@@ -23,11 +23,10 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.attempt import LARGEST
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import pieces, result, simulated
-from vramsweep.runners.many import Job, Tracer, Trials, at_once, families, forked, point
+from vramsweep.runners.many import Job, Tracer, Trials, at, at_once, families, forked, known, look_up, point
 from vramsweep.runners.predict import host_replay, replay
 from vramsweep.runners.program import program
 from vramsweep.runners.survey import Edge, Verdict, survey
-from vramsweep.runners.symbolic import Point
 from vramsweep.runners.trace import Trace
 
 MOST = 1500  # points of a family that are looked at, unless all are asked for: half a minute on two cores
@@ -51,15 +50,16 @@ def _of_family(
 ) -> dict[str, Any]:
     anyone = next(iter(family.values()))
     points = [point(anyone.model_copy(update={axis: value})) for value in values]
-    cover = pieces.cover(points, tracer.asker(anyone))
+    cover = pieces.cover(points, tracer.asker(anyone), known(anyone))
     limits = {trial_id: gpus.memory_limit(gpus.named(trial.device.gpu)) for trial_id, trial in family.items()}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
 
     def evaluate(numbers: Sequence[int]) -> dict[int, dict[str, Verdict]]:
+        tracer.trace([at(anyone, points[n]) for n in numbers if points[n] in cover.left])
         chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
         places = [next(files) for _ in chunks]
         jobs: list[Job] = [
-            (_looking({n: points[n] for n in chunk}, family, limits, cover, place), deadline_s)
+            (_looking({n: at(anyone, points[n]) for n in chunk}, family, limits, cover, tracer, place), deadline_s)
             for chunk, place in zip(chunks, places, strict=True)
         ]
         for _ in forked(jobs, at_once()):
@@ -67,7 +67,7 @@ def _of_family(
         return dict(_looked(places))
 
     edges = survey(len(points), limits, evaluate, every, MOST)
-    bases = sorted({found[2] for where in points if (found := cover.at(where)) is not None})
+    bases = sorted({piece.basis for piece in cover.pieces}) or [simulated.TRACED]
     return {trial_id: _told(edge, values, bases) for trial_id, edge in edges.items()}
 
 
@@ -85,12 +85,17 @@ def _looked(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, Verdict]]]:
 
 
 def _looking(
-    points: Mapping[int, Point], family: Trials, limits: Mapping[str, int], cover: pieces.Cover, place: Path
+    trials: Mapping[int, Trial],
+    family: Trials,
+    limits: Mapping[str, int],
+    cover: pieces.Cover,
+    tracer: Tracer,
+    place: Path,
 ) -> Callable[[], None]:
     def look() -> None:
         found = {}
-        for number, where in points.items():
-            traced = cover.at(where)
+        for number, trial in trials.items():
+            traced = look_up(trial, cover, tracer)
             if traced is not None:
                 found[number] = {
                     name: (v.fits, v.need, v.reserved) for name, v in verdicts(traced[0], family, limits).items()

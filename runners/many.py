@@ -30,6 +30,7 @@ from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.harness.waiting import readable
 from vramsweep.runners import build, pieces, result, simulated, tracing, worker
 from vramsweep.runners.symbolic import Point
+from vramsweep.runners.trace import Trace
 
 TRACE_BYTES = 1 << 30  # what a process that traces may need; 8 billion parameters take less than half
 AT_A_TIME = 16  # trials that one process predicts, at most: then another one does, with its own deadline
@@ -77,7 +78,8 @@ def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadl
         by_point[point(trial)].append(trial_id)
     anyone = next(iter(family.values()))
 
-    cover = pieces.cover(list(by_point), tracer.asker(anyone))
+    cover = pieces.cover(list(by_point), tracer.asker(anyone), known(anyone))
+    tracer.trace([at(anyone, where) for where in sorted(cover.left)])
     refused = [(where, error) for where in by_point if (error := tracer.refused(at(anyone, where))) is not None]
     if refused:
         answers = (_answer(trial_id, error, None, None) for where, error in refused for trial_id in by_point[where])
@@ -86,23 +88,40 @@ def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadl
     jobs: list[Job] = []
     for first in range(0, len(wanted), AT_A_TIME):
         some = {trial_id: family[trial_id] for trial_id in wanted[first : first + AT_A_TIME]}
-        jobs.append((_predicting(some, cover, next(files)), deadline_s * len(some)))
+        jobs.append((_predicting(some, cover, tracer, next(files)), deadline_s * len(some)))
     for _ in forked(jobs, at_once()):
         pass
 
 
-def _predicting(trials: Trials, cover: pieces.Cover, file: Path) -> Callable[[], None]:
+def known(anyone: Trial) -> pieces.Known:
+    """What of the details is known of each point of a trial's family without a trace."""
+
+    def of(where: Point) -> dict[str, Any]:
+        return {"padding_fraction": build.data(at(anyone, where)).padding_fraction} if anyone.padding else {}
+
+    return of
+
+
+def look_up(trial: Trial, cover: pieces.Cover, tracer: Tracer) -> tuple[Trace, dict[str, Any], str] | None:
+    """The trial's trace, the details and what it rests on; None if it could not be traced."""
+    found = cover.at(point(trial))
+    if found is None and (own := tracer.found(trial)) is not None:
+        found = (*own, simulated.TRACED)
+    return found
+
+
+def _predicting(trials: Trials, cover: pieces.Cover, tracer: Tracer, file: Path) -> Callable[[], None]:
     def predict() -> None:
-        known: tuple[Point, Any] | None = None
+        at_hand: tuple[Point, Any] | None = None
         with file.open("ab", buffering=0) as lines:
             for trial_id, trial in trials.items():
                 began = time.monotonic()
                 try:
-                    if known is None or known[0] != point(trial):
-                        known = point(trial), cover.at(point(trial))
-                    if known[1] is None:  # could not be traced: its own attempt will show why
+                    if at_hand is None or at_hand[0] != point(trial):
+                        at_hand = point(trial), look_up(trial, cover, tracer)
+                    if at_hand[1] is None:  # could not be traced: its own attempt will show why
                         continue
-                    predicted = simulated.predict(trial, *known[1])
+                    predicted = simulated.predict(trial, *at_hand[1])
                     told: dict[str, Any] = {"values": predicted.columns, "complete": True}
                     if predicted.error is not None:
                         told = worker.told(predicted.error)
@@ -134,7 +153,7 @@ class Tracer:
         jobs: list[Job] = []
         for trial in trials:
             key = _key(trial)
-            if key not in self.asked and not (self._traces() / f"{key}.json").is_file():
+            if key not in self.asked and not self.place(trial).is_file():
                 jobs.append((self._tracing(trial, self.folder / key), self.deadline_s))
             self.asked.add(key)
         self._say(len(jobs))
@@ -148,8 +167,7 @@ class Tracer:
         def ask(points: Sequence[Point]) -> Mapping[Point, pieces.Traced]:
             trials = {where: at(anyone, where) for where in points}
             self.trace(trials.values())
-            found = {where: self.found(trial) for where, trial in trials.items()}
-            return {where: pieces.Traced(*traced) for where, traced in found.items() if traced is not None}
+            return Kept(trials, self)
 
         return ask
 
@@ -163,6 +181,10 @@ class Tracer:
             error: dict[str, Any] = json.loads((self.folder / _key(trial) / RESULT).read_bytes())
             return error
         return None
+
+    def place(self, trial: Trial) -> Path:
+        """The file that holds its trace, once it has been traced."""
+        return tracing.place(trial, gpus.named(trial.device.gpu), self._traces())
 
     def _traces(self) -> Path:
         return self.folder.parents[2] / "traces"
@@ -183,6 +205,26 @@ class Tracer:
         self.of += more
         with (self.folder / STEPS).open("a") as records:
             records.write(json.dumps({"traced": self.traced, "of": self.of}) + "\n")
+
+
+class Kept(Mapping[Point, pieces.Traced]):
+    """The traces of those of the trials that could be traced, read when asked for: all at once may be too many."""
+
+    def __init__(self, trials: Mapping[Point, Trial], tracer: Tracer) -> None:
+        self._trials = {where: trial for where, trial in trials.items() if tracer.place(trial).is_file()}
+        self._tracer = tracer
+
+    def __getitem__(self, where: Point) -> pieces.Traced:
+        found = self._tracer.found(self._trials[where])
+        if found is None:
+            raise KeyError(where)
+        return pieces.Traced(*found)
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._trials)
+
+    def __len__(self) -> int:
+        return len(self._trials)
 
 
 def _key(trial: Trial) -> str:

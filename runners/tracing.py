@@ -107,22 +107,21 @@ def kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path
     if found is not None:
         return found
     trace, details = trace_trial(trial, card, folder, runner)
-    place = _place(trial, card, traces)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    aside = place.with_suffix(f".{os.getpid()}")
+    traces.mkdir(parents=True, exist_ok=True)
+    aside = place(trial, card, traces).with_suffix(f".{os.getpid()}")
     values = asdict(trace)
     for storages in (values, values["host"]):
         storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
     values |= {name: [(list(one.values()), count) for one, count in values[name]] for name in COUNTED}
     aside.write_text(json.dumps({"trace": values, "details": details}))
-    aside.rename(place)
+    aside.rename(place(trial, card, traces))
     return trace, details
 
 
 def stored(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, Any]] | None:
     """The trial's trace from the folder `traces`; None if it is not in it."""
     try:
-        found = json.loads(_place(trial, card, traces).read_text())
+        found = json.loads(place(trial, card, traces).read_text())
     except FileNotFoundError:
         return None
     found["trace"]["marks"] = [Mark(*mark) for mark in found["trace"]["marks"]]
@@ -134,7 +133,8 @@ def stored(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, Any]
     return Trace(**found["trace"]), found["details"]
 
 
-def _place(trial: Trial, card: Gpu, traces: Path) -> Path:
+def place(trial: Trial, card: Gpu, traces: Path) -> Path:
+    """The file of a trace in the folder `traces`."""
     return traces / f"{trace_key(trial, card)}.json"
 
 

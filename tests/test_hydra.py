@@ -420,6 +420,8 @@ def test_tab_in_a_real_shell(typed: str, completed: str, on_path: Path) -> None:
         ("vramsweep sweep -m attention=sdpa,e", {"attention=sdpa,eager"}),
         ("vramsweep sweep record=", {"record=true", "record=false"}),
         ("vramsweep sweep runner=deepspeed runner.tar", {"runner.target="}),
+        ("vramsweep predict seq_len=1..8 allocator=default,exp", {"allocator=default,expandable"}),
+        ("vramsweep predi", {"predict"}),
         ("vramsweep sweep --config-d", {"--config-dir"}),
         ("vramsweep sweep nonsense[ mod", set()),
         ("vramsweep sweep 'seq_len=ra", set()),

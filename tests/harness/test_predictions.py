@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import ROOT, SETTINGS, TARGETS, Run, tiny
+from conftest import ROOT, TARGETS, Run, tiny
 
 from vramsweep.harness import attempt, journal, plan, predictions, status, sweep
 from vramsweep.harness.outcome import Evidence
@@ -265,9 +265,8 @@ def test_a_bunch_of_rows_is_one_write_and_whole_lines_survive_a_torn_one(
     assert ([row["trial_id"] for row in rows], unreadable) == ([*map(str, range(99)), "after"], 1)
 
 
-def test_settings_of_a_batch_are_those_of_the_sweep() -> None:
+def test_only_simulated_trials_that_share_a_template_are_predicted_together() -> None:
     values = [simulated(seq_len=n) for n in (1, 2)] + [tiny(), target("fine"), simulated(seq_len=0)]
     todo = plan.order(plan.expand(values, 1))
     found = predictions.batches(todo)
     assert {name: len(items) for name, items in found.items()} == {"torch": 2}
-    assert SETTINGS["isolation"] != predictions.ISOLATION

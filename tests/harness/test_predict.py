@@ -1,0 +1,177 @@
+"""`vramsweep predict`: its ranges, its mistakes, and what it shows; planning thousands of trials."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_automatic_config_search_path
+from hydra.types import RunMode
+from omegaconf import OmegaConf, open_dict
+
+from vramsweep import __main__ as front_door
+from vramsweep.harness import journal, launch, plan, predict
+from vramsweep.harness.command import CONF
+from vramsweep.harness.row import complete
+
+
+@pytest.mark.parametrize(
+    ("word", "spelled"),
+    [
+        ("seq_len=1..2048", "seq_len=range(1,2049,1)"),
+        ("seq_len=128..2048..128", "seq_len=range(128,2049,128)"),
+        ("micro_batch=1..3,8,16..20..4", "micro_batch=1,2,3,8,16,20"),
+        ("seq_len=5..5", "seq_len=range(5,6,1)"),
+        ("lora_r=1..2", "lora_r=range(1,3,1)"),
+        ("device.gpus_per_node=1..2", "device.gpus_per_node=range(1,3,1)"),
+        ("seq_len=8,16", "seq_len=8,16"),
+        ("seq_len=range(1,9)", "seq_len=range(1,9)"),
+        ("model.path=../models/qwen", "model.path=../models/qwen"),
+        ("--config-dir", "--config-dir"),
+    ],
+)
+def test_ranges_in_hydra_s_spelling(word: str, spelled: str) -> None:
+    assert predict.words([word]) == ["-m", "device=simulated", spelled]
+
+
+def test_the_device_may_be_said() -> None:
+    assert predict.words(["device=simulated", "device.gpu=h200"]) == ["-m", "device=simulated", "device.gpu=h200"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "texts"),
+    [
+        ("device=cuda", ("device=cuda: predictions are made on device=simulated", "vramsweep sweep device=cuda")),
+        ("device=simulated,cpu", ("device=simulated,cpu", "leave it out")),
+        ("device=auto", ("device=auto",)),
+        ("seq_len=2048..1", ("seq_len=2048..1: 2048..1 is empty", "write 1..2048")),
+        ("seq_len=1..8..0", ("step of 1..8..0 must be 1 or more",)),
+        ("seq_len=1..", ("1.. is no range", "FIRST..LAST..STEP")),
+        ("seq_len=4,a..b", ("a..b is no range",)),
+        ("precision=1..3", ("precision=1..3: only whole numbers have ranges: ", "seq_len")),
+        ("micro_batch=0", ("no trial can run: micro_batch = 0", "greater than or equal to 1")),
+        ("seq_len=4097", ("no trial can run: seq_len 4097 is longer than tiny's 4096 positions",)),
+        ("tiny", ("tiny: settings are given as KEY=VALUE; did you mean model=tiny?",)),
+        ("seqlen=1..3", ("only whole numbers have ranges",)),
+        ("seqlen=3", ("did you mean seq_len?",)),
+        ("model=llama9", ("there is no such model",)),
+        ("--frob", ("unrecognized arguments: --frob",)),
+        ("runner.zero_stage=3 sharding=zero2", ("leave one out",)),
+    ],
+)
+def test_mistakes_are_one_line(
+    typed: str, texts: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert front_door.main(["predict", *([] if typed.startswith("model") else ["model=tiny"]), *typed.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vramsweep: ")
+    for text in texts:
+        assert text in line
+    assert not list(tmp_path.rglob("journal.jsonl"))
+
+
+def test_a_prediction_is_a_sweep_with_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["model=tiny", "device.gpu=t4-16gb", "seq_len=8..16..8,4096", "micro_batch=400", "report=false"]
+    words += ["runner=deepspeed", "runner.zero_stage=3", "precision=fp16", "allocator=default,expandable"]
+    assert front_door.main(["predict", *words]) == 0
+    said = capsys.readouterr()
+    folder = tmp_path / "results" / "tiny-deepspeed-predicted"
+    rows, _ = journal.read(folder)
+    assert {(row["device"], row["sharding"], row["simulated_gpu"]) for row in rows} == {
+        ("simulated", "zero3", "t4-16gb")
+    }
+    assert sorted((row["seq_len"], row["outcome"]) for row in rows) == [
+        *[(length, "ok") for length in (8, 8, 16, 16)],
+        *[(4096, "oom")] * 2,
+    ]
+    table = [line for line in said.out.splitlines() if "t4-16gb" in line]
+    for name, line in zip(("default", "expandable"), table, strict=True):
+        fits = next(row for row in rows if row["allocator"] == name and row["seq_len"] == 16)
+        peaks = f"16: {fits['peak_allocated_bytes'] / 2**20:,.0f} / {fits['peak_reserved_bytes'] / 2**20:,.0f}"
+        for text in (name, "8 to 4,096", peaks, "4,096", "3 traced"):
+            assert text in line, line
+    assert "tracing 0 of " in said.out
+    assert len([line for line in said.out.splitlines() if line.startswith("[")]) <= 6
+    before = (folder / journal.NAME).read_bytes()
+    assert front_door.main(["predict", *words]) == 0
+    assert "6 finished before, 0 to do" in capsys.readouterr().out
+    assert (folder / journal.NAME).read_bytes() == before
+
+
+def test_configurations_are_told_apart_by_what_differs() -> None:
+    values = [
+        tiny(seq_len=length, allocator=allocator, sharding=sharding, device={"name": "simulated", "gpu": "h200"})
+        for length in (8, 16)
+        for allocator in ({"name": "default", "conf": ""}, {"name": "gc", "conf": "garbage_collection_threshold:0.8"})
+        for sharding in ("none", "ddp")
+    ]
+    planned = plan.order(plan.expand(values, 1))
+    rows = [complete(plan.axes(p) | {"outcome": "ok"}) for p in planned]
+    names, groups = predict.configurations(rows)
+    assert sorted(names) == ["allocator", "device.gpu", "sharding"]
+    assert len(groups) == 4
+    assert all(len(of_one) == 2 for of_one in groups.values())
+
+
+# planning
+
+
+def by_hydra(*overrides: str) -> dict[str, Any]:
+    """The configuration as Hydra composes it for this very job."""
+    loader = ConfigLoaderImpl(create_automatic_config_search_path(None, None, str(CONF)))
+    config = loader.load_configuration("config", list(overrides), RunMode.RUN)
+    with open_dict(config):
+        del config["hydra"]
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("rest", "axes"),
+    [
+        (["model=tiny"], {"seq_len": (8, 16), "micro_batch": (1, 3), "allocator": ("default", "expandable")}),
+        (["model=tiny", "runner=trainer"], {"seq_len": (8, 16, 32)}),
+        (["model=tiny", "runner=deepspeed", "world_size=2"], {"micro_batch": (1, 2), "precision": ("bf16", "fp16")}),
+        (["model=tiny", "runner=trainer", "+runner.options.logging_steps=${seq_len}"], {"seq_len": (8, 16)}),
+        (["model=tiny", "grad_accum=${micro_batch}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
+        (["model=tiny", "lora_r=${oc.select:seq_len}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
+        (["model=tiny", "allocator=custom", "allocator.conf='max_split_size_mb:64'"], {"seq_len": (8, 16)}),
+        (["model=tiny", "protocol=seed"], {"seq_len": (8, "512"), "protocol.measured_steps": (1, 2)}),
+    ],
+)
+def test_what_is_planned_is_what_hydra_composes(
+    rest: list[str], axes: dict[str, tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*rest, "device=simulated"]
+    swept = [f"{key}={','.join(map(str, values))}" for key, values in axes.items()]
+    assert front_door.main(["plan", "-m", *words, *swept, "predict=false", "--json"]) == 0
+    found = {one["trial_id"]: one["trial"] for one in json.loads(capsys.readouterr().out)["trials"]}
+    points = itertools.product(*axes.values())
+    jobs = [[f"{key}={value}" for key, value in zip(axes, point, strict=True)] for point in points]
+    expected = plan.expand([by_hydra(*words, *job) for job in jobs], 1)
+    assert found == {p.trial_id: p.resolved for (p,) in expected}
+    assert len(found) == len(jobs)
+
+
+def test_lengths_share_one_configuration_unless_something_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    def counted(jobs: Any, whole: bool = True) -> list[None]:
+        counts.append((len(jobs), len({id(config) for config, _ in jobs})))
+        return [None] * len(jobs)
+
+    monkeypatch.setattr(launch, "launch", counted)
+    words = ["-m", "model=tiny", "device=simulated", "seq_len=range(1,65)", "micro_batch=1,2", "allocator=default,gc"]
+    launch.main(words)
+    launch.main([*words, "grad_accum=${micro_batch}"])
+    assert counts == [(256, 2), (256, 256)]
