@@ -78,7 +78,7 @@ class SymbolicTrace:
 
     @cached_property
     def _different(self) -> tuple[list[tuple[str, int, int, int, int]], list[int]]:
-        """The different kernels, and which of them each is: layers are alike, and a trace is asked for at many points."""
+        """The different kernels, and which of them each is: layers are alike, and there are many points to ask for."""
         numbers = {kernel: n for n, kernel in enumerate(dict.fromkeys(self.kernels))}
         return list(numbers), [numbers[kernel] for kernel in self.kernels]
 

@@ -186,11 +186,11 @@ def test_a_target_that_remembers_is_left() -> None:
 
 
 def test_a_check_that_disagrees_divides() -> None:
-    """Two lengths in a row among those that are drawn as checks behave in another way: the answer changes."""
+    """A length that is drawn as a check is unlike the others: more is asked, and nothing wrong is said."""
     checks = cover(LENGTHS, asked := of(plain))
     assert len(checks.pieces) == 1
     last = asked.points[-1]
-    found = judged(LENGTHS, again := of(lambda p: [*plain(p)[:-1], plain(p)[-1] + (512 if p == last else 0)]))
+    judged(LENGTHS, again := of(lambda p: [*plain(p)[:-1], plain(p)[-1] + (512 if p == last else 0)]))
     assert last in again.points and len(again.points) > len(asked.points)
 
 
