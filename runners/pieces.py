@@ -134,7 +134,7 @@ class _Search:
         self.quantities = {
             name: np.array([eval(name, {"__builtins__": {}}, p._asdict()) for p in points])
             for name in QUANTITIES
-            if name != "kept" or points[0].kept is not None
+            if name != "kept" or all(p.kept is not None for p in points)
         }
 
     def trace(self, numbers: Iterable[int]) -> None:

@@ -27,6 +27,11 @@ from vramsweep.runners.trace import HostStorages, Mark, Trace
 LENGTHS = [Point(length, 1) for length in range(1, 2049)]
 GRID = [Point(length, batch) for length in range(8, 4001, 8) for batch in (1, 2, 4)]
 BATCHES = [Point(512, batch) for batch in range(1, 65)]
+EVERY = [
+    pytest.param(LENGTHS, id="lengths"),
+    pytest.param(GRID, id="grid", marks=pytest.mark.slow),
+    pytest.param(BATCHES, id="batches"),
+]
 Truth = Callable[[Point], Sequence[int]]
 RUNNERS = {"torch": torch_loop, "trainer": trainer, "deepspeed": deepspeed_zero}
 
@@ -130,7 +135,7 @@ DIVIDED: dict[str, tuple[Truth, Callable[[Point], str]]] = {
 }
 
 
-@pytest.mark.parametrize("points", [LENGTHS, GRID, BATCHES], ids=["lengths", "grid", "batches"])
+@pytest.mark.parametrize("points", EVERY)
 @pytest.mark.parametrize(("truth", "kind"), DIVIDED.values(), ids=DIVIDED)
 def test_pieces_are_found_with_their_exact_edges(
     points: list[Point], truth: Truth, kind: Callable[[Point], str]
@@ -154,7 +159,7 @@ UNRULY: dict[str, tuple[Truth, Callable[[Point], str]]] = {
 }
 
 
-@pytest.mark.parametrize("points", [LENGTHS, GRID, BATCHES], ids=["lengths", "grid", "batches"])
+@pytest.mark.parametrize("points", EVERY)
 @pytest.mark.parametrize(("truth", "kind"), UNRULY.values(), ids=UNRULY)
 def test_what_follows_no_rule_is_left(points: list[Point], truth: Truth, kind: Callable[[Point], str]) -> None:
     asked = of(truth, kind)
@@ -181,7 +186,7 @@ def test_a_target_that_remembers_is_left() -> None:
 
 
 def test_a_check_that_disagrees_divides() -> None:
-    """Two lengths in a row among those that are drawn as checks behave in another way: the answer changes."""
+    """A length that is drawn as a check is unlike the others: more is asked, and nothing wrong is said."""
     checks = cover(LENGTHS, asked := of(plain))
     assert len(checks.pieces) == 1
     last = asked.points[-1]
