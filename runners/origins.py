@@ -103,7 +103,7 @@ class Origins:
         self._noted()
 
     def _noted(self) -> None:
-        number, path = torch.autograd._get_sequence_nr(), self._stack[-1][1] if self._stack else ""
+        number, path = torch._C._autograd._get_sequence_nr(), self._stack[-1][1] if self._stack else ""
         if number == self._numbers[-1]:
             self._makers[-1] = path
         elif number > self._numbers[-1]:  # each thread counts for itself

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vramsweep.harness.allocator.config import AllocatorConfig
@@ -51,11 +52,18 @@ class HostPrediction:
     pinned: int
 
 
-def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahead: bool = False) -> Prediction:
+def replay(
+    trace: Trace,
+    config: AllocatorConfig,
+    memory_limit: int | None,
+    ahead: bool = False,
+    look: Callable[[int, Simulator], None] | None = None,
+) -> Prediction:
     """Replay the trace from an empty allocator. Raises UserError for settings that cannot be simulated.
 
     A block that another stream uses when it is freed is given back at once, as by a card that keeps up with the host;
-    with `ahead`, when the host has waited for that stream (streams.py).
+    with `ahead`, when the host has waited for that stream (streams.py). `look` is called after each event, with
+    its index.
     """
     host = Ahead(trace.notes if ahead else ())
     simulator = Simulator(config, memory_limit)
@@ -74,22 +82,23 @@ def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahea
                 simulator.free_requested(-event - 1)
                 if not host.freed(-event - 1):
                     simulator.free_completed(-event - 1)
-                continue
-            if event == 0:
+            elif event == 0:
                 simulator.empty_cache()
-                continue
-            number = event - 1
-            for earlier in host.returned():
-                simulator.free_completed(earlier)
-            try:
-                simulator.malloc(number, trace.sizes[number], trace.streams[number])
-            except OutOfMemory:
-                failed_request = trace.sizes[number]
-                break
-            blocks[number] = simulator.live[number].size
-            if simulator.allocated > peak["allocated"]:
-                peak["allocated"] = simulator.allocated
-                busiest = index + 1
+            else:
+                number = event - 1
+                for earlier in host.returned():
+                    simulator.free_completed(earlier)
+                try:
+                    simulator.malloc(number, trace.sizes[number], trace.streams[number])
+                except OutOfMemory:
+                    failed_request = trace.sizes[number]
+                    break
+                blocks[number] = simulator.live[number].size
+                if simulator.allocated > peak["allocated"]:
+                    peak["allocated"] = simulator.allocated
+                    busiest = index + 1
+            if look is not None:
+                look(index, simulator)
         peaks = {c: getattr(simulator, f"peak_{c}") for c in COUNTERS}
         peak = {c: max(peak[c], peaks[c]) for c in COUNTERS}
         phases.append((mark, peaks))

@@ -68,7 +68,7 @@ def draw(result: WhatIf, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "timelines.json"
         data.write_text(result.to_json())
-        command = [sys.executable, "-m", "vramsweep", "timeline", str(data), str(out)]
+        command = [sys.executable, "-m", "vramsweep", "draw", str(data), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
