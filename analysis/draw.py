@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from vramsweep.analysis import page
-from vramsweep.analysis.figures_allocator import allocator_timelines
+from vramsweep.analysis.figures_allocator import as_figure, holders
 from vramsweep.analysis.figures_timeline import of_timelines
 from vramsweep.harness.errors import UserError
 
@@ -17,8 +17,9 @@ def draw(data: Path, out: Path) -> None:
     try:
         found = json.loads(data.read_text())
         if "timelines" in found:
-            out.write_text(page.of_figures("Memory over a step", of_timelines(found["timelines"])), encoding="utf-8")
+            text = page.of_figures("Memory over a step", of_timelines(found["timelines"]))
         else:
-            allocator_timelines(found).write_html(out, include_plotlyjs=True)
+            text = page.of_figures("Replay of a recording", [(as_figure(found), holders(found))])
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}") from None

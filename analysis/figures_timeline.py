@@ -52,9 +52,11 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
     for name, colour in PARTS.items():
         sizes = np.array(data["parts"][name])
         if sizes.any():
+            thin = float(sizes.max()) < reach / 300  # too thin to be looked for
             plot.add_scatter(
                 x=event, y=sizes / unit, name=name.replace("_", " "), stackgroup="held", mode="lines",
                 line={"width": 0.8, "shape": "hv", "color": colour}, fillcolor=colour, hovertemplate=said,
+                showlegend=not thin,
             )  # fmt: skip
     plot.add_scatter(
         x=event, y=np.array(data["allocated"]) / unit, name="allocated", mode="lines", showlegend=False,
@@ -81,7 +83,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
         standoff=5, name="peak",
     )  # fmt: skip
     if limited:
-        _limit(plot, limit, failure, unit, data["events"])
+        _limit(plot, limit, failure, unit, right, below=float(reserved.max()) > limit)
     figure = Figure(
         name=f"timeline_{record['trial_id']}",
         title=f"Memory over {_step(data)}: {told}",
@@ -152,11 +154,13 @@ def _phases(plot: Any, phases: Sequence[Mapping[str, Any]], events: int) -> None
         )  # fmt: skip
 
 
-def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, events: int) -> None:
+def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, peak_right: bool, below: bool) -> None:
+    """The line, its name where the peak is not and where reserved does not cross it, and where a request fails."""
     plot.add_hline(y=limit / unit, line={"dash": "dash", "color": "#555", "width": 1.5})
     plot.add_annotation(
-        x=0, xref="paper", y=limit / unit, text=f"limit {limit / MIB:,.0f} MiB", showarrow=False, xanchor="left",
-        yanchor="bottom", font={"size": 12}, name="limit",
+        x=0 if peak_right else 1, xref="paper", y=limit / unit, text=f"limit {limit / MIB:,.0f} MiB", showarrow=False,
+        xanchor="left" if peak_right else "right", yanchor="top" if below else "bottom", font={"size": 12},
+        name="limit",
     )  # fmt: skip
     if failure is None:
         return
