@@ -55,8 +55,8 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
             thin = float(sizes.max()) < reach / 300  # too thin to be looked for
             plot.add_scatter(
                 x=event, y=sizes / unit, name=name.replace("_", " "), stackgroup="held", mode="lines",
-                line={"width": 0.8, "shape": "hv", "color": colour}, fillcolor=colour, hovertemplate=said,
-                showlegend=not thin,
+                line={"width": 0 if thin else 0.8, "shape": "hv", "color": colour}, fillcolor=colour,
+                showlegend=not thin, hovertemplate=said,
             )  # fmt: skip
     plot.add_scatter(
         x=event, y=np.array(data["allocated"]) / unit, name="allocated", mode="lines", showlegend=False,
@@ -177,7 +177,8 @@ def _step(data: Mapping[str, Any]) -> str:
 def _caption(data: Mapping[str, Any], limited: bool) -> str:
     peak, failure, limit = data["peak"], data["failure"], data["limit"]
     step = "Loading" if data["step"] is None else f"Step {data['step'] + 1}"
-    what = f"{step} as a replay of its {data['events']:,} allocations and frees, predicted without a GPU."
+    what = f"{step} as a replay of its {data['events']:,} allocations and frees, predicted without a GPU. The areas "
+    what += "sum to what is allocated; one too thin to be seen is only told on hovering."
     most = f"Most reserved in it: {data['peak_reserved'] / MIB:,.0f} MiB."
     beyond = "" if limited or limit is None else f"The card's limit is {limit / MIB:,.0f} MiB, above the figure."
     full = ""
