@@ -88,10 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--json", action="store_true")
     calibrate.set_defaults(verb=_calibrate, columns=None, mapping=None)
 
-    timeline = verbs.add_parser("timeline", help="draw the what-if table of a replayed recording")
-    timeline.add_argument("data", type=Path, help="the table as JSON, with timelines")
-    timeline.add_argument("out", type=Path, help="the HTML page to write")
-    timeline.set_defaults(verb=_timeline)
+    draw = verbs.add_parser("draw", help="draw the data of timeline or replay as a page")
+    draw.add_argument("data", type=Path, help="timelines, or a what-if table with its timelines, as JSON")
+    draw.add_argument("out", type=Path, help="the HTML page to write")
+    draw.set_defaults(verb=_draw)
     return parser
 
 
@@ -113,8 +113,8 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def _timeline(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.timeline import draw
+def _draw(arguments: argparse.Namespace) -> int:
+    from vramsweep.analysis.draw import draw
 
     draw(arguments.data, arguments.out)
     return 0

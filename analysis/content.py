@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from vramsweep.analysis import figures, figures_residuals, figures_rows, findings, residuals_words, tables, words
+from vramsweep.analysis import (
+    figures,
+    figures_residuals,
+    figures_rows,
+    findings,
+    residuals_words,
+    tables,
+    timelines,
+    words,
+)
 from vramsweep.analysis.calibrate import calibrate, calibrated
 from vramsweep.analysis.fit import Fit, fit_table
 from vramsweep.analysis.frontier import Limit, frontier
@@ -69,7 +78,9 @@ def collect(table: Table) -> Content:
         fits += own_fits
         limits += own_limits
     replays, replay_notes = what_if_tables(table)
-    notes += replay_notes
+    over_steps, peaks, step_notes = timelines.of_table(table)
+    drawn += over_steps
+    notes += [*replay_notes, *step_notes]
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
     beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
@@ -102,6 +113,7 @@ def collect(table: Table) -> Content:
             ),
             ("Calibration of the estimated throughput", "calibration", tables.of_calibrations(calibrations)),
             *residuals_words.tables(apart),
+            *peaks,
             *replays,
         ],
         fits=fits,

@@ -3,7 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
+
+from vramsweep.analysis.figures import Figure
+from vramsweep.analysis.metrics import MIB
 
 _GIB = 1 << 30
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933")  # Okabe-Ito
@@ -67,6 +71,43 @@ def allocator_timelines(table: Mapping[str, Any]) -> go.Figure:
         margin={"t": 60, "r": 30},
     )
     return figure
+
+
+def holders(table: Mapping[str, Any]) -> pd.DataFrame:
+    """What holds the recorded peak, as text cells; the recording says who asked, not what for."""
+    peak = table["rows"][0]["holders"]
+    rows = [
+        {
+            "MiB in all": f"{one['bytes'] * one['count'] / MIB:,.1f}",
+            "blocks": f"{one['count']:,} × {one['bytes'] / MIB:,.1f}" if one["count"] > 1 else "1",
+            "asked for by": one["where"] or "unknown",
+        }
+        for one in peak["largest"]
+    ]
+    rows.append(
+        {"MiB in all": f"{peak['rest'] / MIB:,.1f}", "blocks": f"{peak['rest_count']:,} others", "asked for by": ""}
+    )
+    rows.append({"MiB in all": f"{peak['rounding'] / MIB:,.1f}", "blocks": "rounding", "asked for by": ""})
+    return pd.DataFrame(rows)
+
+
+def as_figure(table: Mapping[str, Any]) -> Figure:
+    """`allocator_timelines` with what to know of it, and with the recorded peak named."""
+    plot, peak = allocator_timelines(table), table["rows"][0]["holders"]
+    right = peak["event"] > table["events"] / 2
+    plot.add_annotation(
+        x=peak["event"], y=peak["allocated"] / _GIB, text=f"<b>peak {peak['allocated'] / MIB:,.0f} MiB</b> allocated",
+        ax=-20 if right else 20, ay=28, xanchor="right" if right else "left", arrowhead=0, name="peak",
+        bgcolor="rgba(255,255,255,0.7)",
+    )  # fmt: skip
+    plot.update_layout(title=None, margin={"t": 30})
+    unknown = f"; of {peak['unknown'] / MIB:,.1f} MiB at the peak no line is known" if peak["unknown"] else ""
+    caption = (
+        f"Replayed from a recording of {table['events']:,} events. It says which line asked for a block, not what the "
+        f"block is for, so what was allocated has one colour{unknown}."
+    )
+    title = f"Reserved memory by allocator setting: {table['recording']}"
+    return Figure("replay", title, caption, plot, holders(table))
 
 
 def _label(row: Mapping[str, Any]) -> str:

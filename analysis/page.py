@@ -16,6 +16,7 @@ from vramsweep.analysis.load import Table, trials
 from vramsweep.harness.row import BY_NAME
 
 MOST_ROWS = 400
+HOLDS = "What holds the peak"
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
 _SECTIONS = (
     ("findings", "Findings"), ("warnings", "Warnings"), ("figures", "Figures"), ("tables", "Tables"),
@@ -45,15 +46,27 @@ def render(content: Content) -> str:
         f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{name}</h2>{bodies[key]}</section>'
         for key, name in _SECTIONS
     )
+    header = (
+        f'<a class="skip" href="#findings">Skip to the findings</a><main><h1>{title}</h1>'
+        f'<p class="soft">{escape(content.subtitle)}</p><ul class="counts" aria-label="coverage">{coverage}</ul>'
+        f'<nav aria-label="sections"><ul>{links}</ul></nav>'
+    )
+    return _document(title, f"{header}{sections}</main>", bool(content.figures))
+
+
+def of_figures(title: str, parts: Sequence[tuple[figures.Figure, pd.DataFrame]]) -> str:
+    """A page of figures alone, each with its table below."""
+    bodies = (_figure(figure, i, kept=False) + _table(frame, HOLDS) for i, (figure, frame) in enumerate(parts))
+    return _document(escape(title), f"<main><h1>{escape(title)}</h1>{''.join(bodies)}</main>", True)
+
+
+def _document(title: str, body: str, plots: bool) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f"<title>{title}</title><style>{_resource('report.css')}</style>"
-        f"<script>{figures.plotly_script() if content.figures else ''}</script></head><body>"
-        f'<a class="skip" href="#findings">Skip to the findings</a><main><h1>{title}</h1>'
-        f'<p class="soft">{escape(content.subtitle)}</p><ul class="counts" aria-label="coverage">{coverage}</ul>'
-        f'<nav aria-label="sections"><ul>{links}</ul></nav>{sections}</main>'
+        f"<script>{figures.plotly_script() if plots else ''}</script></head><body>{body}"
         f"<script>{_resource('report.js')}</script></body></html>\n"
     )
 
@@ -74,11 +87,12 @@ def _definitions(items: Mapping[str, str]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in items.items()) + "</dl>"
 
 
-def _figure(figure: figures.Figure, number: int) -> str:
+def _figure(figure: figures.Figure, number: int, kept: bool = True) -> str:
+    data = f" Data: figures/{figure.name}.csv" if kept else ""
     return (
         f'<figure id="{escape(figure.name)}"><h3>{escape(figure.title)}</h3>'
         f'<div role="img" aria-label="{escape(figure.title)}">{figures.as_div(figure, number)}</div>'
-        f"<figcaption>{escape(figure.caption)} Data: figures/{escape(figure.name)}.csv</figcaption></figure>"
+        f"<figcaption>{escape(figure.caption + data)}</figcaption></figure>"
     )
 
 

@@ -152,6 +152,12 @@ def _replay(argv: Sequence[str]) -> int:
     return replay(list(argv))
 
 
+def _timeline(argv: Sequence[str]) -> int:
+    from vramsweep.harness import timeline
+
+    return timeline.main(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sweep": _sweep,
     "plan": _plan,
@@ -161,6 +167,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "columns": _columns,
     "techniques": _techniques,
     "replay": _replay,
+    "timeline": _timeline,
 }
 
 

@@ -42,6 +42,7 @@ from vramsweep.harness.row import Row
 from vramsweep.harness.trial import Trial
 
 AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
+_VERBS = {"run": "sweep", "plan": "plan", "resolve": "timeline"}
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of printing them and ending the process
 
 
@@ -81,7 +82,7 @@ _session = Session()
 
 
 def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -> int:
-    """`sweep` and `plan`: Hydra's command line; `front` is that of a verb that shows a sweep in its own way.
+    """`sweep` and `plan`, or only to know the trials: Hydra's command line; `front` is that of a verb that shows a sweep in its own way.
 
     Returns 0 if every trial has an answer, 1 if some failed, 2 if none can run, 130 if interrupted. Raises UserError
     for a mistake.
@@ -116,6 +117,12 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -
         if _session.launcher is not None:
             _session.launcher.close()
     return _finish(_session)
+
+
+def resolve(argv: Sequence[str]) -> tuple[int, list[Planned]]:
+    """What `main` returns for this command line, and the trials that it names, none of which is run."""
+    status = main(argv, action="resolve")
+    return status, list(_session.planned.values())
 
 
 Job = tuple[DictConfig, dict[str, int]]  # a configuration, which several may share, and values to set in it
@@ -154,7 +161,7 @@ def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float
     finished: dict[str, Row] = {}
     if settings.action == "plan":
         preview.show(planned, settings, session.folder)
-    else:
+    elif settings.action == "run":
         signal.signal(signal.SIGTERM, _interrupt)
         once = dataclasses.replace(settings, report=False)
         if session.launcher is None:
@@ -226,7 +233,7 @@ def complete(words: Sequence[str], word: str) -> list[str]:
 
 def _parse(argv: Sequence[str], action: str) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser = get_args_parser()
-    parser.prog = "vramsweep plan" if action == "plan" else "vramsweep sweep"
+    parser.prog = f"vramsweep {_VERBS[action]}"
     parser.error = _refuse  # type: ignore[method-assign]
     args = parser.parse_intermixed_args(["output=json" if word == "--json" else word for word in argv])
     given = {word.partition("=")[0] for word in args.overrides}

@@ -39,7 +39,7 @@ class Settings:
     predict: bool | str = True
 
     def __post_init__(self) -> None:
-        allowed = {"isolation": ("warm", "cold"), "action": ("run", "plan"), "output": ("text", "json")}
+        allowed = {"isolation": ("warm", "cold"), "action": ("run", "plan", "resolve"), "output": ("text", "json")}
         for key, values in allowed.items():
             if getattr(self, key) not in values:
                 raise UserError(f"{key}={getattr(self, key)}: allowed is {' or '.join(values)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vramsweep.harness.allocator.config import AllocatorConfig
@@ -18,6 +18,7 @@ from vramsweep.runners.trace import CATEGORIES, HOST_CATEGORIES, HostStorages, M
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 Peaks = dict[str, int]
+Look = Callable[[int, Simulator], None]
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,18 @@ class HostPrediction:
     pinned: int
 
 
-def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahead: bool = False) -> Prediction:
+def replay(
+    trace: Trace,
+    config: AllocatorConfig,
+    memory_limit: int | None,
+    ahead: bool = False,
+    look: Look | None = None,
+) -> Prediction:
     """Replay the trace from an empty allocator. Raises UserError for settings that cannot be simulated.
 
     A block that another stream uses when it is freed is given back at once, as by a card that keeps up with the host;
-    with `ahead`, when the host has waited for that stream (streams.py).
+    with `ahead`, when the host has waited for that stream (streams.py). `look` is called after each
+    operation of the trace's program, with its number: without `ahead` that of the event.
     """
     order = program(trace, ahead)
     simulator = Simulator(config, memory_limit)
@@ -64,10 +72,12 @@ def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahea
     peak = dict.fromkeys(COUNTERS, 0)
     busiest = 0  # the storage whose request led to the peak allocated, from 1
     failed_request = None
+    done = 0
     for mark, operations in order.phases:
         _restart_peaks(simulator)
-        highest, failed_request = _run(simulator, operations, trace, peak["allocated"])
+        highest, failed_request = _run(simulator, operations, trace, peak["allocated"], look, done)
         busiest = highest or busiest
+        done += len(operations)
         peaks = {c: getattr(simulator, f"peak_{c}") for c in COUNTERS}
         peak = {c: max(peak[c], peaks[c]) for c in COUNTERS}
         phases.append((mark, peaks))
@@ -78,13 +88,15 @@ def replay(trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahea
     return Prediction(tuple(phases), peak, breakdown, simulator.stats(), failed, failed_request if failed else None)
 
 
-def _run(simulator: Simulator, operations: Sequence[int], trace: Trace, highest: int) -> tuple[int, int | None]:
+def _run(
+    simulator: Simulator, operations: Sequence[int], trace: Trace, highest: int, look: Look | None, first: int
+) -> tuple[int, int | None]:
     """Replay a phase: the storage (from 1) that took allocated highest above `highest`, and the request that failed."""
     sizes, streams, storages = trace.sizes, trace.streams, len(trace.streams)
     malloc, free = simulator.malloc, simulator.free
     found = operation = 0
     try:
-        for operation in operations:
+        for number, operation in enumerate(operations, first):
             if operation > 0:
                 if operation <= storages:
                     malloc(operation, sizes[operation - 1], streams[operation - 1])
@@ -99,6 +111,8 @@ def _run(simulator: Simulator, operations: Sequence[int], trace: Trace, highest:
                     simulator.empty_cache()
             else:
                 simulator.free_requested(-operation - storages)
+            if look is not None:
+                look(number, simulator)
     except OutOfMemory:
         return found, sizes[operation - 1]
     return found, None

@@ -32,6 +32,7 @@ from vramsweep.runners import places
 from vramsweep.runners.cuda_like import Capability, scratch
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import C10D, collective, work
+from vramsweep.runners.origins import Maker, Origins
 from vramsweep.runners.streams import Note
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
@@ -94,13 +95,14 @@ class Trace(Storages):
     `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
     `kernels` are the operators of the last step in order, `collectives` its calls to other ranks, each with how often
     it ran.
-    `origins[i]` says where in `makers` to find what asked for storage i: the module's path, the operator.
+    `origins[i]` says where in `makers` to find what asked for storage i: the module's path (of a parameter: its name),
+    the operator (origins.py).
     `notes` say what the streams do, where blocks are freed that another stream still uses (streams.py).
     """
 
     streams: list[int] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
-    makers: list[tuple[str, str]] = field(default_factory=list)
+    makers: list[Maker] = field(default_factory=list)
     kernels: list[tuple[Work, int]] = field(default_factory=list)
     collectives: list[tuple[Collective, int]] = field(default_factory=list)
     host: HostStorages = field(default_factory=HostStorages)
@@ -199,8 +201,9 @@ class Tracer(TorchDispatchMode):
         self._capability = capability
         self._workspace = cublas_workspace(capability)
         self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
-        self._operator = ""
-        self._makers: dict[tuple[str, str], int] = {}
+        self._operator: Any = None
+        self._origins = Origins()
+        self._makers: dict[Maker, int] = {}
         self._card = _Book(self.trace, self._note_request)
         self._host = _Book(self.trace.host, lambda: self.trace.host.pinned.append(places.told() == "pinned"))
         self._books = (self._card, self._host)
@@ -218,7 +221,12 @@ class Tracer(TorchDispatchMode):
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         try:
             torch.cuda.empty_cache = lambda: self.trace.events.append(0)
-            with storage_resizes(self._resized), FakeTensorMode(allow_non_fake_inputs=True), self:
+            with (
+                self._origins.watch(),
+                storage_resizes(self._resized),
+                FakeTensorMode(allow_non_fake_inputs=True),
+                self,
+            ):
                 yield
         finally:
             torch.cuda.empty_cache = empty_cache
@@ -231,9 +239,10 @@ class Tracer(TorchDispatchMode):
         if sharded(types):
             return NotImplemented
         kwargs = kwargs or {}
-        self._operator = str(func)
         if func in MATMULS:
+            self._operator = "cuBLAS workspace"
             self._handle()
+        self._operator = func
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
             func = IN_PLACE[func]
         tensors = list(_tensors((*args, *kwargs.values())))
@@ -249,7 +258,10 @@ class Tracer(TorchDispatchMode):
             self.know("communication", tensors)
         if func.namespace in C10D and self.in_last_step and (called := collective(func, args)) is not None:
             self.trace.collectives.append((called, 1))
-        taken = [self._card.allocate(size) for size in scratch(func, args)]
+        if own := scratch(func, args):
+            self._operator = f"{_known_as(func)} (scratch)"
+        taken = [self._card.allocate(size) for size in own]
+        self._operator = func
         out = func(*args, **kwargs)
         for tensor in _tensors((out,)):
             self._track(tensor, tensors)
@@ -273,6 +285,8 @@ class Tracer(TorchDispatchMode):
 
     def mark(self, step: int | None, phase: Phase) -> None:
         """A phase ends here."""
+        if step is not None and self._card.kept.marks[-1].step is None:
+            self._name_parameters()
         if phase == "backward":
             held = self.held()
             self.know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
@@ -285,6 +299,18 @@ class Tracer(TorchDispatchMode):
                     book.known[name] -= buckets
         for book in self._books:
             book.kept.marks.append(Mark(len(book.kept.events), step, phase))
+
+    def _name_parameters(self) -> None:
+        """What was loaded for one parameter goes by its name; several may share a storage."""
+        users: dict[int, set[str]] = {}
+        for name, parameter in self._origins.parameters():
+            if (number := self._card.number(parameter)) is not None and number in self._card.known["parameters"]:
+                users.setdefault(number, set()).add(name)
+        makers = list(self._makers)
+        for number, names in users.items():
+            path, operator = makers[self.trace.origins[number]]
+            if not path and len(names) == 1:
+                self.trace.origins[number] = self._maker((names.pop(), operator))
 
     def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """These are of the category."""
@@ -338,9 +364,13 @@ class Tracer(TorchDispatchMode):
             self._card.known["workspaces"].add(self._card.allocate(self._workspace))
 
     def _note_request(self) -> None:
-        maker = ("", self._operator)
-        self.trace.origins.append(self._makers.setdefault(maker, len(self._makers)))
+        operator = self._operator if isinstance(self._operator, str) else _known_as(self._operator)
+        maker = self._origins.maker(operator)
+        self.trace.origins.append(self._maker(maker))
         self.trace.streams.append(self.stream(torch.cpu.current_stream()))
+
+    def _maker(self, maker: Maker) -> int:
+        return self._makers.setdefault(maker, len(self._makers))
 
     def _track(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
@@ -356,6 +386,7 @@ class Tracer(TorchDispatchMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP frees the weights that it gathered, and makes room for them again, in one and the same storage."""
+        self._operator = "Storage.resize_"
         book = self._host if storage._cdata in self._host.numbers else self._card
         if storage._cdata in book.numbers:
             book.release(storage._cdata)
@@ -387,6 +418,11 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that is sharded over ranks: FSDP's DTensor, ZeRO-3's partition."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
     return part
+
+
+def _known_as(operator: Any) -> str:
+    """As people write it: aten.mm, whichever overload."""
+    return "" if operator is None else str(operator.overloadpacket)
 
 
 def _in_backward() -> bool:

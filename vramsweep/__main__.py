@@ -20,6 +20,7 @@ HARNESS = {
     "doctor": "check machine, driver, torch build, disk and foreign GPU processes",
     "techniques": "settings that trade memory, time or exactness: what each needs, how far it is proven",
     "columns": "what the columns of a row mean",
+    "timeline": "what a predicted step holds from event to event: one trial, or a sweep's largest",
     "replay": "replay a recording of PyTorch's allocator under other settings",
     "completion": "print a shell script that completes verbs and settings: completion bash",
 }
@@ -32,7 +33,7 @@ ANALYSIS = {
     "paper": "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
     "export": "the tidy table as CSV or Parquet",
     "track": "log a finished sweep to an experiment tracker",
-    "timeline": "draw the what-if table of a replayed recording",
+    "draw": "draw the data of timeline or replay (--json) as a page",
 }
 
 # bash splits words at = and : as well, and wants only what follows; the whole word is what we complete.
@@ -69,7 +70,7 @@ def completion(words: Sequence[str]) -> int:
         return 0
     if not earlier:
         found = [verb for verb in (*HARNESS, *ANALYSIS) if verb.startswith(word)]
-    elif earlier[0] in ("sweep", "plan", "predict"):
+    elif earlier[0] in ("sweep", "plan", "predict", "timeline"):
         from vramsweep.harness import cli as harness
 
         implied = ["-m", "device=simulated"] if earlier[0] == "predict" else []

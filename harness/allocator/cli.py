@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vramsweep.harness.allocator.config import MIB
+from vramsweep.harness.allocator.holders import Holders
 from vramsweep.harness.allocator.replay import Row, WhatIf, what_if
 from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.search import grid, rank
@@ -68,7 +70,7 @@ def draw(result: WhatIf, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "timelines.json"
         data.write_text(result.to_json())
-        command = [sys.executable, "-m", "vramsweep", "timeline", str(data), str(out)]
+        command = [sys.executable, "-m", "vramsweep", "draw", str(data), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
@@ -102,12 +104,30 @@ def _print_table(result: WhatIf) -> None:
         table.add_row(row.settings or "(defaults)", row.start, *sizes, *counts, out)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
+    if result.rows[0].holders is not None:
+        console.print(_holders(result.rows[0].holders))
     console.print(verdict(result.rows[0]), markup=False, highlight=False)
     for row in result.rows:
         for note in (*row.notes, *([f"out of memory at {row.out_of_memory}"] if row.out_of_memory else [])):
             console.print(f"{row.settings or '(defaults)'}: {note}", markup=False, highlight=False)
     for note in _warnings(result):
         console.print(note, markup=False, highlight=False)
+
+
+def _holders(peak: Holders) -> Table:
+    """Who holds the recorded peak."""
+    unknown = f"; of {_mib(peak.unknown)} MiB no line is known" if peak.unknown else ""
+    title = f"What holds the recorded peak allocated, {_mib(peak.allocated)} MiB after event {peak.event}{unknown}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("MiB in all", justify="right")
+    table.add_column("blocks", justify="right")
+    table.add_column("asked for by (what it is for is not recorded)", overflow="fold")
+    for one in peak.largest:
+        blocks = f"{one.count} x {_mib(one.bytes)}" if one.count > 1 else "1"
+        table.add_row(_mib(one.bytes * one.count), blocks, escape(one.where or "unknown"))
+    table.add_row(_mib(peak.rest), str(peak.rest_count), "others")
+    table.add_row(_mib(peak.rounding), "", "rounding")
+    return table
 
 
 def _warnings(result: WhatIf) -> list[str]:

@@ -49,7 +49,8 @@ class Segment:
 class Recording:
     """What one device's allocator did, and where it ended.
 
-    `times` are microseconds of wall time for each event, None when the recording has none.
+    `times` are microseconds of wall time for each event, None when the recording has none. `stacks` are the frames of
+    requests by event, `held` of the blocks in use at the end by address: as they are in the file, unchecked.
     """
 
     name: str
@@ -58,6 +59,8 @@ class Recording:
     events: list[Event]
     times: list[int] | None
     segments: tuple[Segment, ...]
+    stacks: Mapping[int, Any]
+    held: Mapping[int, Any]
 
 
 def load(path: Path, device: int | None = None, max_bytes: int = safepickle.DEFAULT_MAX_BYTES) -> Recording:
@@ -81,13 +84,16 @@ def check(snapshot: Any, name: str, device: int | None = None) -> Recording:
     events = [_event(entry, i, name) for i, entry in enumerate(entries)]
     times = [entry.get("time_us") for entry in entries]
     kept = [i for i, event in enumerate(events) if event[0] != "snapshot"]
+    segments = _list(snapshot["segments"], f"{name}: segments")
     return Recording(
         name=name,
         device=chosen,
         settings=settings,
         events=[events[i] for i in kept],
         times=[times[i] for i in kept] if all(type(t) is int for t in times) else None,
-        segments=_segments(_list(snapshot["segments"], f"{name}: segments"), chosen, name),
+        segments=_segments(segments, chosen, name),
+        stacks={i: entries[old].get("frames") for i, old in enumerate(kept) if events[old][0] == "alloc"},
+        held=_frames_of_blocks(segments, chosen),
     )
 
 
@@ -182,6 +188,18 @@ def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int
         expandable=entry.get("is_expandable") is True,
         pieces=tuple(pieces),
     )
+
+
+def _frames_of_blocks(segments: Sequence[Any], device: int) -> dict[int, Any]:
+    """By address, of segments that have been checked."""
+    found: dict[int, Any] = {}
+    for segment in segments:
+        if segment["device"] == device:
+            at = segment["address"]
+            for block in segment["blocks"]:
+                found[at] = block.get("frames")
+                at += block["size"]
+    return found
 
 
 def _list(value: Any, what: str) -> list[Any]:

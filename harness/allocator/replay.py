@@ -13,6 +13,7 @@ from pathlib import Path
 
 from vramsweep.harness.allocator.config import AllocatorConfig, parse, without_effect
 from vramsweep.harness.allocator.follow import RELEASES, Follower, Match, apply
+from vramsweep.harness.allocator.holders import Holders, at_peak
 from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording
 from vramsweep.harness.allocator.recording import load as load_recording
 from vramsweep.harness.allocator.restore import Start, undo
@@ -27,7 +28,7 @@ class Row:
 
     `start` is "recorded" or "rebuilt". `device_allocs` counts cudaMalloc (or cuMemMap) calls, those for rebuilding
     the start included. `out_of_memory` says where the replay ended early; the sizes are then those up to there.
-    `match` is set for the replay under the recorded settings, `notes` for what to bear in mind.
+    `match` and `holders` are set for the replay under the recorded settings, `notes` for what to bear in mind.
     """
 
     settings: str
@@ -42,6 +43,7 @@ class Row:
     notes: tuple[str, ...]
     stats: Stats
     timeline: tuple[Point, ...]
+    holders: Holders | None = None
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,19 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
         simulator.adopt(s.private, s.stream, s.small, s.expandable, s.pieces)
     timeline = Timeline(simulator, recording.times)
     index, out_of_memory = 0, None
+    busiest, most = start.first, simulator.allocated
     try:
         for stretch in timeline.stretches(range(start.first, len(recording.events)), len(recording.events)):
             for index in stretch:
                 follower.step(index, start.private[index] if start.private else 0)
+                if simulator.allocated > most:
+                    busiest, most = index + 1, simulator.allocated
         follower.finish()
     except OutOfMemory as error:
         out_of_memory = _ended(index, recording, error)
         timeline.close()
-    return _row(recording.settings, "recorded", simulator, out_of_memory, follower.match(), (), timeline)
+    row = _row(recording.settings, "recorded", simulator, out_of_memory, follower.match(), (), timeline)
+    return replace(row, holders=at_peak(recording, start, busiest, most))
 
 
 def replay_under(recording: Recording, start: Start, config: AllocatorConfig, memory_limit: int | None) -> Row:

@@ -1,0 +1,25 @@
+"""Pages of figures that are no report: what `vramsweep timeline` and `vramsweep replay` have found, from its JSON."""
+
+import json
+from pathlib import Path
+
+from vramsweep.analysis import page
+from vramsweep.analysis.figures_allocator import as_figure, holders
+from vramsweep.analysis.figures_timeline import of_timelines
+from vramsweep.harness.errors import UserError
+
+
+def draw(data: Path, out: Path) -> None:
+    """Draw timelines, or the what-if table of a recording (WhatIf.to_json), into a self-contained page.
+
+    Raises UserError.
+    """
+    try:
+        found = json.loads(data.read_text())
+        if "timelines" in found:
+            text = page.of_figures("Memory over a step", of_timelines(found["timelines"]))
+        else:
+            text = page.of_figures("Replay of a recording", [(as_figure(found), holders(found))])
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror or error}") from None

@@ -1,0 +1,51 @@
+"""A process that makes timelines: `python -m vramsweep.runners.timeline_worker REQUEST ANSWER`, both JSON files.
+
+REQUEST has `trials` (resolved), `traces` (the folder where traces are kept) and `trace`: whether a trial whose trace is
+not there is traced, at most one, as some libraries remember the first. ANSWER has `timelines`, for each trial its
+timeline or null, or `error`, one line for the user.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness import registry
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import memory_limit, named
+from vramsweep.harness.trial import Trial
+from vramsweep.runners import tracing
+from vramsweep.runners.timeline import timeline
+
+
+def of_trial(trial: Trial, traces: Path, trace: bool) -> dict[str, Any] | None:
+    """The trial's timeline, in bytes; None where its trace is not kept and `trace` is false. Raises UserError."""
+    card = named(trial.device.gpu)
+    if not trace and not (traces / f"{tracing.trace_key(trial, card)}.json").is_file():
+        return None
+    runner = importlib.import_module(registry.runner(trial.runner.name).module)
+    with tempfile.TemporaryDirectory() as folder:
+        traced, _ = tracing.kept(trial, card, Path(folder), runner, traces)
+    found = timeline(traced, allocator_config.parse(trial.allocator.conf), memory_limit(card))
+    return None if found is None else asdict(found)
+
+
+def main(request: Path, answer: Path) -> None:
+    """Answer one request."""
+    asked = json.loads(request.read_text())
+    trials = [Trial.model_validate(values) for values in asked["trials"]]
+    try:
+        said = {"timelines": [of_trial(trial, Path(asked["traces"]), asked["trace"]) for trial in trials]}
+    except UserError as error:
+        said = {"error": str(error)}  # type: ignore[dict-item]
+    answer.write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
