@@ -82,7 +82,9 @@ _session = Session()
 
 
 def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -> int:
-    """`sweep` and `plan`, or only to know the trials: Hydra's command line; `front` is that of a verb that shows a sweep in its own way.
+    """`sweep` and `plan`, or only to know the trials: Hydra's command line.
+
+    `front` is that of a verb that shows a sweep in its own way.
 
     Returns 0 if every trial has an answer, 1 if some failed, 2 if none can run, 130 if interrupted. Raises UserError
     for a mistake.

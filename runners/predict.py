@@ -99,18 +99,18 @@ def _run(
         for number, operation in enumerate(operations, first):
             if operation > 0:
                 if operation <= storages:
-                    malloc(operation, sizes[operation - 1], streams[operation - 1])
+                    malloc(operation - 1, sizes[operation - 1], streams[operation - 1])
                     if simulator.allocated > highest:
                         highest, found = simulator.allocated, operation
                 else:
-                    simulator.free_completed(operation - storages)
+                    simulator.free_completed(operation - storages - 1)
             elif operation >= -storages:
                 if operation:
-                    free(-operation)
+                    free(-operation - 1)
                 else:
                     simulator.empty_cache()
             else:
-                simulator.free_requested(-operation - storages)
+                simulator.free_requested(-operation - storages - 1)
             if look is not None:
                 look(number, simulator)
     except OutOfMemory:
