@@ -145,7 +145,7 @@ def _arithmetic(
         return "", 0
     try:
         counted: Any = formula(*args, **kwargs, out_val=out)
-        flops = counted if isinstance(counted, torch.SymInt) else int(counted)
+        flops: Any = counted if isinstance(counted, torch.SymInt) else int(counted)
     except Exception:  # attention over lengths that only the card knows: no reason to give up predicting memory
         return UNKNOWN, 1
     dtype = next((t.dtype for t in given.values() if t.is_floating_point()), None)

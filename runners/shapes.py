@@ -79,7 +79,7 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: tracing.Runner) -> Cand
         return Candidate(symbols.symbolic(traced, details), *map(frozenset, collected))
     except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
         first = str(error).strip().partition("\n")[0]
-        return Refused(first if isinstance(error, _Unwritable) else f"{type(error).__name__}: {first}")
+        return Refused(first if isinstance(error, Unwritable) else f"{type(error).__name__}: {first}")
 
 
 def confirmed(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any]]]) -> SymbolicTrace | Refused:
@@ -123,7 +123,7 @@ def _uncollected(storages: Storages, collected: frozenset[int]) -> tuple[Any, ..
     return events, marks, notes, [c for i, c in enumerate(storages.categories) if i not in collected]
 
 
-class _Unwritable(Exception):
+class Unwritable(Exception):
     """What a formula cannot say."""
 
 
@@ -156,18 +156,18 @@ class _Symbols:
         given = self._values if self._trial.runner.name == "custom" else [self._values[0], self._trial.micro_batch]
         return self._trial.model_copy(update=dict(zip(Point._fields, given, strict=True)))
 
-    def batch(self, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of shape (micro_batch, seq_len) on the host."""
+    def batch(self, dtype: torch.dtype, shared: bool = False) -> torch.Tensor:
+        """A tensor of shape (micro_batch, seq_len) on the host; with `shared`, one row in place of all."""
         length, samples = self._values
         with _disable_current_modes(), self.fake:
-            made = torch.empty((samples, length), dtype=dtype)
+            made = torch.empty_strided((samples, length), (0 if shared else length, 1), dtype=dtype)
         made.copied = lambda: None  # type: ignore[attr-defined]
         return made
 
     def symbolic(self, traced: Trace, details: Mapping[str, Any]) -> SymbolicTrace:
-        """The trace with formulas. Raises _Unwritable."""
+        """The trace with formulas. Raises Unwritable."""
         if self.env.replacements or self.env.deferred_runtime_asserts:
-            raise _Unwritable("the code uses a length or batch as a plain number: it is true of this one alone")
+            raise Unwritable("the code uses a length or batch as a plain number: it is true of this one alone")
         formulas: dict[str, int] = {}
         texts: dict[Any, str] = {}
 
@@ -197,7 +197,7 @@ class _Symbols:
         text = written(expression, self._names)
         hint = value.node.hint if isinstance(value, torch.SymInt) else value
         if compiled(text)(self._point) != hint:
-            raise _Unwritable(f"{expression} is not {text}")
+            raise Unwritable(f"{expression} is not {text}")
         return text
 
     def _guards(self) -> tuple[str, ...]:
@@ -208,7 +208,7 @@ class _Symbols:
             texts.append(f"micro_batch <= {build.POOL}")  # beyond it the samples of a batch repeat
         for guard in self.env.guards:
             if isinstance(guard.expr, sympy.Eq) and not guard.expr.has(functions.Mod, functions.FloorDiv):
-                raise _Unwritable(f"the code uses a size as a plain number: {written(guard.expr, self._names)}")
+                raise Unwritable(f"the code uses a size as a plain number: {written(guard.expr, self._names)}")
             texts.append(self._checked(guard.expr, True))
         return tuple(dict.fromkeys(texts))
 
@@ -234,7 +234,7 @@ class _Fake(FakeTensorMode):
             return tensor
         storage = tensor.copied()
         with self, mock.patch.object(self, "cache_enabled", False):  # it would keep the storage
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             if storage is not None:
                 copy.set_(storage, 0, tensor.shape, tensor.stride())
         tensor.copied = weakref.ref(copy.untyped_storage())
@@ -258,8 +258,9 @@ def _inputs(trial: Trial, symbols: _Symbols) -> Iterator[None]:
     data, load = build.data, _BaseDataLoaderIter.__next__
 
     def batch(self: build.Data, index: int, size: int) -> dict[str, torch.Tensor]:
-        # stacked, as samples are
-        return {key: torch.stack([symbols.batch(sample.dtype)])[0] for key, sample in self.samples[0].items()}
+        first, second = self.samples[:2]
+        rows = {key: symbols.batch(value.dtype, shared=value is second[key]) for key, value in first.items()}
+        return {key: torch.stack([value])[0] for key, value in rows.items()}  # stacked, as samples are
 
     def loaded(self: Any) -> Any:
         return {key: symbols.batch(value.dtype) for key, value in load(self).items()}
@@ -311,11 +312,13 @@ _CALLED = {functions.Max: "max", functions.Min: "min", sympy.Max: "max", sympy.M
 
 
 def written(expression: Any, names: Mapping[Any, str]) -> str:
-    """The formula that an expression is (symbolic.py). Raises _Unwritable if there is none."""
+    """The formula that an expression is (symbolic.py). Raises Unwritable if there is none."""
     if isinstance(expression, sympy.Integer):
         return str(int(expression))
     if expression in names:
         return names[expression]
+    if isinstance(expression, functions.CeilToInt | functions.FloorToInt):
+        return written(_whole(expression), names)
     kind, parts = type(expression), [written(part, names) for part in expression.args]
     if kind in _CALLED:
         return f"{_CALLED[kind]}({', '.join(parts)})"
@@ -326,4 +329,14 @@ def written(expression: Any, names: Mapping[Any, str]) -> str:
         return f"not {parts[0]}"
     if kind in _BETWEEN:
         return _BETWEEN[kind].join(parts)
-    raise _Unwritable(f"no formula says {expression}")
+    raise Unwritable(f"no formula says {expression}")
+
+
+def _whole(expression: Any) -> Any:
+    """What math.ceil or math.floor made of a true division of whole numbers, without one."""
+    (quotient,) = expression.args
+    if not isinstance(quotient, functions.IntTrueDiv):
+        raise Unwritable(f"no formula says {expression}")
+    over, by = quotient.args
+    down = isinstance(expression, functions.FloorToInt)
+    return functions.FloorDiv(over, by) if down else -functions.FloorDiv(-over, by)
