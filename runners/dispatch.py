@@ -148,13 +148,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, *_every_head(query, key, value)))
+    flops: int = sdpa_flop_count(query.shape, *_every_head(query, key, value))
+    return flops
 
 
 def _attention_backward(
     grad_out: Any, query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
-    return int(sdpa_backward_flop_count(grad_out.shape, query.shape, *_every_head(query, key, value)))
+    flops: int = sdpa_backward_flop_count(grad_out.shape, query.shape, *_every_head(query, key, value))
+    return flops
 
 
 def _every_head(query: Any, key: Any, value: Any) -> tuple[torch.Size, torch.Size]:
@@ -168,9 +170,10 @@ def _every_head(query: Any, key: Any, value: Any) -> tuple[torch.Size, torch.Siz
 
 def _product(a: Any, b: Any) -> int:
     """2 per element of `a` and column of `b`; stacks of matrices, as in a batched or a grouped product, included."""
-    if a.dim() == 3 and b.dim() == 2:  # a grouped product whose groups divide the columns of `b`
-        return int(2 * a.shape[-2] * b.numel())
-    return int(2 * a.numel() * (b.shape[-1] if b.dim() > 1 else 1))
+    grouped = a.dim() == 3 and b.dim() == 2  # whose groups divide the columns of `b`
+    rows, columns = (a.shape[-2], b.numel()) if grouped else (a.numel(), b.shape[-1] if b.dim() > 1 else 1)
+    flops: int = 2 * rows * columns  # no int(): it may be symbolic
+    return flops
 
 
 def _of_two(a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:

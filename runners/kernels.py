@@ -76,7 +76,7 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) ->
         whole = nbytes(args[0])
         times = 1 + (id(args[0]) in changed)
         rest = sum(moved) - times * whole
-        moved = [rest, times * min(whole, rest)]
+        moved = [rest, times * torch.sym_min(whole, rest)]
     kind, flops = _arithmetic(func, args, kwargs, out, given, capability)
     return Work(kind, flops, sum(moved), _launches(name, args, out))
 
@@ -116,7 +116,8 @@ def collective(func: Any, args: Any) -> Collective | None:
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of the different elements of a tensor: a dimension of stride 0 is stored once."""
     stored = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return min(stored * tensor.element_size(), tensor.untyped_storage().nbytes())
+    least: int = torch.sym_min(stored * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return least
 
 
 def _unique(values: Any) -> dict[int, torch.Tensor]:
@@ -143,7 +144,8 @@ def _arithmetic(
     if formula is None:
         return "", 0
     try:
-        flops = int(formula(*args, **kwargs, out_val=out))
+        counted: Any = formula(*args, **kwargs, out_val=out)
+        flops: Any = counted if isinstance(counted, torch.SymInt) else int(counted)
     except Exception:  # attention over lengths that only the card knows: no reason to give up predicting memory
         return UNKNOWN, 1
     dtype = next((t.dtype for t in given.values() if t.is_floating_point()), None)

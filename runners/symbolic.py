@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from vramsweep.harness.links import Collective
-from vramsweep.harness.roofline import Work
+from vramsweep.harness.roofline import Work, merged
 from vramsweep.runners.trace import HostStorages, Trace
 
 
@@ -83,6 +83,18 @@ class SymbolicTrace:
         for kind, flops, nbytes, launches, count in self.kernels:
             counts[kind, flops, nbytes, launches] += count
         return list(counts.items())
+
+
+def difference(one: tuple[Trace, dict[str, Any]], other: tuple[Trace, dict[str, Any]]) -> str | None:
+    """What is not the same in two traces with their details; kernels and collectives in whatever order. None: nothing
+    is."""
+    (trace, details), (other_trace, other_details) = one, other
+    for name in (field.name for field in fields(Trace)):
+        a, b = getattr(trace, name), getattr(other_trace, name)
+        if (merged(a) != merged(b)) if name in ("kernels", "collectives") else (a != b):
+            return name
+    names = details | other_details
+    return next((f"details: {name}" for name in names if details.get(name) != other_details.get(name)), None)
 
 
 _ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.operator, ast.unaryop)

@@ -191,10 +191,14 @@ def generation(capability: Capability) -> tuple[bool, int]:
 
 
 class Tracer(TorchDispatchMode):
-    """Records storages from entry to exit; `record` is a context manager that enters all that is needed."""
+    """Records storages from entry to exit; `record` is a context manager that enters all that is needed.
 
-    def __init__(self, capability: Capability) -> None:
+    `fake` makes the tensors; where their shapes are symbolic, so are sizes (shapes.py).
+    """
+
+    def __init__(self, capability: Capability, fake: FakeTensorMode | None = None) -> None:
         super().__init__()
+        self._fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
         self.trace = Trace()
         self.in_step = False
         self.in_last_step = False
@@ -221,12 +225,7 @@ class Tracer(TorchDispatchMode):
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         try:
             torch.cuda.empty_cache = lambda: self.trace.events.append(0)
-            with (
-                self._origins.watch(),
-                storage_resizes(self._resized),
-                FakeTensorMode(allow_non_fake_inputs=True),
-                self,
-            ):
+            with self._origins.watch(), storage_resizes(self._resized), self._fake, self:
                 yield
         finally:
             torch.cuda.empty_cache = empty_cache

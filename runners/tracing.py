@@ -13,7 +13,7 @@ from collections.abc import Callable, Set
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -37,6 +37,13 @@ from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer, generatio
 FORMAT = 8  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
 COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold
+
+
+class Runner(Protocol):
+    """A runner's module."""
+
+    def run(self, trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
+        """Train `trial.steps()` steps under the meter."""
 
 
 class TraceMeter:
@@ -68,9 +75,14 @@ class TraceMeter:
         self.tracer.mark(self.index, phase)
 
 
-def trace_trial(trial: Trial, card: Gpu, folder: Path, runner: ModuleType) -> tuple[Trace, dict[str, Any]]:
-    """Trace the runner's steps; the trace and the columns about what was built. Raises InvalidTrial if it cannot be."""
-    tracer = Tracer(card.capability)
+def trace_trial(
+    trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: Tracer | None = None
+) -> tuple[Trace, dict[str, Any]]:
+    """Trace the runner's steps; the trace and the columns about what was built. Raises InvalidTrial if it cannot be.
+
+    `tracer` is a plain one unless given.
+    """
+    tracer = tracer or Tracer(card.capability)
     meter = TraceMeter(trial, tracer)
     build.prepare(trial)
     try:

@@ -32,10 +32,10 @@ from vramsweep.runners.dispatch import FORMULAS
 STATE = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn",
          "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn")  # fmt: skip
 _library = torch.library.Library("vramsweep", "FRAGMENT")
-_FORWARD = "(Tensor query, Tensor key, Tensor value, bool is_causal, int sequences) -> (Tensor, Tensor, Tensor)"
+_FORWARD = "(Tensor query, Tensor key, Tensor value, bool is_causal, SymInt sequences) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
     "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor(a!) dq, Tensor(b!) dk, "
-    "Tensor(c!) dv, bool is_causal, int sequences) -> ()"
+    "Tensor(c!) dv, bool is_causal, SymInt sequences) -> ()"
 )
 
 
@@ -51,7 +51,8 @@ def _pairs(query: Any, sequences: int) -> int:
     """FLOPs of one product of queries with keys: 2 for each of the pairs of a sequence, all taken as equally long."""
     *rows, heads, width = query.shape
     tokens = math.prod(rows)
-    return int(2 * heads * width * tokens * tokens // sequences)
+    flops: int = 2 * heads * width * tokens * tokens // sequences
+    return flops
 
 
 def _forward_flops(query: Any, key: Any, value: Any, is_causal: bool, sequences: int, out_val: Any = None) -> int:
@@ -114,9 +115,11 @@ class _Attention(torch.autograd.Function):
 def scratch_rows(shape: Any, sequences: int | None = None) -> int:
     """Rows of the backward kernels' accumulators: lengths rounded up to 128, or 128 more for each sequence."""
     if sequences is not None:
-        return int(shape[0]) + 128 * sequences
+        packed: int = shape[0] + 128 * sequences
+        return packed
     batch, length = shape
-    return int(batch) * -(-int(length) // 128) * 128
+    rows: int = batch * -(-length // 128) * 128
+    return rows
 
 
 def flash_attn_func(
