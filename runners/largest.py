@@ -22,12 +22,14 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.attempt import LARGEST
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import pieces, result, simulated
-from vramsweep.runners.many import Job, Tracer, Trials, at, at_once, families, forked, known, look_up, point
+from vramsweep.runners import result, simulated
+from vramsweep.runners.curve import Curve, at, curve, point
+from vramsweep.runners.many import Trials, families
 from vramsweep.runners.predict import host_replay, replay
 from vramsweep.runners.program import program
 from vramsweep.runners.survey import Edge, Verdict, survey
 from vramsweep.runners.trace import Trace
+from vramsweep.runners.tracer import Job, Tracer, at_once, forked
 
 MOST = 1500  # points of a family that are looked at, unless all are asked for: half a minute on two cores
 CHUNK = 8  # points that one process looks at
@@ -50,16 +52,16 @@ def _of_family(
 ) -> dict[str, Any]:
     anyone = next(iter(family.values()))
     points = [point(anyone.model_copy(update={axis: value})) for value in values]
-    cover = pieces.cover(points, tracer.asker(anyone), known(anyone))
+    found = curve(anyone, points, tracer)
     limits = {trial_id: gpus.memory_limit(gpus.named(trial.device.gpu)) for trial_id, trial in family.items()}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
 
     def evaluate(numbers: Sequence[int]) -> dict[int, dict[str, Verdict]]:
-        tracer.trace([at(anyone, points[n]) for n in numbers if points[n] in cover.left])
+        found.trace([at(anyone, points[n]) for n in numbers])
         chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
         places = [next(files) for _ in chunks]
         jobs: list[Job] = [
-            (_looking({n: at(anyone, points[n]) for n in chunk}, family, limits, cover, tracer, place), deadline_s)
+            (_looking({n: at(anyone, points[n]) for n in chunk}, family, limits, found, place), deadline_s)
             for chunk, place in zip(chunks, places, strict=True)
         ]
         for _ in forked(jobs, at_once()):
@@ -67,8 +69,7 @@ def _of_family(
         return dict(_looked(places))
 
     edges = survey(len(points), limits, evaluate, every, MOST)
-    bases = sorted({piece.basis for piece in cover.pieces}) or [simulated.TRACED]
-    return {trial_id: _told(edge, values, bases) for trial_id, edge in edges.items()}
+    return {trial_id: _told(edge, values, found.bases()) for trial_id, edge in edges.items()}
 
 
 def _told(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
@@ -88,20 +89,19 @@ def _looking(
     trials: Mapping[int, Trial],
     family: Trials,
     limits: Mapping[str, int],
-    cover: pieces.Cover,
-    tracer: Tracer,
+    known: Curve,
     place: Path,
 ) -> Callable[[], None]:
     def look() -> None:
-        found = {}
+        answers: dict[int, dict[str, tuple[bool, int, bool]]] = {}
         for number, trial in trials.items():
-            traced = look_up(trial, cover, tracer)
+            traced = known.at(trial)
             if traced is not None:
-                found[number] = {
+                answers[number] = {
                     name: (v.fits, v.need, v.reserved) for name, v in verdicts(traced[0], family, limits).items()
                 }
         aside = place.with_suffix(".part")
-        aside.write_text(json.dumps(found))
+        aside.write_text(json.dumps(answers))
         aside.rename(place)
 
     return look

@@ -222,6 +222,9 @@ class Tracer(TorchDispatchMode):
     def record(self) -> Iterator[None]:
         """Trace everything that runs inside."""
         empty_cache = torch.cuda.empty_cache
+        collects = gc.isenabled()
+        gc.disable()
+        gc.freeze()  # what is there already need not be looked through at every mark
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         try:
             torch.cuda.empty_cache = lambda: self.trace.events.append(0)
@@ -230,6 +233,9 @@ class Tracer(TorchDispatchMode):
         finally:
             torch.cuda.empty_cache = empty_cache
             hook.remove()
+            gc.unfreeze()
+            if collects:
+                gc.enable()
             self.trace.categories = self._card.close()
             self.trace.makers = list(self._makers)
             self.trace.host.categories = _of_host(self.trace.host, self._host.close())
@@ -283,7 +289,8 @@ class Tracer(TorchDispatchMode):
         self.mark(None, "load")
 
     def mark(self, step: int | None, phase: Phase) -> None:
-        """A phase ends here."""
+        """A phase ends here. What hangs in reference cycles goes now: when it would hangs on all that Python did before."""
+        gc.collect()
         if step is not None and self._card.kept.marks[-1].step is None:
             self._name_parameters()
         if phase == "backward":

@@ -1,0 +1,103 @@
+"""What is known of a family's points, from few traces: by symbolic shapes where they come, else by fitted formulas.
+
+A symbolic trace is tried first: it costs some direct ones, but its guards say where it is true, not a few points. What
+no guards cover (a batch of 1, a length with a kernel of its own) is left to pieces.py, and what nothing covers is
+traced point by point. A row says which it was (`trace_basis`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vramsweep.harness.trial import Trial
+from vramsweep.runners import build, pieces, shapes, simulated
+from vramsweep.runners.symbolic import Point, SymbolicTrace
+from vramsweep.runners.trace import Trace
+from vramsweep.runners.tracer import Tracer
+
+FEW = pieces.FEW  # points that are as quickly traced one by one
+TRIES = 3  # symbolic traces of a family at most: of one sample and of several, say
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The traces of a family. `anyone` is one of its trials."""
+
+    anyone: Trial
+    symbolic: tuple[SymbolicTrace, ...]
+    cover: pieces.Cover
+    tracer: Tracer
+
+    def at(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
+        """The trial's trace, the details and what it rests on; None if it could not be traced."""
+        where = point(trial)
+        for one in self.symbolic:
+            if one.holds(where):
+                return *one.at(where), one.basis
+        found = self.cover.at(where)
+        if found is None and (own := self.tracer.found(trial)) is not None:
+            found = (*own, simulated.TRACED)
+        return found
+
+    def bases(self) -> list[str]:
+        """What its points rest on, each once."""
+        found = dict.fromkeys(one.basis for one in (*self.symbolic, *self.cover.pieces))
+        return [*found, *([simulated.TRACED] if self.cover.left or self.cover.traced else [])]
+
+    def trace(self, trials: Collection[Trial]) -> None:
+        """Trace those of the trials that nothing covers."""
+        left = self.cover.left
+        self.tracer.trace([trial for trial in trials if point(trial) in left])
+
+
+def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
+    """Trace what is needed to know these points of the trial's family."""
+    rest, symbolic = sorted(set(points)), []
+    for _ in range(TRIES):
+        found = _symbolic(anyone, rest, tracer) if len(rest) > FEW else None
+        if found is None:
+            break
+        symbolic.append(found)
+        rest = [where for where in rest if not found.holds(where)]
+
+    def known(where: Point) -> dict[str, Any]:
+        return {"padding_fraction": build.data(at(anyone, where)).padding_fraction} if anyone.padding else {}
+
+    def ask(wanted: Sequence[Point]) -> Any:
+        return tracer.kept({where: at(anyone, where) for where in wanted})
+
+    return Curve(anyone, tuple(symbolic), pieces.cover(rest, ask, known), tracer)
+
+
+def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> SymbolicTrace | None:
+    """A symbolic trace of the point in the middle, found equal to direct ones where it holds: at both ends, and at a
+    length that is otherwise aligned."""
+    middle = points[len(points) // 2]
+    found = tracer.symbolic(at(anyone, middle))
+    if not isinstance(found, shapes.Candidate):
+        return None
+    held = [where for where in points if found.symbolic.holds(where)]
+    if len(held) <= FEW:
+        return None
+    other = next((w for w in held[len(held) // 3 :] if (w.seq_len % 8 == 0) != (held[0].seq_len % 8 == 0)), held[1])
+    direct = tracer.kept({where: at(anyone, where) for where in dict.fromkeys((held[0], held[-1], other))})
+    if len(direct) < 2:
+        return None
+    confirmed = shapes.confirmed(found, {where: (one.trace, one.details) for where, one in direct.items()})
+    if isinstance(confirmed, shapes.Refused):
+        tracer.say(f"no symbolic trace: {confirmed.reason}")
+        return None
+    return confirmed
+
+
+def point(trial: Trial) -> Point:
+    """Where in its family a trial is."""
+    padded = build.padded_tokens(trial.padding, trial.seq_len) if trial.data == "synthetic" else 0
+    return Point(trial.seq_len, trial.micro_batch, trial.seq_len - padded if padded else None)
+
+
+def at(trial: Trial, where: Point) -> Trial:
+    """The trial of the same family at another point."""
+    return trial.model_copy(update={"seq_len": where.seq_len, "micro_batch": where.micro_batch})
