@@ -289,7 +289,7 @@ class Tracer(TorchDispatchMode):
         self.mark(None, "load")
 
     def mark(self, step: int | None, phase: Phase) -> None:
-        """A phase ends here. What hangs in reference cycles goes now: when it would hangs on all that Python did before."""
+        """A phase ends here. Reference cycles are collected now, as when Python would hangs on all it did before."""
         gc.collect()
         if step is not None and self._card.kept.marks[-1].step is None:
             self._name_parameters()
