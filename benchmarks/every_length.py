@@ -126,9 +126,7 @@ def largest(name: str, lengths: int) -> dict[str, Any]:
             if [one["outcome"] == "ok" for one in row.values()] != [fits]:
                 wrong.append((trial["seq_len"], trial["device"]["gpu"], trial["allocator"]["name"]))
     looked = max(edge["looked_at"] for edge in edges)
-    found = {
-        (e["trial"]["device"]["gpu"], e["trial"]["allocator"]["name"]): (e["all_up_to"], e["largest"]) for e in edges
-    }
+    named = [(f"{e['trial']['device']['gpu']} {e['trial']['allocator']['name']}", e) for e in edges]
     return {
         "configuration": name, "largest_seconds": round(seconds, 1), "edges": len(edges), "looked_at": looked,
         "of": lengths, "compared": len(asked), "different": wrong,

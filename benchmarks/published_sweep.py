@@ -2,8 +2,8 @@
 
     python benchmarks/published_sweep.py [--data FILE] [--figure OUT.png] [--results FOLDER]
 
-Published: github gpjt/fine-tune-2024-04, results-without-env-var.csv: peak active and reserved MiB of one card of 24 GB,
-by the Trainer with DeepSpeed 0.14.2, transformers 4.40.0, torch 2.2.2, fp16, FusedAdam, one sample, text padded to the
+Published: github gpjt/fine-tune-2024-04, results-without-env-var.csv: peak active and reserved MiB of a 24 GB card, by
+the Trainer with DeepSpeed 0.14.2, transformers 4.40.0, torch 2.2.2, fp16, FusedAdam, one sample, text padded to the
 length, no allocator setting. Predicted by one command, `vramsweep predict` with those versions; see WORDS.
 """
 
