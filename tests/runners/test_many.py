@@ -15,7 +15,7 @@ from conftest import TARGETS, tiny
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.attempt import PREDICTIONS
-from vramsweep.runners import many, tracing, worker
+from vramsweep.runners import curve, tracer, tracing, worker
 
 DEVICE = {"name": "simulated", "gpu": "a100-80gb"}
 CARD = gpus.named("a100-80gb")
@@ -40,7 +40,7 @@ def parsed(**over: Any) -> trial.Trial:
 def test_a_family_is_what_length_and_batch_leave_of_a_trace_s_key(over: dict[str, Any], same_family: bool) -> None:
     one, other = parsed(), parsed(**over)
     assert (tracing.family_key(one, CARD) == tracing.family_key(other, CARD)) is same_family
-    points = many.point(one) != many.point(other)
+    points = curve.point(one) != curve.point(other)
     assert (tracing.trace_key(one, CARD) == tracing.trace_key(other, CARD)) is (same_family and not points)
 
 
@@ -59,14 +59,14 @@ def test_jobs_run_so_many_at_a_time_and_late_and_dying_ones_do_not_stop_the_othe
     def raises() -> None:
         raise SystemExit("not today")
 
-    jobs: list[many.Job] = [
+    jobs: list[tracer.Job] = [
         (leaves("late", 60), 0.5),
         (dies, 60),
         (raises, 60),
         *((leaves(f"good{n}", 0.2), 60) for n in range(4)),
     ]
     began = time.monotonic()
-    assert sorted(many.forked(jobs, 2)) == list(range(7))
+    assert sorted(tracer.forked(jobs, 2)) == list(range(7))
     assert time.monotonic() - began < 30
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"good{n}" for n in range(4)]
     spans = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
@@ -83,18 +83,18 @@ def test_no_process_at_all_is_an_error_and_one_too_few_is_waited_for(monkeypatch
         return fork()
 
     monkeypatch.setattr(os, "fork", refusing)
-    assert list(many.forked([(lambda: time.sleep(0.2), 60.0)] * 2, 2)) == [0, 1]
+    assert list(tracer.forked([(lambda: time.sleep(0.2), 60.0)] * 2, 2)) == [0, 1]
     refusals[:] = [True]
     with pytest.raises(BlockingIOError):
-        list(many.forked([(lambda: None, 60.0)], 2))
+        list(tracer.forked([(lambda: None, 60.0)], 2))
 
 
 def test_at_once_leaves_each_process_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setattr(many.node, "memory_here", lambda: 5 << 30)
-    assert 1 <= many.at_once() <= 5
-    monkeypatch.setattr(many.node, "memory_here", lambda: 1 << 20)
-    assert many.at_once() == 1
+    monkeypatch.setattr(tracer.node, "memory_here", lambda: 5 << 30)
+    assert 1 <= tracer.at_once() <= 5
+    monkeypatch.setattr(tracer.node, "memory_here", lambda: 1 << 20)
+    assert tracer.at_once() == 1
 
 
 def answers(folder: Path) -> dict[str, dict[str, Any]]:
@@ -110,7 +110,7 @@ def run(folder: Path, *values: dict[str, Any], timeout_s: float = 120) -> dict[s
     trials = [{"trial_id": str(n), "trial": trial.parse(v).model_dump(mode="json")} for n, v in enumerate(values)]
     (folder / "spec.json").write_text(json.dumps({"trials": trials, "timeout_s": timeout_s}))
     own = os.getpid()
-    list(many.forked([(lambda: worker.main(folder, own), 300.0)], 1))
+    list(tracer.forked([(lambda: worker.main(folder, own), 300.0)], 1))
     return answers(folder)
 
 

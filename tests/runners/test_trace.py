@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections import Counter
@@ -194,3 +195,27 @@ def test_behaviour_ends_with_its_context() -> None:
     with operators:
         F.dropout(torch.ones(4, requires_grad=True), 0.5)
     assert "native_dropout" not in operators.names
+
+
+@pytest.mark.parametrize("over", [{}, {"precision": "fp32", "attention": "eager"}, {"optimizer": "adafactor"}])
+def test_cards_of_one_generation_have_one_trace(tmp_path: Path, over: dict[str, Any]) -> None:
+    """Only the cuBLAS workspace of compute capability 9.0 is another; before 8.0 other kernels attend."""
+    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over))
+    cards = ["a100-80gb", "rtx3090-24gb", "l40s-48gb", "rtx5090-32gb", "h100-80gb"]
+    traces = [tracing.trace_trial(chosen, gpus.named(card), tmp_path, torch_loop)[0] for card in cards]
+    *alike, hopper = traces
+    assert all(one == alike[0] for one in alike)
+    changed = {c for c, a, b in zip(hopper.categories, alike[0].sizes, hopper.sizes, strict=True) if a != b}
+    assert changed <= {"workspaces"} and hopper.events == alike[0].events
+
+
+def test_the_collector_runs_at_the_end_of_a_phase_whatever_else_the_process_does(tmp_path: Path) -> None:
+    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}))
+    first, _ = tracing.trace_trial(chosen, A100, tmp_path, torch_loop)
+    before = gc.get_threshold()
+    gc.set_threshold(3)
+    try:
+        second, _ = tracing.trace_trial(chosen, A100, tmp_path, torch_loop)
+    finally:
+        gc.set_threshold(*before)
+    assert first == second and gc.isenabled()

@@ -1,0 +1,69 @@
+"""The largest that fits: against the rows of every length, and what is asked for against what is reserved."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, tiny
+
+from vramsweep.harness import gpus, trial
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.journal import read, terminal
+from vramsweep.runners import largest, torch_loop, tracing
+from vramsweep.runners.predict import replay
+
+WORDS = ("model=tiny", "micro_batch=64", "seq_len=1..48", "device.gpu=rtx4080-16gb")
+SHARE = "per_process_memory_fraction:0.004"
+SETTINGS = f'allocator.conf="{SHARE}","{SHARE},expandable_segments:True"'
+
+
+def vramsweep(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vramsweep", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=170)
+
+
+@pytest.mark.slow
+def test_the_edge_is_that_of_the_rows_of_every_length(tmp_path: Path) -> None:
+    where = (f"results={tmp_path}", "name=edge", "report=false")
+    found = vramsweep("predict", "--largest", "seq_len", "--json", *WORDS, SETTINGS, *where)
+    assert found.returncode == 0, found.stderr
+    edges = {edge["trial"]["allocator"]["conf"]: edge for edge in json.loads(found.stdout)}
+    assert vramsweep("predict", *WORDS, SETTINGS, *where).returncode == 0
+    rows = terminal(read(tmp_path / "edge")[0]).values()
+    assert len(rows) == 96 and len(edges) == 2
+    for conf, edge in edges.items():
+        fits = {row["seq_len"]: row["outcome"] == "ok" for row in rows if row["allocator_conf"] == conf}
+        assert set(fits.values()) == {True, False}
+        assert edge["largest"] == max(length for length, ok in fits.items() if ok)
+        assert edge["all_up_to"] == min(length for length, ok in fits.items() if not ok) - 1
+
+
+def test_no_setting_reserves_less_than_is_asked_for_at_one_time(tmp_path: Path) -> None:
+    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, seq_len=200, micro_batch=8))
+    traced, _ = tracing.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, torch_loop)
+    least = largest.requested(traced)
+    assert least == replay(traced, AllocatorConfig(), None).peak["requested"]
+    family = {"fits": chosen, "not": chosen}
+    verdicts = largest.verdicts(traced, family, {"fits": 1 << 35, "not": least - 1})
+    assert verdicts["fits"].fits and verdicts["fits"].need == replay(traced, AllocatorConfig(), None).peak["reserved"]
+    assert (verdicts["not"].fits, verdicts["not"].need, verdicts["not"].reserved) == (False, least, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--largest", "seq_len", "model=tiny", "seq_len=1..99999"), "positions"),
+        (("--largest", "layers", "model=tiny"), "seq_len"),
+        (("--largest", "seq_len", "--max-reserved", "1GiB", "model=tiny"), "do not go together"),
+        (("--every", "model=tiny"), "--largest"),
+        (("--max-reserved", "lots", "model=tiny"), "is not a size"),
+    ],
+)
+def test_mistakes_are_a_line(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    done = vramsweep("predict", *words, f"results={tmp_path}")
+    assert done.returncode == 2
+    assert told in done.stderr and "Traceback" not in done.stderr
