@@ -97,7 +97,8 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
         )
     if any(not found["complete"] for _, found in answers):
         console.print(
-            "Some near an edge were not looked at either, as there are many: give a shorter range, or --every."
+            "Some near an edge were not looked at either, as there are many (give a shorter range, or --every) or they "
+            "cannot be traced (a sweep of them says why)."
         )
     return int(not any(found["looked_at"] for _, found in answers))
 
