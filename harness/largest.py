@@ -78,9 +78,10 @@ def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> Se
 
 def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) -> int:
     """Print what was found; the exit status: 1 where nothing fits anywhere, or a trace could not be made."""
+    status = int(all(found["largest"] is None for _, found in answers) or any(not f["looked_at"] for _, f in answers))
     if as_json:
         print(json.dumps([{"trial_id": item.trial_id, "trial": item.resolved, **found} for item, found in answers]))
-        return int(not any(found["looked_at"] for _, found in answers))
+        return status
     console = Console() if Console().is_terminal else Console(width=160)
     table = Table("configuration", f"every {axis} fits up to", f"largest {axis} that fits", "looked at", "trace")
     for item, found in answers:
@@ -97,9 +98,10 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
         )
     if any(not found["complete"] for _, found in answers):
         console.print(
-            "Some near an edge were not looked at either, as there are many: give a shorter range, or --every."
+            "Some near an edge were not looked at either, as there are many (give a shorter range, or --every) or they "
+            "cannot be traced (a sweep of them says why)."
         )
-    return int(not any(found["looked_at"] for _, found in answers))
+    return status
 
 
 def _number(found: Answer, name: str) -> str:

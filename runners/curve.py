@@ -72,8 +72,8 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
 
 
 def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> SymbolicTrace | None:
-    """A symbolic trace of the point in the middle, found equal to direct ones where it holds: at both ends, and at a
-    length that is otherwise aligned."""
+    """A symbolic trace of the point in the middle, found equal to direct ones where it holds: at both ends, at a length
+    that is otherwise aligned, and with another batch."""
     middle = points[len(points) // 2]
     found = tracer.symbolic(at(anyone, middle))
     if not isinstance(found, shapes.Candidate):
@@ -81,15 +81,24 @@ def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> Symboli
     held = [where for where in points if found.symbolic.holds(where)]
     if len(held) <= FEW:
         return None
-    other = next((w for w in held[len(held) // 3 :] if (w.seq_len % 8 == 0) != (held[0].seq_len % 8 == 0)), held[1])
-    direct = tracer.kept({where: at(anyone, where) for where in dict.fromkeys((held[0], held[-1], other))})
-    if len(direct) < 2:
+    asked = witnesses(held)
+    direct = tracer.kept({where: at(anyone, where) for where in asked})
+    if len(direct) < len(asked):  # it would hold where nothing can be traced
         return None
     confirmed = shapes.confirmed(found, {where: (one.trace, one.details) for where, one in direct.items()})
     if isinstance(confirmed, shapes.Refused):
         tracer.say(f"no symbolic trace: {confirmed.reason}")
         return None
     return confirmed
+
+
+def witnesses(held: Sequence[Point]) -> list[Point]:
+    """Of points in order, more than one: the first, the last, and such as differ from the first in alignment or batch,
+    if there are any."""
+    first, later = held[0], held[len(held) // 3 :]
+    aligned = next((w for w in later if (w.seq_len % 8 == 0) != (first.seq_len % 8 == 0)), later[0])
+    batch = next((w for w in reversed(held) if w.micro_batch != first.micro_batch), held[-1])
+    return list(dict.fromkeys((first, held[-1], aligned, batch)))
 
 
 def point(trial: Trial) -> Point:

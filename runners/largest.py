@@ -54,6 +54,7 @@ def _of_family(
     points = [point(anyone.model_copy(update={axis: value})) for value in values]
     found = curve(anyone, points, tracer)
     limits = {trial_id: gpus.memory_limit(gpus.named(trial.device.gpu)) for trial_id, trial in family.items()}
+    rooms = {trial_id: room(limits[trial_id], trial.allocator.conf) for trial_id, trial in family.items()}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
 
     def evaluate(numbers: Sequence[int]) -> dict[int, dict[str, Verdict]]:
@@ -68,7 +69,7 @@ def _of_family(
             pass
         return dict(_looked(places))
 
-    edges = survey(len(points), limits, evaluate, every, MOST)
+    edges = survey(len(points), rooms, evaluate, every, MOST)
     return {trial_id: _told(edge, values, found.bases()) for trial_id, edge in edges.items()}
 
 
@@ -116,15 +117,20 @@ def verdicts(trace: Trace, family: Trials, limits: Mapping[str, int]) -> dict[st
     found: dict[str, Verdict] = {}
     for conf, trial_ids in by_setting.items():
         config = allocator_config.parse(conf)
-        room = {trial_id: int(limits[trial_id] * config.per_process_memory_fraction) for trial_id in trial_ids}
-        fitting = [trial_id for trial_id in trial_ids if least <= room[trial_id]]
+        rooms = {trial_id: room(limits[trial_id], conf) for trial_id in trial_ids}
+        fitting = [trial_id for trial_id in trial_ids if least <= rooms[trial_id]]
         found |= {trial_id: Verdict(False, least, False) for trial_id in trial_ids if trial_id not in fitting}
         need = _unlimited(trace, config) if fitting else least
         for trial_id in fitting:
-            fits = need <= room[trial_id] and config.garbage_collection_threshold is None
+            fits = need <= rooms[trial_id] and config.garbage_collection_threshold is None
             fits = fits or replay(trace, config, limits[trial_id]).failed is None
             found[trial_id] = Verdict(fits and not _host_full(trace, family[trial_id], config), need, True)
     return found
+
+
+def room(limit: int, conf: str) -> int:
+    """Bytes of a card's limit that the setting lets a process take."""
+    return int(limit * allocator_config.parse(conf).per_process_memory_fraction)
 
 
 def requested(trace: Trace) -> int:

@@ -99,16 +99,9 @@ def confirmed(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, An
         books = ((own, traced, found.collected), (own.host, traced.host, found.host_collected))
         if any(_uncollected(one, collected) != _uncollected(other, collected) for one, other, collected in books):
             return Refused(f"symbols led the code another way: its events differ from those traced {at}")
-        host = replace(traced.host, **_order(template.host))
-        ordered = replace(traced, **_order(template), notes=template.notes, host=host)
-        if (what := difference(symbolic.at(point), (ordered, details))) is not None:
+        if (what := difference(symbolic.at(point), (traced, details))) is not None:
             return Refused(f"its {what} differ from those traced {at}")
     return symbolic
-
-
-def _order(storages: Storages) -> dict[str, Any]:
-    """What tells when storages live."""
-    return {"events": storages.events, "marks": storages.marks, "categories": storages.categories}
 
 
 def _uncollected(storages: Storages, collected: frozenset[int]) -> tuple[Any, ...]:
@@ -207,6 +200,9 @@ class _Symbols:
             texts += [f"{name} == 1"] if value == 1 else [f"{name} >= 2", f"{name} <= {LARGEST}"]
         if self._trial.runner.name != "trainer":
             texts.append(f"micro_batch <= {build.POOL}")  # beyond it the samples of a batch repeat
+        if self._trial.packing == "documents":  # how many there are is told by value, of the trial's own samples
+            documents = f"-(-seq_len // -(-seq_len // {build.DOCUMENTS}))"
+            texts.append(f"{documents} == {compiled(documents)(self._point)}")
         for guard in self.env.guards:
             if isinstance(guard.expr, sympy.Eq) and not guard.expr.has(functions.Mod, functions.FloorDiv):
                 raise Unwritable(f"the code uses a size as a plain number: {written(guard.expr, self._names)}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, tiny
@@ -15,6 +17,9 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.journal import read, terminal
 from vramsweep.runners import largest, torch_loop, tracing
 from vramsweep.runners.predict import replay
+from vramsweep.runners.survey import Edge
+from vramsweep.runners.symbolic import Point
+from vramsweep.runners.tracer import Tracer
 
 WORDS = ("model=tiny", "micro_batch=64", "seq_len=1..48", "device.gpu=rtx4080-16gb")
 SHARE = "per_process_memory_fraction:0.004"
@@ -67,3 +72,29 @@ def test_mistakes_are_a_line(tmp_path: Path, words: tuple[str, ...], told: str) 
     done = vramsweep("predict", *words, f"results={tmp_path}")
     assert done.returncode == 2
     assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_edge_is_where_the_setting_s_share_of_the_card_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = {"name": "simulated", "gpu": "a100-80gb"}
+    confs = {"whole": "", "half": "per_process_memory_fraction:0.5"}
+    family = {
+        name: trial.parse(tiny(device=device, allocator={"name": name, "conf": conf})) for name, conf in confs.items()
+    }
+    asked: dict[str, int] = {}
+
+    def survey(points: int, limits: dict[str, int], *rest: Any) -> dict[str, Edge]:
+        asked.update(limits)
+        return {}
+
+    class Nothing:
+        def bases(self) -> list[str]:
+            return []
+
+    def curve(anyone: trial.Trial, points: Collection[Point], tracer: Tracer) -> Nothing:
+        return Nothing()
+
+    monkeypatch.setattr(largest, "survey", survey)
+    monkeypatch.setattr(largest, "curve", curve)
+    largest._of_family(family, "seq_len", [1, 2], False, Tracer(tmp_path, 1), 1)
+    limit = gpus.memory_limit(gpus.named("a100-80gb"))
+    assert asked == {"whole": limit, "half": limit // 2}

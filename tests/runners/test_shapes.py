@@ -27,7 +27,8 @@ Traced = tuple[Trace, dict[str, Any]]
 
 
 def chosen(point: Point, **over: Any) -> trial.Trial:
-    return trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **point._asdict(), **over))
+    device = {"name": "simulated", "gpu": "a100-80gb"}
+    return trial.parse(tiny(device=device, seq_len=point.seq_len, micro_batch=point.micro_batch, **over))
 
 
 def target(name: str) -> dict[str, Any]:
@@ -122,6 +123,16 @@ def test_points_without_guards_values_and_padding_are_refused(tmp_path: Path) ->
     assert "guards do not hold at seq_len 1001" in refused.reason
     assert isinstance(symbolic(tmp_path, Point(77, 2), **target("looked")), Refused)
     assert isinstance(symbolic(tmp_path, Point(77, 2), padding=0.25), Refused)
+
+
+def test_packed_samples_hold_where_as_many_documents_are_in_one(tmp_path: Path) -> None:
+    """How many there are is the size of a tensor, and was asked of the samples of the traced length."""
+    over = {"precision": "bf16", "packing": "documents", "attention": "flash_attention_2"}
+    found = candidate(tmp_path, Point(20, 1), **over).symbolic
+    sizes = {length: direct(tmp_path, Point(length, 1), **over)[0].sizes for length in (4, 6, 9, 11)}
+    for length, traced in sizes.items():
+        assert found.holds(Point(length, 1)) == (found.at(Point(length, 1))[0].sizes == traced), length
+    assert not found.holds(Point(9, 1))
 
 
 def test_a_batch_of_one_is_no_other_batch(tmp_path: Path) -> None:
