@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,11 +55,22 @@ def find(
             "timeout_s": settings.timeout_s,
         }
         environ = environment("", "simulated", os.environ)
-        done = launcher.attempt(spec, place, environ, name, settings.timeout_s * len(allowed))
+        longest = 2 * settings.timeout_s * len(allowed) * len(items)  # each traced, and looked at, one after the other
+        try:
+            done = launcher.attempt(spec, place, environ, name, longest)
+        except OSError as error:
+            raise UserError(f"cannot write under {folder}: {error.strerror}") from None
         if not (place / LARGEST).exists():
             reason = outcome.classify(done.evidence)[1] or "the process ended without an answer"
             raise UserError(f"no largest {axis}: {reason}; {place / LOGS[1]} may say more")
         found = json.loads((place / LARGEST).read_text())
+        worst = max(found.values(), key=lambda one: one["unanswered"])
+        if worst["unanswered"]:
+            print(
+                f"{worst['unanswered']} of {worst['unanswered'] + worst['looked_at']} values of {axis} that were asked "
+                f"for have no answer, so both edges leave them out; {place / LOGS[1]} may say why",
+                file=sys.stderr,
+            )
         answers += [(item, found[item.trial_id]) for item in items]
     return answers
 
@@ -77,10 +89,11 @@ def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> Se
 
 
 def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) -> int:
-    """Print what was found; the exit status: 1 where nothing fits anywhere, or a trace could not be made."""
+    """Print what was found; the exit status: 1 where something asked for has no answer, as no trace could be made."""
+    status = int(any(found["unanswered"] for _, found in answers))
     if as_json:
         print(json.dumps([{"trial_id": item.trial_id, "trial": item.resolved, **found} for item, found in answers]))
-        return int(not any(found["looked_at"] for _, found in answers))
+        return status
     console = Console() if Console().is_terminal else Console(width=160)
     table = Table("configuration", f"every {axis} fits up to", f"largest {axis} that fits", "looked at", "trace")
     for item, found in answers:
@@ -99,11 +112,12 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
         console.print(
             "Some near an edge were not looked at either, as there are many: give a shorter range, or --every."
         )
-    return int(not any(found["looked_at"] for _, found in answers))
+    return status
 
 
 def _number(found: Answer, name: str) -> str:
-    return "none" if found[name] is None else f"{found[name]:,}"
+    unknown = "none" if found["looked_at"] else "unknown"
+    return unknown if found[name] is None else f"{found[name]:,}"
 
 
 def _label(trial: Trial, axis: str) -> str:

@@ -33,10 +33,13 @@ predict memory on a card that need not be here: a sweep with -m and device=simul
 
   vramsweep predict model=qwen0.5b device.gpu=a100-80gb seq_len=1..2048 allocator=default,expandable
   vramsweep predict model=llama3-8b runner=deepspeed sharding=zero3 world_size=8 seq_len=512..8192..512 micro_batch=1..4
+  vramsweep predict --largest seq_len model=gpt2 micro_batch=8 device.gpu=l4-24gb,rtx4090-24gb
+  vramsweep predict --max-reserved 22GiB model=gpt2 seq_len=1024 micro_batch=8
 
 FIRST..LAST and FIRST..LAST..STEP are all whole numbers between, both ends included, also within lists (1..4,8,16).
 Every other word is one of `vramsweep sweep --help`. Rows, traces and report are in results/MODEL-RUNNER-predicted, or
-what name= says; the same command goes on where one was interrupted. report=false leaves figures and report out."""
+what name= says; the same command goes on where one was interrupted. report=false leaves figures and report out.
+Status: 0, every trial has an answer; 1, some failed, or went over --max-reserved; 2, a mistake; 130, interrupted."""
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 # What tells no configuration apart: where in it a trial is, and what hangs on other settings.

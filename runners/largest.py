@@ -75,7 +75,8 @@ def _of_family(
 def _told(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
     numbers = {"all_up_to": edge.all_up_to, "largest": edge.largest}
     named = {name: None if number is None else values[number] for name, number in numbers.items()}
-    return asdict(edge) | named | {"of": len(values), "trace_basis": ", ".join(bases) or None}
+    basis = ", ".join(bases) if edge.looked_at else None  # what could not be traced rests on nothing
+    return asdict(edge) | named | {"of": len(values), "trace_basis": basis or None}
 
 
 def _looked(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, Verdict]]]:

@@ -36,13 +36,15 @@ Evaluate = Callable[[Sequence[int]], Mapping[int, Verdicts]]  # of these points,
 class Edge:
     """Of one question: up to which point (number) every one that was looked at fits, and the last that fits at all.
 
-    None where the first does not fit, or none does. `looked_at` is how many points were, `margin` the share of the
-    limit within which all were, `complete` whether that is true also where the number of looks was bounded.
+    None where the first does not fit, or none does. `looked_at` is how many points were, `unanswered` how many more
+    were asked for in vain (both edges leave them out), `margin` the share of the limit within which all were,
+    `complete` whether that is true also where the number of looks was bounded.
     """
 
     all_up_to: int | None
     largest: int | None
     looked_at: int
+    unanswered: int
     margin: float
     complete: bool
 
@@ -70,7 +72,7 @@ def _edge(
     fits = [number for number in order if seen[number][name].fits]
     refused = next((number for number in order if not seen[number][name].fits), None)
     below = [number for number in fits if refused is None or number < refused]
-    return Edge(below[-1] if below else None, fits[-1] if fits else None, asked, margin, whole)
+    return Edge(below[-1] if below else None, fits[-1] if fits else None, len(order), asked - len(order), margin, whole)
 
 
 def _margin(seen: Mapping[int, Verdicts], limits: Mapping[str, int]) -> float:
