@@ -101,13 +101,16 @@ def beyond(rows: Sequence[Row], most: int | None) -> int:
     if most is None:
         return 0
     needs = {row["trial_id"]: (row["peak_reserved_bytes"] or row["unlimited_peak_reserved_bytes"], row) for row in rows}
-    above = [(need, row) for need, row in needs.values() if need is None or need > most]
-    if not above:
+    above = [(need, row) for need, row in needs.values() if need is not None and need > most]
+    unknown = [(need, row) for need, row in needs.values() if need is None]
+    if not above and not unknown:
         return 0
-    need, row = max(above, key=lambda one: float("inf") if one[0] is None else one[0])
+    need, row = max(above, key=lambda one: one[0]) if above else unknown[0]
     label = Trial.model_validate(row["trial"]).label() if row["outcome"] != Outcome.INVALID else str(row["model"])
     told = row["reason"] if need is None else f"{need / MIB:,.0f} MiB"
-    print(f"{len(above)} of {len(rows)} reserve more than {most / MIB:,.0f} MiB; {label}: {told}", file=sys.stderr)
+    found = [f"{len(above)} of {len(needs)} reserve more than {most / MIB:,.0f} MiB"] if above else []
+    found += [f"of {len(unknown)} of {len(needs)} it is not known how much they reserve"] if unknown else []
+    print(f"{', '.join(found)}; {label}: {told}", file=sys.stderr)
     return 1
 
 

@@ -131,6 +131,20 @@ def test_the_largest_wants_a_folder_that_can_be_written(tmp_path: Path, capsys: 
     assert line.startswith("vramsweep: cannot write under")
 
 
+def test_what_is_over_a_limit_and_what_is_not_known_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    fits = {"trial_id": "a", "outcome": "ok", "trial": tiny(), "peak_reserved_bytes": 3 << 20}
+    full = {"trial_id": "b", "outcome": "oom", "trial": tiny(), "unlimited_peak_reserved_bytes": 9 << 20}
+    failed = {"trial_id": "c", "outcome": "crash", "trial": tiny(), "reason": "my own mistake"}
+    rows = [complete(row) for row in (fits, full, failed)]
+    assert predict.beyond(rows[:2], None) == predict.beyond(rows[:2], 9 << 20) == 0
+    assert capsys.readouterr().err == ""
+    assert predict.beyond(rows, 4 << 20) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("1 of 3 reserve more than 4 MiB, of 1 of 3 it is not known") and said.endswith(": 9 MiB\n")
+    assert predict.beyond(rows, 9 << 20) == 1
+    assert "reserve more" not in (said := capsys.readouterr().err) and "my own mistake" in said
+
+
 def test_configurations_are_told_apart_by_what_differs() -> None:
     values = [
         tiny(seq_len=length, allocator=allocator, sharding=sharding, device={"name": "simulated", "gpu": "h200"})
