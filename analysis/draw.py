@@ -23,7 +23,9 @@ def draw(data: Path, out: Path) -> None:
     except OSError as error:
         raise UserError(f"cannot read {data}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, IndexError):
-        raise UserError(f"{data} is not what vramsweep timeline --json or replay --json prints") from None
+        raise UserError(
+            f"{data} is not what vramsweep timeline --json prints; of a recording: replay FILE --figure OUT.html"
+        ) from None
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:

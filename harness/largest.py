@@ -101,7 +101,7 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
         table.add_row(_label(item.trial, axis), *(_number(found, name) for name in ("all_up_to", "largest")),
                       f"{found['looked_at']:,} of {found['of']:,}", found["trace_basis"] or "none")  # fmt: skip
     console.print(table)
-    margins = [found["margin"] for _, found in answers if found["looked_at"] < found["of"]]
+    margins = [found["margin"] for _, found in answers if found["looked_at"] + found["unanswered"] < found["of"]]
     if margins:
         console.print(
             f"Not looked at: what lies between two {axis}s that both fit, or both do not, by more than "
