@@ -88,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--json", action="store_true")
     calibrate.set_defaults(verb=_calibrate, columns=None, mapping=None)
 
-    draw = verbs.add_parser("draw", help="draw the data of timeline or replay as a page")
-    draw.add_argument("data", type=Path, help="timelines, or a what-if table with its timelines, as JSON")
+    draw = verbs.add_parser("draw", help="draw the data of timeline --json as a page")
+    draw.add_argument("data", type=Path, help="what timeline --json printed")
     draw.add_argument("out", type=Path, help="the HTML page to write")
     draw.set_defaults(verb=_draw)
     return parser

@@ -16,10 +16,17 @@ def draw(data: Path, out: Path) -> None:
     """
     try:
         found = json.loads(data.read_text())
-        if "timelines" in found:
-            text = page.of_figures("Memory over a step", of_timelines(found["timelines"]))
+        if isinstance(found, list):
+            text = page.of_figures("Memory over a step", of_timelines(found))
         else:
             text = page.of_figures("Replay of a recording", [(as_figure(found), holders(found))])
+    except OSError as error:
+        raise UserError(f"cannot read {data}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise UserError(
+            f"{data} is not what vramsweep timeline --json prints; of a recording: replay FILE --figure OUT.html"
+        ) from None
+    try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror or error}") from None

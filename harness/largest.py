@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,11 +55,22 @@ def find(
             "timeout_s": settings.timeout_s,
         }
         environ = environment("", "simulated", os.environ)
-        done = launcher.attempt(spec, place, environ, name, settings.timeout_s * len(allowed))
+        longest = 2 * settings.timeout_s * len(allowed) * len(items)  # each traced, and looked at, one after the other
+        try:
+            done = launcher.attempt(spec, place, environ, name, longest)
+        except OSError as error:
+            raise UserError(f"cannot write under {folder}: {error.strerror}") from None
         if not (place / LARGEST).exists():
             reason = outcome.classify(done.evidence)[1] or "the process ended without an answer"
             raise UserError(f"no largest {axis}: {reason}; {place / LOGS[1]} may say more")
         found = json.loads((place / LARGEST).read_text())
+        worst = max(found.values(), key=lambda one: one["unanswered"])
+        if worst["unanswered"]:
+            print(
+                f"{worst['unanswered']} of {worst['unanswered'] + worst['looked_at']} values of {axis} that were asked "
+                f"for have no answer, so both edges leave them out; {place / LOGS[1]} may say why",
+                file=sys.stderr,
+            )
         answers += [(item, found[item.trial_id]) for item in items]
     return answers
 
@@ -77,8 +89,8 @@ def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> Se
 
 
 def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) -> int:
-    """Print what was found; the exit status: 1 where nothing fits anywhere, or a trace could not be made."""
-    status = int(all(found["largest"] is None for _, found in answers) or any(not f["looked_at"] for _, f in answers))
+    """Print what was found; the exit status: 1 where something asked for has no answer, as no trace could be made."""
+    status = int(any(found["unanswered"] for _, found in answers))
     if as_json:
         print(json.dumps([{"trial_id": item.trial_id, "trial": item.resolved, **found} for item, found in answers]))
         return status
@@ -89,7 +101,7 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
         table.add_row(_label(item.trial, axis), *(_number(found, name) for name in ("all_up_to", "largest")),
                       f"{found['looked_at']:,} of {found['of']:,}", found["trace_basis"] or "none")  # fmt: skip
     console.print(table)
-    margins = [found["margin"] for _, found in answers if found["looked_at"] < found["of"]]
+    margins = [found["margin"] for _, found in answers if found["looked_at"] + found["unanswered"] < found["of"]]
     if margins:
         console.print(
             f"Not looked at: what lies between two {axis}s that both fit, or both do not, by more than "
@@ -105,7 +117,8 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
 
 
 def _number(found: Answer, name: str) -> str:
-    return "none" if found[name] is None else f"{found[name]:,}"
+    unknown = "none" if found["looked_at"] else "unknown"
+    return unknown if found[name] is None else f"{found[name]:,}"
 
 
 def _label(trial: Trial, axis: str) -> str:

@@ -33,10 +33,13 @@ predict memory on a card that need not be here: a sweep with -m and device=simul
 
   vramsweep predict model=qwen0.5b device.gpu=a100-80gb seq_len=1..2048 allocator=default,expandable
   vramsweep predict model=llama3-8b runner=deepspeed sharding=zero3 world_size=8 seq_len=512..8192..512 micro_batch=1..4
+  vramsweep predict --largest seq_len model=gpt2 micro_batch=8 device.gpu=l4-24gb,rtx4090-24gb
+  vramsweep predict --max-reserved 22GiB model=gpt2 seq_len=1024 micro_batch=8
 
 FIRST..LAST and FIRST..LAST..STEP are all whole numbers between, both ends included, also within lists (1..4,8,16).
 Every other word is one of `vramsweep sweep --help`. Rows, traces and report are in results/MODEL-RUNNER-predicted, or
-what name= says; the same command goes on where one was interrupted. report=false leaves figures and report out."""
+what name= says; the same command goes on where one was interrupted. report=false leaves figures and report out.
+Status: 0, every trial has an answer; 1, some failed, or went over --max-reserved; 2, a mistake; 130, interrupted."""
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 # What tells no configuration apart: where in it a trial is, and what hangs on other settings.
@@ -94,17 +97,24 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
 
 
 def beyond(rows: Sequence[Row], most: int | None) -> int:
-    """1 if a row reserves more than `most` bytes, or it is not known how much, and says which; else 0."""
+    """1 if a row reserves more than `most` bytes, or it is not known how much, and says which; else 0.
+
+    Where a row has bounds, the upper one counts.
+    """
     if most is None:
         return 0
-    needs = {row["trial_id"]: (row["peak_reserved_bytes"] or row["unlimited_peak_reserved_bytes"], row) for row in rows}
-    above = [(need, row) for need, row in needs.values() if need is None or need > most]
-    if not above:
+    columns = ("peak_reserved_most_bytes", "peak_reserved_bytes", "unlimited_peak_reserved_bytes")
+    needs = {row["trial_id"]: (next(filter(None, map(row.get, columns)), None), row) for row in rows}
+    above = [(need, row) for need, row in needs.values() if need is not None and need > most]
+    unknown = [(need, row) for need, row in needs.values() if need is None]
+    if not above and not unknown:
         return 0
-    need, row = max(above, key=lambda one: float("inf") if one[0] is None else one[0])
+    need, row = max(above, key=lambda one: one[0]) if above else unknown[0]
     label = Trial.model_validate(row["trial"]).label() if row["outcome"] != Outcome.INVALID else str(row["model"])
     told = row["reason"] if need is None else f"{need / MIB:,.0f} MiB"
-    print(f"{len(above)} of {len(rows)} reserve more than {most / MIB:,.0f} MiB; {label}: {told}", file=sys.stderr)
+    found = [f"{len(above)} of {len(needs)} reserve more than {most / MIB:,.0f} MiB"] if above else []
+    found += [f"of {len(unknown)} of {len(needs)} it is not known how much they reserve"] if unknown else []
+    print(f"{', '.join(found)}; {label}: {told}", file=sys.stderr)
     return 1
 
 

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([vars(record) for record in records]))
         return 0
     out = arguments.out or place / "timeline.html"
-    draw({"timelines": [vars(record) for record in records]}, out)
+    draw([vars(record) for record in records], out)
     print(out)
     return 0
 
@@ -152,8 +152,8 @@ def about(trial: Trial) -> dict[str, Any]:
     }
 
 
-def draw(data: Mapping[str, Any], out: Path) -> None:
-    """Draw the data as a self-contained page, in a process of its own. Raises UserError when that fails."""
+def draw(data: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Draw the records as a self-contained page, in a process of its own. Raises UserError when that fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.json"
         file.write_text(json.dumps(data))

@@ -76,7 +76,8 @@ def _of_family(
 def _told(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
     numbers = {"all_up_to": edge.all_up_to, "largest": edge.largest}
     named = {name: None if number is None else values[number] for name, number in numbers.items()}
-    return asdict(edge) | named | {"of": len(values), "trace_basis": ", ".join(bases) or None}
+    basis = ", ".join(bases) if edge.looked_at else None  # what could not be traced rests on nothing
+    return asdict(edge) | named | {"of": len(values), "trace_basis": basis or None}
 
 
 def _looked(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, Verdict]]]:
@@ -124,7 +125,9 @@ def verdicts(trace: Trace, family: Trials, limits: Mapping[str, int]) -> dict[st
         for trial_id in fitting:
             fits = need <= rooms[trial_id] and config.garbage_collection_threshold is None
             fits = fits or replay(trace, config, limits[trial_id]).failed is None
-            found[trial_id] = Verdict(fits and not _host_full(trace, family[trial_id], config), need, True)
+            fits = fits and not _host_full(trace, family[trial_id], config)
+            # a replay that fails beyond this trace's reserved may go well for another: only what is asked for is proof
+            found[trial_id] = Verdict(True, need, True) if fits else Verdict(False, least, False)
     return found
 
 

@@ -36,13 +36,15 @@ Evaluate = Callable[[Sequence[int]], Mapping[int, Verdicts]]  # of these points,
 class Edge:
     """Of one question: up to which point (number) every one that was looked at fits, and the last that fits at all.
 
-    None where the first does not fit, or none does. `looked_at` is how many points were, `margin` the share of the
-    limit within which all were, `complete` whether that is true: looks are bounded, and some points may be unknown.
+    None where the first does not fit, or none does. `looked_at` is how many points were, `unanswered` how many more
+    were asked for in vain (both edges leave them out), `margin` the share of the limit within which all were,
+    `complete` whether that is true: looks are bounded, and some points may be unknown.
     """
 
     all_up_to: int | None
     largest: int | None
     looked_at: int
+    unanswered: int
     margin: float
     complete: bool
 
@@ -61,15 +63,24 @@ def survey(points: int, limits: Mapping[str, int], evaluate: Evaluate, every: bo
         more = more[: max(1, most - len(asked))]
         asked.update(more)
         seen |= evaluate(more)
-    whole = (every or not more) and len(seen) == len(asked)
-    return {name: _edge(name, sorted(seen), seen, margin, whole) for name in limits}
+    whole = every or not more
+    return {name: _edge(name, sorted(seen), seen, len(asked), margin, whole) for name in limits}
 
 
-def _edge(name: str, order: Sequence[int], seen: Mapping[int, Verdicts], margin: float, whole: bool) -> Edge:
+def _edge(
+    name: str, order: Sequence[int], seen: Mapping[int, Verdicts], asked: int, margin: float, whole: bool
+) -> Edge:
     fits = [number for number in order if seen[number][name].fits]
     refused = next((number for number in order if not seen[number][name].fits), None)
     below = [number for number in fits if refused is None or number < refused]
-    return Edge(below[-1] if below else None, fits[-1] if fits else None, len(seen), margin, whole)
+    return Edge(
+        below[-1] if below else None,
+        fits[-1] if fits else None,
+        len(order),
+        asked - len(order),
+        margin,
+        whole and asked == len(order),
+    )
 
 
 def _margin(seen: Mapping[int, Verdicts], limits: Mapping[str, int]) -> float:

@@ -33,7 +33,7 @@ ANALYSIS = {
     "paper": "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
     "export": "the tidy table as CSV or Parquet",
     "track": "log a finished sweep to an experiment tracker",
-    "draw": "draw the data of timeline or replay (--json) as a page",
+    "draw": "draw the data of timeline --json as a page",
 }
 
 # bash splits words at = and : as well, and wants only what follows; the whole word is what we complete.

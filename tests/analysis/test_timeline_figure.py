@@ -140,20 +140,25 @@ def test_names_of_phases_do_not_overlap() -> None:
 
 def test_a_page_of_timelines_escapes_names(tmp_path: Path) -> None:
     data, out = tmp_path / "data.json", tmp_path / "page.html"
-    data.write_text(json.dumps({"timelines": [record()]}))
+    data.write_text(json.dumps([record()]))
     draw(data, out)
     page = out.read_text()
     assert "small &lt;b&gt;, 1,024 tokens" in page and "<b>," not in page
     assert "What holds the peak" in page and "layers.*.up" in page
     with pytest.raises(UserError, match="cannot write"):
         draw(data, tmp_path / "none" / "page.html")
+    data.write_text('{"rows": 1}')
+    with pytest.raises(UserError, match="is not what"):
+        draw(data, out)
+    with pytest.raises(UserError, match="cannot read"):
+        draw(tmp_path / "nothing.json", out)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
 def test_the_page_in_chromium(tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     data, out = tmp_path / "data.json", tmp_path / "page.html"
-    data.write_text(json.dumps({"timelines": [record()]}))
+    data.write_text(json.dumps([record()]))
     draw(data, out)
     problems: list[str] = []
     with playwright.sync_playwright() as driver:

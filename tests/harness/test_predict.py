@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny
+from conftest import TARGETS, tiny
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_automatic_config_search_path
 from hydra.types import RunMode
@@ -105,6 +105,44 @@ def test_a_prediction_is_a_sweep_with_a_table(
     assert front_door.main(["predict", *words]) == 0
     assert "6 finished before, 0 to do" in capsys.readouterr().out
     assert (folder / journal.NAME).read_bytes() == before
+
+
+def test_lengths_that_cannot_be_traced_are_no_lengths_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = f"runner.target={TARGETS / 'simulated_faults.py'}:raises_beyond_4"
+    words = ["predict", "--largest", "seq_len", "--json", "runner=custom", target, f"results={tmp_path}"]
+    assert front_door.main([*words, "model=tiny", "seq_len=3..5"]) == 1
+    said = capsys.readouterr()
+    (found,) = json.loads(said.out)
+    assert (found["all_up_to"], found["largest"], found["looked_at"], found["unanswered"]) == (4, 4, 2, 1)
+    assert "1 of 3 values of seq_len that were asked for have no answer" in said.err
+    assert front_door.main([*words, "model=tiny", "seq_len=5..6"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["largest"], found["looked_at"], found["trace_basis"]) == (None, 0, None)
+
+
+def test_the_largest_wants_a_folder_that_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "attempts").write_text("")
+    words = ["predict", "--largest", "seq_len", "model=tiny", "seq_len=1..4", f"results={tmp_path}", "name=taken"]
+    assert front_door.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vramsweep: cannot write under")
+
+
+def test_what_is_over_a_limit_and_what_is_not_known_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    fits = {"trial_id": "a", "outcome": "ok", "trial": tiny(), "peak_reserved_bytes": 3 << 20}
+    full = {"trial_id": "b", "outcome": "oom", "trial": tiny(), "unlimited_peak_reserved_bytes": 9 << 20}
+    failed = {"trial_id": "c", "outcome": "crash", "trial": tiny(), "reason": "my own mistake"}
+    rows = [complete(row) for row in (fits, full, failed)]
+    assert predict.beyond(rows[:2], None) == predict.beyond(rows[:2], 9 << 20) == 0
+    assert capsys.readouterr().err == ""
+    assert predict.beyond(rows, 4 << 20) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("1 of 3 reserve more than 4 MiB, of 1 of 3 it is not known") and said.endswith(": 9 MiB\n")
+    assert predict.beyond(rows, 9 << 20) == 1
+    assert "reserve more" not in (said := capsys.readouterr().err) and "my own mistake" in said
 
 
 def test_configurations_are_told_apart_by_what_differs() -> None:

@@ -32,6 +32,12 @@ def killed_at_48(trial: Any) -> Any:
     return fine(trial)
 
 
+def raises_beyond_4(trial: Any) -> Any:
+    if trial.seq_len > 4:
+        raise ValueError("too long for me")
+    return fine(trial)
+
+
 def hangs(trial: Any) -> Any:
     time.sleep(3600)
     return fine(trial)
