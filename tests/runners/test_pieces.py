@@ -151,7 +151,7 @@ def lot(point: Point, many: int) -> int:
 
 
 UNRULY: dict[str, tuple[Truth, Callable[[Point], str]]] = {
-    "padded to 24": (lambda p: [*plain(p), 4 * up(p.seq_len, 24) * p.micro_batch], lambda p: ""),
+    "padded to 24": (lambda p: [*plain(p), 4 * up(p.seq_len * p.micro_batch, 24)], lambda p: ""),
     "by lot": (lambda p: [*plain(p), 1 + lot(p, 1000)], lambda p: ""),
     "events by lot": (plain, lambda p: str(lot(p, 3))),
     "cubes": (lambda p: [p.seq_len**3 + p.micro_batch**3], lambda p: ""),
