@@ -127,6 +127,23 @@ class Candidates:
         alike = np.abs(terms.T @ rest).max(0) >= (1 - 1e-9) * sizes
         return bool((simple | alike).all())
 
+    def alone(self, terms: Sequence[str], at: list[int]) -> int | None:
+        """A point that is to be known too where a coefficient rests on one of the points alone; None where none does.
+
+        A rounded length may well be a step with one point before it, which any jump at that point would fit.
+        """
+        columns = np.stack([self._floats(term) for term in terms], 1)
+        columns /= np.abs(columns[at]).max(0)
+        directions, _ = np.linalg.qr(columns[at])
+        for place in np.flatnonzero((directions * directions).sum(1) > 1 - 1e-9):
+            others = np.delete(columns[at], place, 0)
+            unsaid = np.linalg.svd(others)[2][-1]  # what of the coefficients the other points leave open
+            effect = np.abs(columns @ unsaid)
+            effect[at] = 0
+            if effect.max() > 1e-6:
+                return int(np.argmax(effect))
+        return None
+
     def choose(self, chosen: Sequence[int], count: int) -> list[int]:
         """`count` more points at which the terms differ most from what they can be at those `chosen` already."""
         rows = self._differences.copy()
@@ -237,8 +254,11 @@ class _Fitting:
             for chosen in terms:
                 names = [*self.candidates.polynomial, *(self.candidates.others[i] for i in chosen)]
                 formula = self.candidates.exact(names, self.at, values)
-                if formula is not None:
-                    fits.append(formula)
+                if formula is None:
+                    continue
+                if (more := self.candidates.alone(names, self.at)) is not None:
+                    return Unknown((more,))
+                fits.append(formula)
             if fits:
                 return self._only(fits, min(values))
         return self._bent(values)
