@@ -2,9 +2,10 @@
 
 Points are divided by rules (at most so long, divisible by 8) until what must be equal event for event is equal in every
 traced point of a piece and formulas go through all its numbers. A piece has its own shortest, longest, smallest and
-largest point traced, where an edge lies is known to the point, and it is believed only when `CHECKS` further points,
-traced after its rules and formulas were settled, agree in everything. Whatever is not believed is left to be traced
-point by point. Only wanted points are ever traced, so never more than tracing each would take.
+largest point traced, where an edge lies is known to the point, and it is believed only when further points, traced
+after its rules and formulas were settled, agree in everything: `CHECKS`, and some more of hundreds. Whatever is not
+believed is left to be traced point by point. Only wanted points are ever traced, so never more than tracing each would
+take.
 
 What a few points cannot show is not seen: a size that is another at one length alone, amid others that follow one rule.
 
@@ -217,8 +218,9 @@ class _Search:
             return leaf, columns[:, [isinstance(one, Unknown) for one in found]]
         key = (guards, self.seen[at[0]].kind, texts)
         checks = self.checks.setdefault(key, set())
+        enough = min(max(CHECKS, int(np.count_nonzero(inside)).bit_length() // 2), len(free))
         if len(checks & self.seen.keys()) < CHECKS:
-            ask_for = _drawn(key, free, CHECKS)
+            ask_for = _drawn(key, free, enough)
             checks.update(ask_for)
             return replace(leaf, ask=tuple(ask_for)), nothing
         return replace(leaf, formulas=texts, column=column.ravel().tolist()), nothing

@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from conftest import tiny
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.links import Collective
-from vramsweep.harness.roofline import Work, merged
+from vramsweep.harness.roofline import Work
 from vramsweep.harness.trial import InvalidTrial
 from vramsweep.runners import build, deepspeed_zero, torch_loop, tracing, trainer
 from vramsweep.runners.pieces import CHECKS, FEW, MOST, Cover, Known, Traced, cover
-from vramsweep.runners.symbolic import Point
+from vramsweep.runners.symbolic import Point, difference
 from vramsweep.runners.trace import HostStorages, Mark, Trace
 
 LENGTHS = [Point(length, 1) for length in range(1, 2049)]
@@ -86,8 +85,7 @@ def judged(points: Collection[Point], asked: Asked, known: Known = lambda point:
             assert point in found.left or true is None
             continue
         assert true is not None and point not in found.left
-        assert said[0] == true.trace, point
-        assert said[1] == true.details, point
+        assert difference(said[:2], true) is None, point
         assert said[2] == "traced" or int(said[2].split()[2]) > CHECKS
         if said[2] != "traced":
             assert [piece.at(point)[0] == said[0] for piece in found.pieces if piece.holds(point)] == [True]
@@ -99,7 +97,7 @@ def plain(p: Point) -> list[int]:
     return [4096, 64 * tokens, 48 * tokens * p.seq_len, p.micro_batch * 16 * up(p.seq_len, 128), 8 * p.seq_len]
 
 
-@pytest.mark.parametrize(("points", "traces"), [(LENGTHS, 12), (GRID, 18), (BATCHES, 12)])
+@pytest.mark.parametrize(("points", "traces"), [(LENGTHS, 14), (GRID, 18), (BATCHES, 12)])
 def test_few_traces_of_an_undivided_configuration(points: list[Point], traces: int) -> None:
     asked = of(plain)
     found = judged(points, asked)
@@ -218,7 +216,7 @@ def test_details_that_vary_and_details_that_are_known() -> None:
 def test_thousands_of_points_quickly() -> None:
     points = [Point(length, 1) for length in range(1, 32_769)]
     found = cover(points, asked := of(plain))
-    assert not found.left and len(asked.points) <= 12
+    assert not found.left and len(asked.points) <= 16
     for point in random.Random(0).sample(points, 500):
         said = found.at(point)
         assert said is not None and said[0].sizes == plain(point)
@@ -249,11 +247,8 @@ def direct(values: dict[str, Any], folder: Path, p: Point) -> Traced | None:
 
 
 def compared(said: tuple[Trace, dict[str, Any], str], true: Traced) -> None:
-    """Everything, event for event."""
-    for name in (one.name for one in fields(Trace)):
-        assert getattr(said[0], name) == getattr(true.trace, name), name
-    assert merged(said[0].kernels) == merged(true.trace.kernels)
-    assert said[1] == true.details
+    """Everything, event for event; kernels, which formulas count, in whatever order."""
+    assert difference(said[:2], true) is None
 
 
 def really(
