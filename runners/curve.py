@@ -56,7 +56,7 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
     """Trace what is needed to know these points of the trial's family."""
     rest, symbolic = sorted(set(points)), []
     for _ in range(TRIES):
-        found = _symbolic(anyone, rest, tracer) if len(rest) > FEW else None
+        found = _symbolic(anyone, _alike(rest), tracer)
         if found is None:
             break
         symbolic.append(found)
@@ -71,11 +71,21 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
     return Curve(anyone, tuple(symbolic), pieces.cover(rest, ask, known), tracer)
 
 
+def _alike(points: Sequence[Point]) -> list[Point]:
+    """Those of the points that one symbolic trace might hold at, the most that there are: a 1 is never a symbol."""
+    groups: dict[tuple[bool, bool], list[Point]] = {}
+    for where in points:
+        groups.setdefault((where.seq_len == 1, where.micro_batch == 1), []).append(where)
+    return max(groups.values(), key=len, default=[])
+
+
 def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> SymbolicTrace | None:
     """A symbolic trace of the point in the middle, found equal to direct ones where it holds: at both ends, at a length
     that is otherwise aligned, and with another batch."""
+    if len(points) <= FEW:
+        return None
     middle = points[len(points) // 2]
-    found = tracer.symbolic(at(anyone, middle))
+    found = tracer.symbolic(at(anyone, middle), beside=[at(anyone, where) for where in witnesses(points)])
     if not isinstance(found, shapes.Candidate):
         return None
     held = [where for where in points if found.symbolic.holds(where)]

@@ -15,7 +15,7 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,29 +46,17 @@ class Tracer:
 
     def trace(self, trials: Iterable[Trial]) -> None:
         """See to it that they have been traced, as many at once as there is room for."""
-        jobs: list[Job] = []
-        for trial in trials:
-            key = _key(trial)
-            if key not in self.asked and not self.place(trial).is_file():
-                jobs.append((self._tracing(trial, self.folder / key), self.deadline_s))
-            self.asked.add(key)
-        self._say(len(jobs))
-        for _ in forked(jobs, at_once()):
-            self.traced += 1
-            self._say(0)
+        self._run(list(self._untraced(trials)))
 
     def kept(self, trials: Mapping[Point, Trial]) -> Mapping[Point, pieces.Traced]:
         """The traces of those that can be traced."""
         self.trace(trials.values())
         return Kept(trials, self)
 
-    def symbolic(self, trial: Trial) -> shapes.Candidate | shapes.Refused | None:
-        """A symbolic trace of the trial, if it comes to an end."""
+    def symbolic(self, trial: Trial, beside: Iterable[Trial] = ()) -> shapes.Candidate | shapes.Refused | None:
+        """A symbolic trace of the trial, if it comes to an end; others are traced directly in the meantime."""
         place = self.folder / f"{_key(trial)}-symbolic"
-        self._say(1)
-        for _ in forked([(_tracing_symbols(trial, place), self.deadline_s)], 1):
-            self.traced += 1
-            self._say(0)
+        self._run([(_tracing_symbols(trial, place), self.deadline_s), *self._untraced(beside)])
         with contextlib.suppress(FileNotFoundError, EOFError):
             found: shapes.Candidate | shapes.Refused = pickle.loads((place / SYMBOLIC).read_bytes())
             if isinstance(found, shapes.Refused):
@@ -108,6 +96,20 @@ class Tracer:
                 result.error(place, worker.told(error))
 
         return trace
+
+    def _untraced(self, trials: Iterable[Trial]) -> Iterator[Job]:
+        """What traces those that have not been traced, or tried, before."""
+        for trial in trials:
+            key = _key(trial)
+            if key not in self.asked and not self.place(trial).is_file():
+                yield self._tracing(trial, self.folder / key), self.deadline_s
+            self.asked.add(key)
+
+    def _run(self, jobs: Sequence[Job]) -> None:
+        self._say(len(jobs))
+        for _ in forked(jobs, at_once()):
+            self.traced += 1
+            self._say(0)
 
     def _say(self, more: int) -> None:
         """Leave a record of how far it is, for the parent."""
