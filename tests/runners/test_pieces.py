@@ -143,7 +143,7 @@ def test_pieces_are_found_with_their_exact_edges(
     asked = of(truth, kind)
     found = judged(points, asked)
     assert not found.left
-    assert len(asked.points) <= min(MOST, 60)
+    assert len(asked.points) <= min(MOST, 66)
 
 
 def lot(point: Point, many: int) -> int:
