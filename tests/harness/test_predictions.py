@@ -108,7 +108,8 @@ def test_rows_are_those_of_attempts_of_their_own(run_sweep: Run, tmp_path: Path)
 def test_rows_of_several_ranks_are_those_of_attempts_of_their_own(
     run_sweep: Run, tmp_path: Path, over: dict[str, Any]
 ) -> None:
-    rows = both(run_sweep, tmp_path, *(simulated(seq_len=n, **over) for n in (16, 64)), simulated(**over, gpu="h200-141gb"))
+    trials = [*(simulated(seq_len=n, **over) for n in (16, 64)), simulated(**over, gpu="h200-141gb")]
+    rows = both(run_sweep, tmp_path, *trials)
     assert [row["outcome"] for row in rows] == ["ok"] * 3
 
 
