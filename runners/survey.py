@@ -56,15 +56,15 @@ def survey(points: int, limits: Mapping[str, int], evaluate: Evaluate, every: bo
     seen: dict[int, Verdicts] = dict(evaluate(list(first)))
     asked = set(first)
     while True:
-        margin = _margin(seen, limits)
-        more = [n for n in _undecided(sorted(seen), seen, limits, margin) if n not in asked]
+        margins = {name: _margin(name, seen) for name in limits}
+        more = [n for n in _undecided(sorted(seen), seen, limits, margins) if n not in asked]
         if not more or len(asked) >= most:
             break
         more = more[: max(1, most - len(asked))]
         asked.update(more)
         seen |= evaluate(more)
     whole = every or not more
-    return {name: _edge(name, sorted(seen), seen, len(asked), margin, whole) for name in limits}
+    return {name: _edge(name, sorted(seen), seen, len(asked), margins[name], whole) for name in limits}
 
 
 def _edge(
@@ -83,26 +83,25 @@ def _edge(
     )
 
 
-def _margin(seen: Mapping[int, Verdicts], limits: Mapping[str, int]) -> float:
+def _margin(name: str, seen: Mapping[int, Verdicts]) -> float:
     order, most = sorted(seen), 0.0
     for low, middle, high in zip(order, order[1:], order[2:], strict=False):
-        for name in limits:
-            a, b, c = (seen[n][name].need for n in (low, middle, high))
-            if not all(seen[n][name].reserved for n in (low, middle, high)):
-                continue
+        three = [seen[n][name] for n in (low, middle, high)]
+        if all(one.reserved for one in three):
+            a, b, c = (one.need for one in three)
             straight = a + (c - a) * (middle - low) / (high - low)
             most = max(most, abs(b - straight) / b if b else 0.0)
     return max(2 * most, LEAST_MARGIN)
 
 
 def _undecided(
-    order: Sequence[int], seen: Mapping[int, Verdicts], limits: Mapping[str, int], margin: float
+    order: Sequence[int], seen: Mapping[int, Verdicts], limits: Mapping[str, int], margins: Mapping[str, float]
 ) -> list[int]:
     """The points in the middle between neighbours that do not settle what lies between them."""
     found = []
     for low, high in pairwise(order):
         if high - low > 1 and not all(
-            _settled(seen[low][name], seen[high][name], limit, margin) for name, limit in limits.items()
+            _settled(seen[low][name], seen[high][name], limit, margins[name]) for name, limit in limits.items()
         ):
             found.append((low + high) // 2)
     return found
