@@ -279,6 +279,7 @@ SLOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_real_traces(tmp_path: Path) -> None:
     values = {"precision": "bf16"}
     points = [point(values, length, 1) for length in range(600, 1400)]
