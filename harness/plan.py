@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +195,15 @@ def axes(planned: Planned) -> Row:
         "trial": _plain(flat),
     }
     return {name: value for name, value in values.items() if _fits(name, value)}
+
+
+def settings_of(resolved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A resolved trial's settings, by their full keys as device.gpu."""
+    for key, value in resolved.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
 
 
 def _fits(name: str, value: Any) -> bool:

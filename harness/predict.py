@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from vramsweep.harness import largest, launch
 from vramsweep.harness.allocator.cli import size_in_bytes
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.plan import Planned, Settings
+from vramsweep.harness.plan import Planned, Settings, settings_of
 from vramsweep.harness.progress import Few, bar
 from vramsweep.harness.row import Outcome, Row
 from vramsweep.harness.trial import Trial
@@ -226,7 +226,7 @@ def _peaks(row: Row) -> str:
 
 def configurations(rows: Sequence[Row]) -> tuple[list[str], dict[tuple[str, ...], list[Row]]]:
     """The settings that tell rows apart beside length, with card and allocator; the rows by their values of them."""
-    flat = [dict(_flat(row["trial"] or {})) for row in rows]
+    flat = [dict(settings_of(row["trial"] or {})) for row in rows]
     keys = list(dict.fromkeys(key for one in flat for key in one))
     varied = [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in flat}) > 1]
     named = {key.partition(".")[0] for key in varied if key.endswith(".name")}
@@ -240,14 +240,6 @@ def configurations(rows: Sequence[Row]) -> tuple[list[str], dict[tuple[str, ...]
     for row, one in zip(rows, flat, strict=True):
         groups[tuple(_text(one.get(key)) for key in shown)].append(row)
     return [key.removesuffix(".name") for key in shown], dict(sorted(groups.items()))
-
-
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
-        else:
-            yield key, value
 
 
 def _text(value: Any) -> str:

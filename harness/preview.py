@@ -10,10 +10,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from vramsweep.harness import gpus, machine, outcome, plan, registry, techniques
 from vramsweep.harness import trial as trials
@@ -190,7 +189,7 @@ def _predict(
 
 def _labels(items: Sequence[Planned]) -> dict[str, str]:
     """Each trial's label, and after it the settings that the label leaves out and that tell these trials apart."""
-    flat = {p.trial_id: dict(_flat(p.resolved)) for p in items}
+    flat = {p.trial_id: dict(plan.settings_of(p.resolved)) for p in items}
     said = {
         "model",
         "seq_len",
@@ -209,14 +208,6 @@ def _labels(items: Sequence[Planned]) -> dict[str, str]:
         for p in items
         if p.trial
     }
-
-
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
-        else:
-            yield key, value
 
 
 def _card(settings: Settings) -> tuple[gpus.Gpu | None, str]:

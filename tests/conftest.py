@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from vramsweep.harness import machine, plan, sweep
@@ -57,6 +59,19 @@ SETTINGS: dict[str, Any] = {
     "action": "run",
     "output": "text",
 }
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Until the condition holds; it fails the test where that takes too long."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.05)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended."""
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from conftest import ROOT, TARGETS, Run, tiny
+from conftest import ROOT, TARGETS, Run, gone, tiny, wait_for
 
 from vramsweep.harness import attempt, journal, plan, predictions, status, sweep
 from vramsweep.harness.outcome import Evidence
@@ -32,17 +30,6 @@ def simulated(gpu: str = "a100-80gb", node_memory_gib: float | None = None, **ov
 
 def target(name: str, **over: Any) -> dict[str, Any]:
     return simulated(runner={"name": "custom", "target": f"{TARGETS / 'simulated_faults.py'}:{name}"}, **over)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.05)
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def same_but_for_times(together: list[Row], alone: list[Row]) -> None:

@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from conftest import ROOT, SETTINGS, TARGETS, Run, custom, tiny
+from conftest import ROOT, SETTINGS, TARGETS, Run, custom, gone, tiny, wait_for
 
 from vramsweep.analysis.groups import groups
 from vramsweep.analysis.load import load
@@ -23,17 +21,6 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal
 from vramsweep.harness.outcome import Evidence
 from vramsweep.harness.row import complete
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.05)
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("isolation", [pytest.param("cold", marks=pytest.mark.slow), "warm"])
