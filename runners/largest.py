@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -27,7 +27,7 @@ from vramsweep.runners.curve import Curve, at, curve, point
 from vramsweep.runners.many import Trials, families
 from vramsweep.runners.predict import host_replay, replay
 from vramsweep.runners.program import program
-from vramsweep.runners.survey import Edge, Verdict, survey
+from vramsweep.runners.survey import Asked, Edge, Verdict, Verdicts, survey
 from vramsweep.runners.trace import Trace
 from vramsweep.runners.tracer import Job, Tracer, at_once, forked
 
@@ -57,14 +57,15 @@ def _of_family(
     rooms = {trial_id: room(limits[trial_id], trial.allocator.conf) for trial_id, trial in family.items()}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
 
-    def evaluate(numbers: Sequence[int]) -> dict[int, dict[str, Verdict]]:
-        found.trace([at(anyone, points[n]) for n in numbers])
+    def evaluate(wanted: Asked) -> dict[int, Verdicts]:
+        found.trace([at(anyone, points[n]) for n in wanted])
+        numbers = list(wanted)
         chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
         places = [next(files) for _ in chunks]
-        jobs: list[Job] = [
-            (_looking({n: at(anyone, points[n]) for n in chunk}, family, limits, found, place), deadline_s)
-            for chunk, place in zip(chunks, places, strict=True)
-        ]
+        jobs: list[Job] = []
+        for chunk, place in zip(chunks, places, strict=True):
+            asked = [(n, at(anyone, points[n]), wanted[n]) for n in chunk]
+            jobs.append((_looking(asked, family, limits, found, place), deadline_s))
         for _ in forked(jobs, at_once()):
             pass
         return dict(_looked(places))
@@ -88,7 +89,7 @@ def _looked(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, Verdict]]]:
 
 
 def _looking(
-    trials: Mapping[int, Trial],
+    asked: Sequence[tuple[int, Trial, Collection[str]]],
     family: Trials,
     limits: Mapping[str, int],
     known: Curve,
@@ -96,12 +97,11 @@ def _looking(
 ) -> Callable[[], None]:
     def look() -> None:
         answers: dict[int, dict[str, tuple[bool, int, bool]]] = {}
-        for number, trial in trials.items():
+        for number, trial, names in asked:
             traced = known.at(trial)
             if traced is not None:
-                answers[number] = {
-                    name: (v.fits, v.need, v.reserved) for name, v in verdicts(traced[0], family, limits).items()
-                }
+                found = verdicts(traced[0], family, limits, names)
+                answers[number] = {name: (v.fits, v.need, v.reserved) for name, v in found.items()}
         aside = place.with_suffix(".part")
         aside.write_text(json.dumps(answers))
         aside.rename(place)
@@ -109,8 +109,9 @@ def _looking(
     return look
 
 
-def verdicts(trace: Trace, family: Trials, limits: Mapping[str, int]) -> dict[str, Verdict]:
-    """Whether the trace fits each trial's card under its setting, as its own replay would say."""
+def verdicts(trace: Trace, family: Trials, limits: Mapping[str, int], asked: Collection[str]) -> dict[str, Verdict]:
+    """Whether the trace fits each asked trial's card under its setting, as its own replay would say; and each other
+    trial's, where that needs no replay of its own."""
     least = requested(trace)
     by_setting: dict[str, list[str]] = defaultdict(list)
     for trial_id, trial in family.items():
@@ -121,9 +122,13 @@ def verdicts(trace: Trace, family: Trials, limits: Mapping[str, int]) -> dict[st
         rooms = {trial_id: room(limits[trial_id], conf) for trial_id in trial_ids}
         fitting = [trial_id for trial_id in trial_ids if least <= rooms[trial_id]]
         found |= {trial_id: Verdict(False, least, False) for trial_id in trial_ids if trial_id not in fitting}
-        need = _unlimited(trace, config) if fitting else least
+        if not any(trial_id in asked for trial_id in fitting):
+            continue
+        need = _unlimited(trace, config)
         for trial_id in fitting:
             fits = need <= rooms[trial_id] and config.garbage_collection_threshold is None
+            if not fits and trial_id not in asked:
+                continue
             fits = fits or replay(trace, config, limits[trial_id]).failed is None
             fits = fits and not _host_full(trace, family[trial_id], config)
             # a replay that fails beyond this trace's reserved may go well for another: only what is asked for is proof

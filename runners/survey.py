@@ -3,14 +3,16 @@
 What fits is not monotone: reserved jumps from one length to the next, and some alignment classes take more. So points
 are looked at from coarse to fine, and all of those near an edge: between two neighbours that fit (or do not) nothing
 more is looked at only where both are further from the limit than the margin, twice the most that any point seen was off
-a straight line between its neighbours, and 2 % at least.
+a straight line between its neighbours, and 2 % at least. Each question (a setting and a card) has points and a margin
+of its own: a point is looked at only for those that it may decide.
 
 Pure: what one point needs is asked of `evaluate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,7 +31,8 @@ class Verdict:
 
 
 Verdicts = Mapping[str, Verdict]  # of one point, by the name of a question: a setting and a card
-Evaluate = Callable[[Sequence[int]], Mapping[int, Verdicts]]  # of these points, by number; unknown ones are missing
+Asked = Mapping[int, Collection[str]]  # questions by the number of a point
+Evaluate = Callable[[Asked], Mapping[int, Verdicts]]  # unknown points are missing; what else comes for free may be told
 
 
 @dataclass(frozen=True)
@@ -52,41 +55,50 @@ class Edge:
 def survey(points: int, limits: Mapping[str, int], evaluate: Evaluate, every: bool, most: int) -> dict[str, Edge]:
     """The edge of each question, by name; `limits` are in bytes. Without `every`, about `most` points are looked at."""
     step = max(1, points // SAMPLES) | 1  # odd: so all alignments have their turn
-    first = range(points) if every else sorted({*range(0, points, step), points - 1})
-    seen: dict[int, Verdicts] = dict(evaluate(list(first)))
-    asked = set(first)
-    while True:
-        margins = {name: _margin(name, seen) for name in limits}
-        more = [n for n in _undecided(sorted(seen), seen, limits, margins) if n not in asked]
-        if not more or len(asked) >= most:
-            break
-        more = more[: max(1, most - len(asked))]
-        asked.update(more)
-        seen |= evaluate(more)
-    whole = every or not more
-    return {name: _edge(name, sorted(seen), seen, len(asked), margins[name], whole) for name in limits}
+    wanted: dict[int, set[str]] = {
+        number: set(limits) for number in (range(points) if every else {*range(0, points, step), points - 1})
+    }
+    seen: dict[str, dict[int, Verdict]] = {name: {} for name in limits}
+    asked: dict[str, set[int]] = {name: set() for name in limits}
+    looks: set[int] = set()  # points that anything was asked of
+    while wanted and (not looks or len(looks) < most):
+        if looks:
+            wanted = dict(list(wanted.items())[: most - len(looks)])
+        looks |= wanted.keys()
+        for number, names in wanted.items():
+            for name in names:
+                asked[name].add(number)
+        for number, verdicts in evaluate(wanted).items():
+            for name, verdict in verdicts.items():
+                seen[name][number] = verdict
+                asked[name].add(number)
+        wanted = defaultdict(set)
+        for name, limit in limits.items():
+            for number in set(_undecided(seen[name], limit, _margin(seen[name]))) - asked[name]:
+                wanted[number].add(name)
+    undecided = {name for names in wanted.values() for name in names}
+    return {name: _edge(seen[name], len(asked[name]), name not in undecided) for name in limits}
 
 
-def _edge(
-    name: str, order: Sequence[int], seen: Mapping[int, Verdicts], asked: int, margin: float, whole: bool
-) -> Edge:
-    fits = [number for number in order if seen[number][name].fits]
-    refused = next((number for number in order if not seen[number][name].fits), None)
+def _edge(seen: Mapping[int, Verdict], asked: int, whole: bool) -> Edge:
+    order = sorted(seen)
+    fits = [number for number in order if seen[number].fits]
+    refused = next((number for number in order if not seen[number].fits), None)
     below = [number for number in fits if refused is None or number < refused]
     return Edge(
         below[-1] if below else None,
         fits[-1] if fits else None,
         len(order),
         asked - len(order),
-        margin,
+        _margin(seen),
         whole and asked == len(order),
     )
 
 
-def _margin(name: str, seen: Mapping[int, Verdicts]) -> float:
+def _margin(seen: Mapping[int, Verdict]) -> float:
     order, most = sorted(seen), 0.0
     for low, middle, high in zip(order, order[1:], order[2:], strict=False):
-        three = [seen[n][name] for n in (low, middle, high)]
+        three = [seen[n] for n in (low, middle, high)]
         if all(one.reserved for one in three):
             a, b, c = (one.need for one in three)
             straight = a + (c - a) * (middle - low) / (high - low)
@@ -94,17 +106,13 @@ def _margin(name: str, seen: Mapping[int, Verdicts]) -> float:
     return max(2 * most, LEAST_MARGIN)
 
 
-def _undecided(
-    order: Sequence[int], seen: Mapping[int, Verdicts], limits: Mapping[str, int], margins: Mapping[str, float]
-) -> list[int]:
+def _undecided(seen: Mapping[int, Verdict], limit: int, margin: float) -> list[int]:
     """The points in the middle between neighbours that do not settle what lies between them."""
-    found = []
-    for low, high in pairwise(order):
-        if high - low > 1 and not all(
-            _settled(seen[low][name], seen[high][name], limit, margins[name]) for name, limit in limits.items()
-        ):
-            found.append((low + high) // 2)
-    return found
+    return [
+        (low + high) // 2
+        for low, high in pairwise(sorted(seen))
+        if high - low > 1 and not _settled(seen[low], seen[high], limit, margin)
+    ]
 
 
 def _settled(low: Verdict, high: Verdict, limit: int, margin: float) -> bool:

@@ -107,6 +107,7 @@ def test_a_prediction_is_a_sweep_with_a_table(
     assert (folder / journal.NAME).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_lengths_that_cannot_be_traced_are_no_lengths_that_do_not_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

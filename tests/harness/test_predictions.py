@@ -57,6 +57,7 @@ def both(run_sweep: Run, tmp_path: Path, *values: dict[str, Any]) -> list[Row]:
     return together
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_attempts_of_their_own(run_sweep: Run, tmp_path: Path) -> None:
     without_effect = {"name": "gc", "conf": "garbage_collection_threshold:0.8"}
     rows = both(
@@ -147,6 +148,7 @@ def found(tmp_path: Path) -> list[tuple[int, str, str, int]]:
     return [(row["seq_len"], row["outcome"], row["isolation"], row["attempt"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_s_rows_stay_and_the_others_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent, worker = started(tmp_path, monkeypatch)
     os.kill(worker, signal.SIGKILL)
@@ -156,7 +158,7 @@ def test_a_killed_worker_s_rows_stay_and_the_others_run_alone(tmp_path: Path, mo
     assert sorted(alone) == [(40, "ok", "warm", 1), (48, "ok", "warm", 1)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stopped_sweep_leaves_no_process_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_sweep: Run, number: signal.Signals
 ) -> None:

@@ -11,6 +11,7 @@ __all__ = ["predicted"]
 WORDS = ("model=tiny", "seq_len=32,64", "device.gpu=rtx4090-24gb")
 
 
+@pytest.mark.slow
 def test_rows_are_predictions_and_a_limit_fails_the_test(predicted: Predicted) -> None:
     rows = predicted(*WORDS, max_reserved="1GiB")
     assert {row["seq_len"]: row["outcome"] for row in rows} == {32: "ok", 64: "ok"}

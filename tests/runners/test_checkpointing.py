@@ -95,6 +95,7 @@ def test_gradients_are_those_of_a_plain_step_for_less_memory(model: dict[str, An
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_the_ways_keep_as_much_as_they_say() -> None:
     """Full keeps least, then selective, which keeps more the more operators are named; half the layers keep half."""
     held = {name: step(tried(model=HEADS, seq_len=128, **over))[1] for name, over in {"none": {}, **WAYS}.items()}

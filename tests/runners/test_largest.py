@@ -53,9 +53,12 @@ def test_no_setting_reserves_less_than_is_asked_for_at_one_time(tmp_path: Path) 
     least = largest.requested(traced)
     assert least == replay(traced, AllocatorConfig(), None).peak["requested"]
     family = {"fits": chosen, "not": chosen}
-    verdicts = largest.verdicts(traced, family, {"fits": 1 << 35, "not": least - 1})
+    limits = {"fits": 1 << 35, "not": least - 1}
+    verdicts = largest.verdicts(traced, family, limits, family)
     assert verdicts["fits"].fits and verdicts["fits"].need == replay(traced, AllocatorConfig(), None).peak["reserved"]
     assert (verdicts["not"].fits, verdicts["not"].need, verdicts["not"].reserved) == (False, least, False)
+    assert largest.verdicts(traced, family, limits, ["not"]) == {"not": verdicts["not"]}  # no replay
+    assert largest.verdicts(traced, family, limits, ["fits"]) == verdicts
 
 
 @pytest.mark.parametrize(

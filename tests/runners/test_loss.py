@@ -226,6 +226,7 @@ class InForward(torch.autograd.Function):
         return grads[0] * hidden, grads[0] * weight, None
 
 
+@pytest.mark.slow
 def test_gradients_that_the_loss_computes_in_the_forward_pass_count_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def run(folder: Path, *values: dict[str, Any], timeout_s: float = 120) -> dict[s
     return answers(folder)
 
 
+@pytest.mark.slow
 def test_a_trace_that_crashes_or_hangs_leaves_only_its_own_trials_unanswered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,11 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Row]]:
 def test_cold_and_warm_give_equal_rows(both: dict[str, dict[str, Row]], runner: str) -> None:
     cold, warm = (both[isolation][runner] for isolation in ("cold", "warm"))
     assert cold["outcome"] == "ok", cold["reason"]
-    assert same_but_for_the_machine(cold) == same_but_for_the_machine(warm)
+    expected, found = same_but_for_the_machine(cold), same_but_for_the_machine(warm)
+    peaks = {name for name, value in expected.items() if name.endswith("allocated_bytes") and runner == "deepspeed"}
+    for name in peaks & found.keys():  # gloo's thread lets go of a scalar that was reduced after wait() returned
+        assert found.pop(name) == pytest.approx(expected.pop(name), abs=8), name
+    assert expected == found
     assert cold["isolation"] == "cold"
     assert warm["isolation"] == "warm"
 

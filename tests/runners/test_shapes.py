@@ -125,6 +125,7 @@ def test_points_without_guards_values_and_padding_are_refused(tmp_path: Path) ->
     assert isinstance(symbolic(tmp_path, Point(77, 2), padding=0.25), Refused)
 
 
+@pytest.mark.slow
 def test_packed_samples_hold_where_as_many_documents_are_in_one(tmp_path: Path) -> None:
     """How many there are is the size of a tensor, and was asked of the samples of the traced length."""
     over = {"precision": "bf16", "packing": "documents", "attention": "flash_attention_2"}

@@ -31,6 +31,7 @@ def allocator(name: str, conf: str) -> dict[str, Any]:
     return tiny(device=DEVICE, allocator={"name": name, "conf": conf})
 
 
+@pytest.mark.slow
 def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> None:
     small = tiny(device={"name": "simulated", "gpu": "t4-16gb"}, seq_len=4096, micro_batch=512)
     rows = run_sweep(
