@@ -101,16 +101,15 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
         table.add_row(_label(item.trial, axis), *(_number(found, name) for name in ("all_up_to", "largest")),
                       f"{found['looked_at']:,} of {found['of']:,}", found["trace_basis"] or "none")  # fmt: skip
     console.print(table)
-    margins = [found["margin"] for _, found in answers if found["looked_at"] + found["unanswered"] < found["of"]]
+    margins = [found["margin"] for _, found in answers if found["margin"] is not None]
     if margins:
         console.print(
-            f"Not looked at: what lies between two {axis}s that both fit, or both do not, by more than "
-            f"{max(margins):.0%} of the card's limit (twice what any was off the line between its neighbours); "
-            "--every looks at all."
+            f"Not looked at: what cannot fit, as it asks for more than there is, and what fits by {min(margins):.0%} at "
+            "least (judged by what its neighbours need); --every looks at all of these."
         )
     if any(not found["complete"] for _, found in answers):
         console.print(
-            "Some near an edge were not looked at either, as there are many (give a shorter range, or --every) or they "
+            "Some near an edge were not looked at, as there are many (give a shorter range, or --every) or they "
             "cannot be traced (a sweep of them says why)."
         )
     return status

@@ -7,10 +7,11 @@ points are looked at (survey.py).
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ from vramsweep.runners.curve import Curve, at, curve, point
 from vramsweep.runners.many import Trials, families
 from vramsweep.runners.predict import host_replay, replay
 from vramsweep.runners.program import program
-from vramsweep.runners.survey import Asked, Edge, Verdict, Verdicts, survey
+from vramsweep.runners.survey import LEAST_MARGIN, Asked, Card, Edge, Need, survey
 from vramsweep.runners.trace import Trace
 from vramsweep.runners.tracer import Job, Tracer, at_once, forked
 
-MOST = 1500  # points of a family that are looked at, unless all are asked for: half a minute on two cores
+MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
 CHUNK = 8  # points that one process looks at
 
 
@@ -51,27 +52,44 @@ def _of_family(
     family: Trials, axis: str, values: Sequence[int], every: bool, tracer: Tracer, deadline_s: float
 ) -> dict[str, Any]:
     anyone = next(iter(family.values()))
-    points = [point(anyone.model_copy(update={axis: value})) for value in values]
-    found = curve(anyone, points, tracer)
-    limits = {trial_id: gpus.memory_limit(gpus.named(trial.device.gpu)) for trial_id, trial in family.items()}
-    rooms = {trial_id: room(limits[trial_id], trial.allocator.conf) for trial_id, trial in family.items()}
+    trials = [at(anyone, point(anyone.model_copy(update={axis: value}))) for value in values]
+    known = curve(anyone, [point(one) for one in trials], tracer)
+    cards = {trial_id: Card(setting(trial), room(trial)) for trial_id, trial in family.items()}
+    settings = {cards[trial_id].setting: trial for trial_id, trial in family.items()}
+    limits = {name: sorted(card.limit for card in cards.values() if card.setting == name) for name in settings}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
 
-    def evaluate(wanted: Asked) -> dict[int, Verdicts]:
-        found.trace([at(anyone, points[n]) for n in wanted])
-        numbers = list(wanted)
-        chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
+    def look(number: int, asked: Mapping[str, Collection[int]]) -> dict[str, Need]:
+        traced = known.at(trials[number])
+        if traced is None:
+            return {}
+        return {name: need(traced[0], settings[name], rooms, limits[name]) for name, rooms in asked.items()}
+
+    def evaluate(asked: Asked) -> dict[int, dict[str, Need]]:
+        known.trace([trials[number] for number in asked])
+        points = list(asked.items())
+        chunks = [points[first : first + CHUNK] for first in range(0, len(points), CHUNK)]
         places = [next(files) for _ in chunks]
-        jobs: list[Job] = []
-        for chunk, place in zip(chunks, places, strict=True):
-            asked = [(n, at(anyone, points[n]), wanted[n]) for n in chunk]
-            jobs.append((_looking(asked, family, limits, found, place), deadline_s))
+        jobs: list[Job] = [(partial(_write, look, *one), deadline_s) for one in zip(chunks, places, strict=True)]
         for _ in forked(jobs, at_once()):
             pass
-        return dict(_looked(places))
+        return dict(_read(places))
 
-    edges = survey(len(points), rooms, evaluate, every, MOST)
-    return {trial_id: _told(edge, values, found.bases()) for trial_id, edge in edges.items()}
+    floors = _floors(settings, trials, known)
+    edges = survey(floors, cards, evaluate, every, math.inf if every else MOST)
+    return {trial_id: _told(edge, values, known.bases()) for trial_id, edge in edges.items()}
+
+
+def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str, list[float | None]]:
+    """For each setting, what each of these trials asks for at least; infinite where the host's memory does not suffice,
+    None where that is not known before it is traced."""
+    floors: dict[str, list[float | None]] = {name: [] for name in settings}
+    for one in trials:
+        traced = known.at(one)
+        least = None if traced is None else requested(traced[0])
+        for name, trial in settings.items():
+            floors[name].append(math.inf if traced is not None and _host_full(traced[0], trial) else least)
+    return floors
 
 
 def _told(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
@@ -81,64 +99,59 @@ def _told(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, 
     return asdict(edge) | named | {"of": len(values), "trace_basis": basis or None}
 
 
-def _looked(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, Verdict]]]:
+Points = Sequence[tuple[int, Mapping[str, Collection[int]]]]
+
+
+def _write(look: Callable[[int, Mapping[str, Collection[int]]], dict[str, Need]], points: Points, place: Path) -> None:
+    needs = {n: {name: astuple(one) for name, one in look(n, asked).items()} for n, asked in points}
+    aside = place.with_suffix(".part")
+    aside.write_text(json.dumps(needs))
+    aside.rename(place)
+
+
+def _read(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, Need]]]:
     for place in places:
-        for number, verdicts in json.loads(place.read_text()).items() if place.exists() else ():
-            yield int(number), {name: Verdict(*verdict) for name, verdict in verdicts.items()}
+        for number, needs in json.loads(place.read_text()).items() if place.exists() else ():
+            yield int(number), {name: Need(*one) for name, one in needs.items()}
         place.unlink(missing_ok=True)
 
 
-def _looking(
-    asked: Sequence[tuple[int, Trial, Collection[str]]],
-    family: Trials,
-    limits: Mapping[str, int],
-    known: Curve,
-    place: Path,
-) -> Callable[[], None]:
-    def look() -> None:
-        answers: dict[int, dict[str, tuple[bool, int, bool]]] = {}
-        for number, trial, names in asked:
-            traced = known.at(trial)
-            if traced is not None:
-                found = verdicts(traced[0], family, limits, names)
-                answers[number] = {name: (v.fits, v.need, v.reserved) for name, v in found.items()}
-        aside = place.with_suffix(".part")
-        aside.write_text(json.dumps(answers))
-        aside.rename(place)
-
-    return look
+def setting(trial: Trial) -> str:
+    """What decides how much room a trace needs."""
+    return f"{trial.allocator.conf} {trial.device.node_memory_gib}"
 
 
-def verdicts(trace: Trace, family: Trials, limits: Mapping[str, int], asked: Collection[str]) -> dict[str, Verdict]:
-    """Whether the trace fits each asked trial's card under its setting, as its own replay would say; and each other
-    trial's, where that needs no replay of its own."""
-    least = requested(trace)
-    by_setting: dict[str, list[str]] = defaultdict(list)
-    for trial_id, trial in family.items():
-        by_setting[trial.allocator.conf].append(trial_id)
-    found: dict[str, Verdict] = {}
-    for conf, trial_ids in by_setting.items():
-        config = allocator_config.parse(conf)
-        rooms = {trial_id: room(limits[trial_id], conf) for trial_id in trial_ids}
-        fitting = [trial_id for trial_id in trial_ids if least <= rooms[trial_id]]
-        found |= {trial_id: Verdict(False, least, False) for trial_id in trial_ids if trial_id not in fitting}
-        if not any(trial_id in asked for trial_id in fitting):
-            continue
-        need = _unlimited(trace, config)
-        for trial_id in fitting:
-            fits = need <= rooms[trial_id] and config.garbage_collection_threshold is None
-            if not fits and trial_id not in asked:
-                continue
-            fits = fits or replay(trace, config, limits[trial_id]).failed is None
-            fits = fits and not _host_full(trace, family[trial_id], config)
-            # a replay that fails beyond this trace's reserved may go well for another: only what is asked for is proof
-            found[trial_id] = Verdict(True, need, True) if fits else Verdict(False, least, False)
-    return found
+def room(trial: Trial) -> int:
+    """Bytes that the trial's setting lets a process take of its card's limit."""
+    limit = gpus.memory_limit(gpus.named(trial.device.gpu))
+    return int(limit * allocator_config.parse(trial.allocator.conf).per_process_memory_fraction)
 
 
-def room(limit: int, conf: str) -> int:
-    """Bytes of a card's limit that the setting lets a process take."""
-    return int(limit * allocator_config.parse(conf).per_process_memory_fraction)
+def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> Need:
+    """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
+    in less and less of the largest limit, until it fits the smallest, or within a percent."""
+    config = replace(allocator_config.parse(trial.allocator.conf), per_process_memory_fraction=1.0)
+    least = float(requested(trace))
+    found = Need(least, least, math.inf, False)
+    if _host_full(trace, trial):
+        return replace(found, least=math.inf)
+    for free in sorted(rooms or limits[-1:], reverse=True):
+        found = _tried(trace, config, found, free)
+    if not rooms:
+        while limits[0] < found.enough < math.inf and found.enough - found.least > LEAST_MARGIN * found.enough:
+            found = _tried(trace, config, found, int(found.least + found.enough) // 2)
+    return replace(found, close=not rooms)
+
+
+def _tried(trace: Trace, config: AllocatorConfig, known: Need, free: int) -> Need:
+    if not known.least <= free < known.enough:
+        return known
+    replayed = replay(trace, config, free)
+    if replayed.failed is not None:
+        return replace(known, least=free + 1)
+    # with room to spare it reserves the same; a setting that collects garbage reserves as the limit has it
+    spare = replayed.final.num_alloc_retries == 0 and config.garbage_collection_threshold is None
+    return replace(known, enough=replayed.peak["reserved"] if spare else free)
 
 
 def requested(trace: Trace) -> int:
@@ -152,12 +165,9 @@ def requested(trace: Trace) -> int:
     return int(np.cumsum(changes).max(initial=0))
 
 
-def _unlimited(trace: Trace, config: AllocatorConfig) -> int:
-    return replay(trace, replace(config, per_process_memory_fraction=1.0), None).peak["reserved"]
-
-
-def _host_full(trace: Trace, trial: Trial, config: AllocatorConfig) -> bool:
+def _host_full(trace: Trace, trial: Trial) -> bool:
     if trial.device.node_memory_gib is None:
         return False
+    config = allocator_config.parse(trial.allocator.conf)
     host = host_replay(trace.host, config, node.loader_workers(trial) * node.LOADER_WORKER)
     return simulated.host_full(trial, host) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Collection
@@ -13,11 +14,11 @@ import pytest
 from conftest import ROOT, tiny
 
 from vramsweep.harness import gpus, trial
-from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.journal import read, terminal
 from vramsweep.runners import largest, torch_loop, tracing
 from vramsweep.runners.predict import replay
-from vramsweep.runners.survey import Edge
+from vramsweep.runners.survey import Card, Edge, Need
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.tracer import Tracer
 
@@ -47,18 +48,34 @@ def test_the_edge_is_that_of_the_rows_of_every_length(tmp_path: Path) -> None:
         assert edge["all_up_to"] == min(length for length, ok in fits.items() if not ok) - 1
 
 
-def test_no_setting_reserves_less_than_is_asked_for_at_one_time(tmp_path: Path) -> None:
-    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, seq_len=200, micro_batch=8))
+def simulated(**over: Any) -> trial.Trial:
+    return trial.parse(tiny(**{"device": {"name": "simulated", "gpu": "a100-80gb"}, **over}))
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True", "garbage_collection_threshold:0.8"])
+def test_the_room_that_a_trace_needs(tmp_path: Path, conf: str) -> None:
+    chosen = simulated(seq_len=200, micro_batch=8, allocator={"name": "a", "conf": conf})
     traced, _ = tracing.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, torch_loop)
-    least = largest.requested(traced)
-    assert least == replay(traced, AllocatorConfig(), None).peak["requested"]
-    family = {"fits": chosen, "not": chosen}
-    limits = {"fits": 1 << 35, "not": least - 1}
-    verdicts = largest.verdicts(traced, family, limits, family)
-    assert verdicts["fits"].fits and verdicts["fits"].need == replay(traced, AllocatorConfig(), None).peak["reserved"]
-    assert (verdicts["not"].fits, verdicts["not"].need, verdicts["not"].reserved) == (False, least, False)
-    assert largest.verdicts(traced, family, limits, ["not"]) == {"not": verdicts["not"]}  # no replay
-    assert largest.verdicts(traced, family, limits, ["fits"]) == verdicts
+    config = allocator_config.parse(conf)
+    unlimited = replay(traced, config, None).peak
+    found = largest.need(traced, chosen, (), [1, 1 << 35])
+    assert found.floor == largest.requested(traced) == unlimited["requested"]
+    assert found.floor <= found.least <= found.enough <= unlimited["reserved"] and found.close
+    assert found.enough - found.least <= 0.01 * found.enough
+    assert replay(traced, config, int(found.enough)).failed is None
+    assert replay(traced, config, int(found.least) - 1).failed is not None
+    rooms = [int(found.least) - 1, 1 << 35]
+    tried = largest.need(traced, chosen, rooms, [1, 1 << 35])
+    assert (tried.least, tried.close) == (rooms[0] + 1, False)
+    assert tried.enough == (1 << 35 if "garbage" in conf else unlimited["reserved"])
+    small = int(found.floor) - 1
+    assert largest.need(traced, chosen, [small], [1]) == Need(found.floor, found.floor, math.inf, False)  # no replay
+
+
+def test_a_trace_for_which_the_host_is_too_small_fits_no_card(tmp_path: Path) -> None:
+    small = simulated(device={"name": "simulated", "gpu": "a100-80gb", "node_memory_gib": 0.001})
+    traced, _ = tracing.trace_trial(small, gpus.named("a100-80gb"), tmp_path, torch_loop)
+    assert largest.need(traced, small, (), [1 << 35]).least == math.inf
 
 
 @pytest.mark.parametrize(
@@ -83,15 +100,18 @@ def test_an_edge_is_where_the_setting_s_share_of_the_card_ends(tmp_path: Path, m
     family = {
         name: trial.parse(tiny(device=device, allocator={"name": name, "conf": conf})) for name, conf in confs.items()
     }
-    asked: dict[str, int] = {}
+    asked: dict[str, Card] = {}
 
-    def survey(points: int, limits: dict[str, int], *rest: Any) -> dict[str, Edge]:
-        asked.update(limits)
+    def survey(floors: Any, cards: dict[str, Card], *rest: Any) -> dict[str, Edge]:
+        asked.update(cards)
         return {}
 
     class Nothing:
         def bases(self) -> list[str]:
             return []
+
+        def at(self, one: trial.Trial) -> None:
+            return None
 
     def curve(anyone: trial.Trial, points: Collection[Point], tracer: Tracer) -> Nothing:
         return Nothing()
@@ -100,4 +120,4 @@ def test_an_edge_is_where_the_setting_s_share_of_the_card_ends(tmp_path: Path, m
     monkeypatch.setattr(largest, "curve", curve)
     largest._of_family(family, "seq_len", [1, 2], False, Tracer(tmp_path, 1), 1)
     limit = gpus.memory_limit(gpus.named("a100-80gb"))
-    assert asked == {"whole": limit, "half": limit // 2}
+    assert {name: card.limit for name, card in asked.items()} == {"whole": limit, "half": limit // 2}

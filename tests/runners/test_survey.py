@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from vramsweep.runners.survey import Asked, Edge, Evaluate, Verdict, Verdicts, survey
+from vramsweep.runners.survey import Asked, Card, Edge, Evaluate, Need, survey
 
 GIB = 1 << 30
 
 
-def of(need: Callable[[int], int], limits: dict[str, int]) -> tuple[Evaluate, list[tuple[int, str]]]:
-    """Answers from a function of the point, and the points and questions that were asked for."""
-    asked: list[tuple[int, str]] = []
+Looks = list[tuple[int, tuple[int, ...]]]
 
-    def evaluate(wanted: Asked) -> dict[int, Verdicts]:
-        asked.extend((number, name) for number, names in wanted.items() for name in names)
-        return {
-            n: {name: Verdict(need(n) <= limits[name], need(n), True) for name in names} for n, names in wanted.items()
-        }
+
+def of(need: Callable[[int], int], floor: Callable[[int], int]) -> tuple[Evaluate, Looks]:
+    """Answers from functions of the point, and the points and rooms that were asked for."""
+    asked: Looks = []
+
+    def evaluate(wanted: Asked) -> dict[int, dict[str, Need]]:
+        found = {}
+        for number, rooms in ((number, rooms) for number, settings in wanted.items() for rooms in settings.values()):
+            asked.append((number, tuple(rooms)))
+            room = need(number)
+            least = max([floor(number), *(tried + 1 for tried in rooms if tried < room)])
+            enough = min((tried for tried in rooms if tried >= room), default=math.inf)
+            known = Need(floor(number), room, room, True) if not rooms else Need(floor(number), least, enough, False)
+            found[number] = {"setting": known}
+        return found
 
     return evaluate, asked
 
 
-def jagged(seed: int) -> Callable[[int], int]:
-    """Lines with a knee, blocks of 2 MiB, one class of eight that takes more, and jumps of up to 3 %."""
+def edges(
+    points: int,
+    need: Callable[[int], int],
+    limits: dict[str, int],
+    floor: Callable[[int], int] | None = None,
+    **options: Any,
+) -> tuple[dict[str, Edge], Looks]:
+    """What the survey finds; the floor is known beforehand where it is given, else it is the need."""
+    evaluate, asked = of(need, floor or need)
+    floors = [None if floor is None else floor(number) for number in range(points)]
+    cards = {name: Card("setting", limit) for name, limit in limits.items()}
+    return survey({"setting": floors}, cards, evaluate, **options), asked
+
+
+def truth(points: int, need: Callable[[int], int], limits: dict[str, int]) -> dict[str, tuple[int | None, int | None]]:
+    """From every point."""
+    found: dict[str, tuple[int | None, int | None]] = {}
+    for name, limit in limits.items():
+        fits = [need(number) <= limit for number in range(points)]
+        first = fits.index(False) if False in fits else points
+        found[name] = (first - 1 if first else None, max((n for n, fit in enumerate(fits) if fit), default=None))
+    return found
+
+
+def answer(edges: dict[str, Edge]) -> dict[str, tuple[int | None, int | None]]:
+    return {name: (edge.all_up_to, edge.largest) for name, edge in edges.items()}
+
+
+def jagged(seed: int) -> tuple[Callable[[int], int], Callable[[int], int]]:
+    """What is needed, and the floor: lines with a knee, one class of eight that takes more, and on top of the floor
+    blocks of 2 MiB and jumps of up to 3 %."""
     dice = random.Random(seed)
     start, slope, knee, more = (
         dice.randint(2, 20) * GIB,
@@ -34,79 +73,107 @@ def jagged(seed: int) -> Callable[[int], int]:
         dice.randint(0, 2048),
         dice.random() / 20,
     )
-    jumps = [1 + dice.random() * 0.03 for _ in range(64)]
+    jumps = [1.01 + dice.random() * 0.03 for _ in range(64)]
 
-    def need(number: int) -> int:
+    def floor(number: int) -> int:
         plain = start + slope * max(number - knee, 0) + (slope // 8) * number
-        return int(plain * (1 + more * (number % 8 != 7)) * jumps[number * 64 // 2048]) >> 21 << 21
+        return int(plain * (1 + more * (number % 8 != 7)))
 
-    return need
-
-
-def answer(edges: dict[str, Edge]) -> dict[str, tuple[int | None, int | None]]:
-    return {name: (edge.all_up_to, edge.largest) for name, edge in edges.items()}
+    return lambda number: int(floor(number) * jumps[number * 64 // 2048]) >> 21 << 21, floor
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_it_is_what_looking_at_every_point_says(seed: int) -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["floors known", "unknown"])
+def test_it_is_what_looking_at_every_point_says(seed: int, known: bool) -> None:
     limits = {f"{size}": size * GIB for size in (4, 8, 12, 16, 24, 32, 48)}
-    evaluate, asked = of(jagged(seed), limits)
-    found = survey(2048, limits, evaluate, every=False, most=2048)
-    assert answer(found) == answer(survey(2048, limits, of(jagged(seed), limits)[0], every=True, most=2048))
-    assert len(set(asked)) == len(asked) == sum(edge.looked_at for edge in found.values())
+    need, floor = jagged(seed)
+    found, _ = edges(2048, need, limits, floor if known else None)
+    assert answer(found) == truth(2048, need, limits)
+    assert all(edge.complete for edge in found.values())
+
+
+def test_without_passing_over_any_it_is_right_whatever_is_needed() -> None:
+    dice = random.Random(0)
+    needs = [dice.randint(1, 100) for _ in range(500)]
+    limits = {"small": 2, "middle": 50, "large": 99}
+    found, _ = edges(500, needs.__getitem__, limits, lambda number: 1, every=True)
+    assert answer(found) == truth(500, needs.__getitem__, limits)
+    assert {edge.margin for edge in found.values()} == {None}
 
 
 def test_far_from_every_edge_few_points_are_looked_at() -> None:
-    evaluate, asked = of(lambda n: GIB + (n << 20), {"card": 80 * GIB})
-    found = survey(32_768, {"card": 80 * GIB}, evaluate, every=False, most=2000)
+    found, asked = edges(32_768, lambda n: GIB + (n << 20), {"card": 80 * GIB}, lambda n: GIB + (n << 20))
     assert len(asked) < 60
     assert found["card"].largest == found["card"].all_up_to == 32_767
+    assert found["card"].margin == 0.01
+
+
+def test_beyond_the_floor_nothing_is_looked_at() -> None:
+    found, asked = edges(4096, lambda n: GIB + (n << 23), {"card": 9 * GIB}, lambda n: GIB + (n << 23))
+    assert found["card"].largest == found["card"].all_up_to == 1024
+    assert max(number for number, _ in asked) <= 1024
 
 
 def test_what_fits_is_not_monotone() -> None:
     """Every eighth length takes less: the largest of all that fit is not the end of those that all do."""
-    limits = {"card": 10 * GIB}
-    evaluate, _ = of(lambda n: ((n + 1) << 23) + (GIB if (n + 1) % 8 else 0), limits)
-    found = survey(2048, limits, evaluate, every=False, most=2048)["card"]
+
+    def need(number: int) -> int:
+        return ((number + 1) << 23) + (GIB if (number + 1) % 8 else 0)
+
+    found = edges(2048, need, {"card": 10 * GIB}, need)[0]["card"]
     assert (found.all_up_to, found.largest) == (1151, 1279)  # lengths 1,152 and 1,280, counted from 1
 
 
+def test_a_ragged_need_is_looked_at_more() -> None:
+    """Every seventh point takes a fifth more of what it asks for."""
+
+    def floor(number: int) -> int:
+        return GIB + (number << 20)
+
+    def need(number: int) -> int:
+        return floor(number) * (12 if number % 7 == 0 else 10) // 10
+
+    found, asked = edges(4096, need, {"card": 4 * GIB}, floor)
+    assert answer(found) == truth(4096, need, {"card": 4 * GIB})
+    assert len(asked) > 2 * len(edges(4096, lambda n: floor(n) * 12 // 10, {"card": 4 * GIB}, floor)[1])
+
+
 def test_a_bound_on_the_looks_is_said() -> None:
-    evaluate, asked = of(lambda n: (10 * GIB) + (n % 97 << 23), {"card": 10 * GIB})
-    found = survey(4096, {"card": 10 * GIB}, evaluate, every=False, most=200)["card"]
-    assert not found.complete and len(asked) <= 200
+    found, asked = edges(4096, lambda n: (10 * GIB) + (n % 97 << 23), {"card": 10 * GIB}, lambda n: 9 * GIB, most=200)
+    assert not found["card"].complete and len(asked) <= 200 + 4096 // 8
 
 
-def test_a_point_is_looked_at_only_for_what_it_may_decide() -> None:
-    limits = {"near": 12 * GIB, "far": 80 * GIB}
-    evaluate, _ = of(lambda n: GIB + (n << 23), limits)
-    found = survey(4096, limits, evaluate, every=False, most=4096)
-    assert found["near"].all_up_to == 1408 and found["far"].largest == 4095
-    assert found["far"].looked_at < 60 < found["near"].looked_at
-    more, _ = of(lambda n: GIB + (n << 23), limits)  # what comes without being asked for is taken
-    told = survey(4096, limits, lambda wanted: more(dict.fromkeys(wanted, limits)), every=False, most=4096)
-    assert answer(told) == answer(found) and told["far"].looked_at == told["near"].looked_at
-
-
-def test_what_stays_open_of_one_question_is_not_the_other_s() -> None:
+def test_what_stays_open_of_one_card_is_not_the_other_s() -> None:
     limits = {"ragged": 10 * GIB, "far": 80 * GIB}
-    evaluate, _ = of(lambda n: (10 * GIB) + (n % 97 << 23), limits)
-    found = survey(4096, limits, evaluate, every=False, most=200)
+    found, _ = edges(4096, lambda n: (10 * GIB) + (n % 97 << 23), limits, lambda n: 9 * GIB, most=200)
     assert found["far"].complete and not found["ragged"].complete
 
 
 def test_nothing_fits_or_nothing_is_known() -> None:
-    evaluate, _ = of(lambda n: 2 * GIB, {"card": GIB})
-    assert answer(survey(100, {"card": GIB}, evaluate, every=False, most=100)) == {"card": (None, None)}
-    found = survey(100, {"card": GIB}, lambda wanted: {}, every=False, most=100)["card"]
-    assert (found.all_up_to, found.largest) == (None, None)
-    assert found.looked_at == 0 and found.unanswered > 0 and not found.complete
+    assert answer(edges(100, lambda n: 2 * GIB, {"card": GIB}, lambda n: 2 * GIB)[0]) == {"card": (None, None)}
+    assert answer(edges(100, lambda n: 2 * GIB, {"card": GIB})[0]) == {"card": (None, None)}
+    unknown = survey({"setting": [None] * 100}, {"card": Card("setting", GIB)}, lambda wanted: {})["card"]
+    assert (unknown.all_up_to, unknown.largest) == (None, None)
+    assert unknown.looked_at == 0 and unknown.unanswered > 0 and not unknown.complete
+    host = survey({"setting": [math.inf] * 100}, {"card": Card("setting", GIB)}, lambda wanted: {})["card"]
+    assert (host.all_up_to, host.largest, host.looked_at, host.complete) == (None, None, 0, True)
 
 
 def test_points_without_an_answer_are_counted() -> None:
     """As those of a target that raises at some lengths."""
-    evaluate, asked = of(lambda n: GIB, {"card": 2 * GIB})
-    known = {"card": 2 * GIB}
-    found = survey(100, known, lambda wanted: evaluate({n: q for n, q in wanted.items() if n < 60}), True, 100)["card"]
+    evaluate, _ = of(lambda n: GIB, lambda n: GIB)
+
+    def some(wanted: Asked) -> Any:
+        return evaluate({number: rooms for number, rooms in wanted.items() if number < 60})
+
+    found = survey({"setting": [None] * 100}, {"card": Card("setting", 2 * GIB)}, some, every=True)["card"]
     assert (found.all_up_to, found.largest, found.looked_at, found.unanswered) == (59, 59, 60, 40)
-    assert len(asked) == 60
+    assert not found.complete
+
+
+def test_one_card_s_looks_serve_the_others() -> None:
+    limits = {f"{size}": size * GIB for size in (24, 26, 28)}
+    need, floor = jagged(3)
+    together = edges(2048, need, limits, floor)[1]
+    alone = [edges(2048, need, {name: limit}, floor)[1] for name, limit in limits.items()]
+    assert len(together) < sum(map(len, alone))
