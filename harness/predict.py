@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         help="the largest length or batch that fits instead of rows, for all settings and cards at once; of those in "
         "its range, else of all that the model takes",
     )
-    parser.add_argument("--every", action="store_true", help="with --largest: replay each, also far from any edge")
+    parser.add_argument("--every", action="store_true", help="with --largest: replay also what fits by a margin")
     parser.add_argument("--json", action="store_true", help="with --largest: as JSON")
     parser.add_argument("--max-reserved", metavar="SIZE", help="exit with 1 if any reserves more, as 22GiB")
     options, rest = parser.parse_known_args(argv)

@@ -124,8 +124,8 @@ def test_what_fits_is_not_monotone() -> None:
     assert (found.all_up_to, found.largest) == (1151, 1279)  # lengths 1,152 and 1,280, counted from 1
 
 
-def test_a_ragged_need_is_looked_at_more() -> None:
-    """Every seventh point takes a fifth more of what it asks for."""
+def test_what_some_points_need_more_is_allowed_for_around_them() -> None:
+    """Every seventh point needs a fifth more than the others: none may be passed over for its neighbours' sake."""
 
     def floor(number: int) -> int:
         return GIB + (number << 20)
@@ -133,9 +133,8 @@ def test_a_ragged_need_is_looked_at_more() -> None:
     def need(number: int) -> int:
         return floor(number) * (12 if number % 7 == 0 else 10) // 10
 
-    found, asked = edges(4096, need, {"card": 4 * GIB}, floor)
+    found, _ = edges(4096, need, {"card": 4 * GIB}, floor)
     assert answer(found) == truth(4096, need, {"card": 4 * GIB})
-    assert len(asked) > 2 * len(edges(4096, lambda n: floor(n) * 12 // 10, {"card": 4 * GIB}, floor)[1])
 
 
 def test_a_bound_on_the_looks_is_said() -> None:
