@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +70,17 @@ def different(one: Row, other: Row) -> list[str]:
 
 def directly(words: tuple[str, ...], trials: list[dict[str, Any]], results: Path) -> dict[str, Row]:
     """The same trials, each by a sweep of its own."""
-    found: dict[str, Row] = {}
-    for number, trial in enumerate(trials):
+
+    def one(numbered: tuple[int, dict[str, Any]]) -> dict[str, Row]:
+        number, trial = numbered
         own = [f"{axis}={trial[axis]}" for axis in ("seq_len", "micro_batch")]
         card, setting = f"device.gpu={trial['device']['gpu']}", f"allocator={trial['allocator']['name']}"
         where = [f"results={results}", f"name={number}", "report=false", "device=simulated"]
         vramsweep("sweep", *words, *own, card, setting, *where)
-        found |= rows(results / str(number))
-    return found
+        return rows(results / str(number))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {name: row for found in pool.map(one, enumerate(trials)) for name, row in found.items()}
 
 
 def measured(name: str, lengths: int, points: int) -> dict[str, Any]:
@@ -103,6 +108,11 @@ def measured(name: str, lengths: int, points: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def label(trial: dict[str, Any]) -> tuple[str, ...]:
+    """What tells the trials of a survey apart."""
+    return str(trial["seq_len"]), trial["device"]["gpu"], trial["allocator"]["name"]
+
+
 def largest(name: str, lengths: int) -> dict[str, Any]:
     """Time of the largest length for all cards and settings, and whether the trials at the edges say the same."""
     words = CONFIGURATIONS[name]
@@ -120,11 +130,9 @@ def largest(name: str, lengths: int) -> dict[str, Any]:
                 if at is not None and 1 <= at <= lengths:
                     asked.append((edge["trial"] | {"seq_len": at}, fits))
         asked = random.Random(name).sample(asked, min(len(asked), 20))
-        wrong = []
-        for number, (trial, fits) in enumerate(asked):
-            row = directly(words, [trial], Path(folder) / f"own-{number}")
-            if [one["outcome"] == "ok" for one in row.values()] != [fits]:
-                wrong.append((trial["seq_len"], trial["device"]["gpu"], trial["allocator"]["name"]))
+        own = directly(words, [trial for trial, _ in asked], Path(folder) / "own").values()
+        said = {label(row["trial"]): row["outcome"] == "ok" for row in own}
+        wrong = [label(trial) for trial, fits in asked if said.get(label(trial)) is not fits]
     looked = max(edge["looked_at"] for edge in edges)
     named = [(f"{e['trial']['device']['gpu']} {e['trial']['allocator']['name']}", e) for e in edges]
     return {
