@@ -104,8 +104,8 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
     margins = [found["margin"] for _, found in answers if found["margin"] is not None]
     if margins:
         console.print(
-            f"Not looked at: what asks for more than there is, and so cannot fit; what fits by {min(margins):.0%} at least, "
-            "judged by what its neighbours need (--every looks at those)."
+            "Not looked at: what asks for more than there is, and so cannot fit; and what fits by at least "
+            f"{min(margins):.0%}, judged by what its neighbours need (--every looks at those)."
         )
     if any(not found["complete"] for _, found in answers):
         console.print(
