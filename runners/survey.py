@@ -6,7 +6,8 @@ beyond a card's limit nothing is looked at. For each setting, the room that some
 and less room. For each card, points are then looked at from the last one down until one fits, and from the first one up
 until one does not. Passed over on the way up are those that fit by a margin: what such a point needs is taken to be its
 floor, times what the nearest points on both sides that were looked at need per byte of theirs; the margin is twice the
-most that any point nearby needs more than both its neighbours, and 1 % at least.
+most that any point nearby needs more than both its neighbours, and 1 % at least. What fits in some room is taken to fit
+in more, and what does not, not in less.
 
 Where the floor is not known without tracing, it is taken to be that of the neighbours, and the margin is twice the most
 that any point was off a straight line between its neighbours.
@@ -52,7 +53,7 @@ Evaluate = Callable[[Asked], Mapping[int, Mapping[str, Need]]]  # unknown points
 
 @dataclass(frozen=True)
 class Card:
-    """A question: the edge under a setting, by its name, in so many bytes."""
+    """A question: the edge under a setting, by its name, with a limit in bytes."""
 
     setting: str
     limit: int
