@@ -105,7 +105,7 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
     if margins:
         console.print(
             "Not looked at: what asks for more than there is, and so cannot fit; and what fits by at least "
-            f"{min(margins):.0%}, judged by what its neighbours need (--every looks at those)."
+            f"{min(margins):.1%}, judged by what its neighbours need (--every looks at those)."
         )
     if any(not found["complete"] for _, found in answers):
         console.print(
@@ -116,7 +116,7 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
 
 
 def _number(found: Answer, name: str) -> str:
-    unknown = "none" if found["looked_at"] else "unknown"
+    unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"
     return unknown if found[name] is None else f"{found[name]:,}"
 
 

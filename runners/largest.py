@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from functools import partial
@@ -24,11 +25,12 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.attempt import LARGEST
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import result, simulated
-from vramsweep.runners.curve import Curve, at, curve, point
+from vramsweep.runners.curve import Curve, curve, point
 from vramsweep.runners.many import Trials, families
 from vramsweep.runners.predict import host_replay, replay
 from vramsweep.runners.program import program
 from vramsweep.runners.survey import LEAST_MARGIN, Asked, Card, Edge, Need, survey
+from vramsweep.runners.symbolic import Point
 from vramsweep.runners.trace import Trace
 from vramsweep.runners.tracer import Job, Tracer, at_once, forked
 
@@ -51,15 +53,29 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
 def _of_family(
     family: Trials, axis: str, values: Sequence[int], every: bool, tracer: Tracer, deadline_s: float
 ) -> dict[str, Any]:
+    """The edge of each trial of a family; those that differ in the other axis too are of one curve, and apart."""
+    groups: dict[Point, dict[str, Trial]] = defaultdict(dict)
+    for trial_id, trial in family.items():
+        groups[point(trial.model_copy(update={axis: 1}))][trial_id] = trial
+    along = {other: _along(next(iter(group.values())), axis, values) for other, group in groups.items()}
     anyone = next(iter(family.values()))
-    trials = [at(anyone, point(anyone.model_copy(update={axis: value}))) for value in values]
-    known = curve(anyone, [point(one) for one in trials], tracer)
+    known = curve(anyone, [point(trial) for trials in along.values() for trial in trials], tracer)
+    found: dict[str, Any] = {}
+    for other, group in groups.items():
+        edges = _of_group(group, along[other], known, every, tracer, deadline_s)
+        found |= {trial_id: _told(edge, values, known.bases()) for trial_id, edge in edges.items()}
+    return found
+
+
+def _of_group(
+    family: Trials, trials: Sequence[Trial], known: Curve, every: bool, tracer: Tracer, deadline_s: float
+) -> dict[str, Edge]:
     cards = {trial_id: Card(setting(trial), room(trial)) for trial_id, trial in family.items()}
     settings = {cards[trial_id].setting: trial for trial_id, trial in family.items()}
     limits = {name: sorted(card.limit for card in cards.values() if card.setting == name) for name in settings}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
 
-    def look(number: int, asked: Mapping[str, Collection[int]]) -> dict[str, Need]:
+    def look(number: int, asked: Rooms) -> dict[str, Need]:
         traced = known.at(trials[number])
         if traced is None:
             return {}
@@ -70,14 +86,16 @@ def _of_family(
         points = list(asked.items())
         chunks = [points[first : first + CHUNK] for first in range(0, len(points), CHUNK)]
         places = [next(files) for _ in chunks]
-        jobs: list[Job] = [(partial(_write, look, *one), deadline_s) for one in zip(chunks, places, strict=True)]
+        jobs: list[Job] = [
+            (partial(_write, look, chunk, place), deadline_s * len(chunk))
+            for chunk, place in zip(chunks, places, strict=True)
+        ]
         for _ in forked(jobs, at_once()):
             pass
         return dict(_read(places))
 
     floors = _floors(settings, trials, known)
-    edges = survey(floors, cards, evaluate, every, math.inf if every else MOST)
-    return {trial_id: _told(edge, values, known.bases()) for trial_id, edge in edges.items()}
+    return survey(floors, cards, evaluate, every, math.inf if every else MOST)
 
 
 def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str, list[float | None]]:
@@ -95,15 +113,15 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
 def _told(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
     numbers = {"all_up_to": edge.all_up_to, "largest": edge.largest}
     named = {name: None if number is None else values[number] for name, number in numbers.items()}
-    basis = ", ".join(bases) if edge.looked_at else None  # what could not be traced rests on nothing
+    basis = None if edge.unanswered and not edge.looked_at else ", ".join(bases)  # what has no trace rests on nothing
     return asdict(edge) | named | {"of": len(values), "trace_basis": basis or None}
 
 
-Points = Sequence[tuple[int, Mapping[str, Collection[int]]]]
+Rooms = Mapping[str, Collection[int]]  # by setting
 
 
-def _write(look: Callable[[int, Mapping[str, Collection[int]]], dict[str, Need]], points: Points, place: Path) -> None:
-    needs = {n: {name: astuple(one) for name, one in look(n, asked).items()} for n, asked in points}
+def _write(look: Callable[[int, Rooms], dict[str, Need]], asked: Sequence[tuple[int, Rooms]], place: Path) -> None:
+    needs = {n: {name: astuple(one) for name, one in look(n, rooms).items()} for n, rooms in asked}
     aside = place.with_suffix(".part")
     aside.write_text(json.dumps(needs))
     aside.rename(place)
@@ -114,6 +132,10 @@ def _read(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, Need]]]:
         for number, needs in json.loads(place.read_text()).items() if place.exists() else ():
             yield int(number), {name: Need(*one) for name, one in needs.items()}
         place.unlink(missing_ok=True)
+
+
+def _along(trial: Trial, axis: str, values: Sequence[int]) -> list[Trial]:
+    return [trial.model_copy(update={axis: value}) for value in values]
 
 
 def setting(trial: Trial) -> str:
@@ -129,7 +151,7 @@ def room(trial: Trial) -> int:
 
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> Need:
     """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
-    in less and less of the largest limit, until it fits the smallest, or within a percent."""
+    in less and less of the largest limit, until it fits the smallest with room to spare, or within a percent."""
     config = replace(allocator_config.parse(trial.allocator.conf), per_process_memory_fraction=1.0)
     least = float(requested(trace))
     found = Need(least, least, math.inf, False)
@@ -138,8 +160,12 @@ def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[in
     for free in sorted(rooms or limits[-1:], reverse=True):
         found = _tried(trace, config, found, free)
     if not rooms:
-        while limits[0] < found.enough < math.inf and found.enough - found.least > LEAST_MARGIN * found.enough:
-            found = _tried(trace, config, found, int(found.least + found.enough) // 2)
+        free = limits[-1]
+        while found.enough - found.least > LEAST_MARGIN * found.enough < math.inf:
+            if found.enough <= limits[0] and found.enough < free:
+                break
+            free = int(found.least + found.enough) // 2
+            found = _tried(trace, config, found, free)
     return replace(found, close=not rooms)
 
 

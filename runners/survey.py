@@ -3,11 +3,11 @@
 What fits is not monotone: reserved jumps from one length to the next, and some alignment classes take more. But what a
 run asks for at least (its floor) is known of every point of a symbolic trace, and no setting makes do with less, so
 beyond a card's limit nothing is looked at. For each setting, the room that some points need is found by replays in less
-and less room. For each card, points are then looked at from the last one down until one fits, and from the first one up
-until one does not. Passed over on the way up are those that fit by a margin: what such a point needs is taken to be its
-floor, times what the nearest points on both sides that were looked at need per byte of theirs; the margin is twice the
-most that any point nearby needs more than both its neighbours, and 1 % at least. What fits in some room is taken to fit
-in more, and what does not, not in less.
+and less room. For each card, more and more points are then tried at its limit, until it is known which is the first
+that does not fit, and which the last that does. Passed over on the way are those that fit by a margin: what such a
+point needs is taken to be its floor, times what the nearest points on both sides whose need was found need per byte of
+theirs; the margin is twice the most that any of these nearby needs more than both its neighbours, and 1 % at least.
+What fits in some room is taken to fit in more, and what does not, not in less.
 
 Where the floor is not known without tracing, it is taken to be that of the neighbours, and the margin is twice the most
 that any point was off a straight line between its neighbours.
@@ -38,7 +38,7 @@ Floats = npt.NDArray[np.float64]
 class Need:
     """The room that a point needs, in bytes: not less than `least`, and not more than `enough` (infinite: not known).
 
-    `floor` is what it asks for at one time, under any setting; `close`: `enough` is not just a room that was tried.
+    `floor` is what it asks for at one time, under any setting; `close`: `enough` was searched for.
     """
 
     floor: float
@@ -63,9 +63,10 @@ class Card:
 class Edge:
     """Of one question: up to which point (number) all fit, and the last that fits at all.
 
-    None where the first does not fit, or none does. `looked_at` is how many points were, `unanswered` how many more
-    were asked for in vain (both edges leave them out), `margin` the least by which others fit that were passed over
-    (None: none was), `complete` whether both ends were reached: looks are bounded, and some points may be unknown.
+    None where the first does not fit, or none does. `looked_at` is how many points were under the setting, `unanswered`
+    how many more were asked for in vain (both edges leave them out), `margin` the least by which others were judged
+    (None: none was), `complete` whether both ends were reached: looks are bounded, and some points may be unknown. The
+    edges are those of what is known, else.
     """
 
     all_up_to: int | None
@@ -74,6 +75,16 @@ class Edge:
     unanswered: int
     margin: float | None
     complete: bool
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Bytes that each point needs at least and at most, and the margins in these (NaN: it is known, not judged)."""
+
+    least: Floats
+    most: Floats
+    least_margins: Floats
+    most_margins: Floats
 
 
 class _Setting:
@@ -87,18 +98,27 @@ class _Setting:
 
     def told(self, number: int, need: Need | None) -> None:
         """Take what evaluate tells of a point that it was asked about."""
-        self.looked[number], self.missed[number] = need is not None, need is None
+        self.looked[number] |= need is not None
+        self.missed[number] = not self.looked[number]
         if need is not None:
             self.floors[number] = need.floor
             self.least[number] = np.fmax(self.least[number], need.least)
             self.enough[number] = min(self.enough[number], need.enough)
             self.close[number] |= need.close and math.isfinite(need.enough)
 
-    def judged(self) -> tuple[Floats, Floats, Floats]:
-        """What each point needs at least and at most, judged by its neighbours where that is not known; the margins."""
-        margins = self._margins()
-        most = np.minimum(self.enough, self._most() * (1 + margins))
-        return np.where(np.isnan(self.least), self._lowest(), self.least), most, margins
+    def judged(self, every: bool) -> _Judged:
+        """What each point needs, judged by its neighbours where that is not known; with `every`, nothing is judged."""
+        nothing = np.full(len(self.least), np.nan)
+        if every:
+            return _Judged(np.where(np.isnan(self.least), 0, self.least), self.enough, nothing, nothing)
+        margins, most, unknown = self._margins(), self._most(), np.isnan(self.least)
+        most = np.where(self.least > most, np.inf, most * (1 + margins))  # infinite: a replay has disproved it
+        return _Judged(
+            np.where(unknown, self._lowest(), self.least),
+            np.minimum(self.enough, most),
+            np.where(unknown, max(LEAST_MARGIN, self._bend_of_floors()), np.nan),
+            np.where(most < self.enough, margins, np.nan),
+        )
 
     def first(self, limit: float) -> list[int]:
         """The points to look at first, of those that may fit into the limit."""
@@ -110,7 +130,12 @@ class _Setting:
         """What both neighbours ask for, less a margin, or nothing: where the floor is not known."""
         order = np.flatnonzero(~np.isnan(self.floors))
         low, high = _sides(order, self.floors[order], len(self.floors))
-        return np.nan_to_num(np.minimum(low, high) * (1 - max(LEAST_MARGIN, _bend(order, self.floors[order]))))
+        lowest = np.minimum(low, high) * (1 - max(LEAST_MARGIN, self._bend_of_floors()))
+        return np.where(np.isnan(lowest), 0, lowest)
+
+    def _bend_of_floors(self) -> float:
+        order = np.flatnonzero(~np.isnan(self.floors))
+        return _bend(order, self.floors[order])
 
     def _most(self) -> Floats:
         """What each point needs, judged by the nearest on both sides; infinite where one of these is not known."""
@@ -118,7 +143,8 @@ class _Setting:
         enough = self.enough[order]
         ratio = np.maximum(*_sides(order, enough / np.maximum(self.floors[order], 1), len(self.floors)))
         highest = np.maximum(*_sides(order, enough, len(self.floors)))
-        return np.nan_to_num(np.where(np.isnan(self.floors), highest, self.floors * ratio), nan=np.inf)
+        most = np.where(np.isnan(self.floors), highest, self.floors * ratio)
+        return np.where(np.isnan(most), np.inf, most)
 
     def _margins(self) -> Floats:
         """The share by which each point may need more than judged."""
@@ -145,71 +171,74 @@ def survey(
     """The edge of each question, by name. `floors` are those of each setting, in bytes: of each point what it asks for
     at least, None where that is not known, infinite where it cannot fit.
 
-    With `every`, no point is passed over. About `most` looks are taken, at a point under a setting.
+    With `every`, nothing is judged. No more is looked at after `most` looks, at a point under a setting.
     """
     settings = {name: _Setting(row) for name, row in floors.items()}
     asked: dict[int, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name, setting in settings.items():
         for number in setting.first(max(card.limit for card in cards.values() if card.setting == name)):
             asked[number][name] = set()
-    looks, undecided = 0, set[str]()
-    while asked and looks < most:
+    looks = 0
+    while True:
         looks += sum(map(len, asked.values()))
-        answers = evaluate(asked)
+        answers = evaluate(asked) if asked else {}
         for number, rooms in asked.items():
             for name in rooms:
                 settings[name].told(number, answers.get(number, {}).get(name))
-        asked, undecided = defaultdict(lambda: defaultdict(set)), set()
-        judged = {name: setting.judged() for name, setting in settings.items()}
-        for question, card in cards.items():
-            for number, closely in _wanted(settings[card.setting], card.limit, *judged[card.setting][:2], every):
-                undecided.add(question)
-                asked[number][card.setting] |= set() if closely else {card.limit}
-    return {name: _edge(settings[card.setting], card.limit, every, name in undecided) for name, card in cards.items()}
+        judged = {name: setting.judged(every) for name, setting in settings.items()}
+        views = {name: _View(settings[card.setting], judged[card.setting], card.limit) for name, card in cards.items()}
+        asked, closely = defaultdict(lambda: defaultdict(set)), set()
+        for name, card in cards.items():
+            for number, close in views[name].wanted(every):
+                asked[number][card.setting].add(card.limit)
+                if close:
+                    closely.add((number, card.setting))
+        for number, setting_name in closely:
+            asked[number][setting_name].clear()
+        if not asked or looks >= most:
+            return {name: view.edge(every) for name, view in views.items()}
 
 
-def _wanted(setting: _Setting, limit: int, least: Floats, most: Floats, every: bool) -> Iterator[tuple[int, bool]]:
-    """The points to look at next, some of those that may move an end, and whether to find closely what they need."""
-    within, beyond = _verdicts(setting, limit, least, most, every)
-    undecided = ~(within | beyond | setting.missed)
-    first, last = _ends(within, beyond)
-    below, above = np.flatnonzero(undecided[:first]), np.flatnonzero(undecided[last + 1 :]) + last + 1
-    yield from ((number, False) for number in _spread(above))
-    if every:
-        yield from ((number, False) for number in _spread(below))
-        return
-    before = np.searchsorted(np.flatnonzero(setting.close), below)
-    for run in (below[before == one] for one in np.unique(before)):
-        alone = len(run) <= FEW
-        yield from ((int(number), not alone) for number in (run if alone else run[[len(run) // 2]]))
+class _View:
+    """A setting as one card sees it: what fits and what does not, as far as that is known."""
 
+    def __init__(self, setting: _Setting, judged: _Judged, limit: int) -> None:
+        self._setting, self._judged = setting, judged
+        self.beyond = judged.least > limit
+        self.within = (judged.most <= limit) & ~self.beyond & ~setting.missed
+        no, yes = np.flatnonzero(self.beyond), np.flatnonzero(self.within)
+        self.first = int(no[0]) if len(no) else len(self.within)  # that does not fit
+        self.last = int(yes[-1]) if len(yes) else -1  # that does
+        self._undecided = ~(self.within | self.beyond | setting.missed)
 
-def _edge(setting: _Setting, limit: int, every: bool, bounded: bool) -> Edge:
-    least, most, margins = setting.judged()
-    within, beyond = _verdicts(setting, limit, least, most, every)
-    first, last = _ends(within, beyond)
-    below = np.flatnonzero(within[:first])
-    passed = within & ~(setting.enough <= limit)
-    return Edge(
-        int(below[-1]) if len(below) else None,
-        last if last >= 0 else None,
-        int(setting.looked.sum()),
-        int(setting.missed.sum()),
-        float(margins[passed].min()) if passed.any() else None,
-        not bounded and not setting.missed.any(),
-    )
+    def wanted(self, every: bool) -> Iterator[tuple[int, bool]]:
+        """The points to look at next, of those that may move an end, and whether to find closely what they need."""
+        below = np.flatnonzero(self._undecided[: self.first])
+        above = np.flatnonzero(self._undecided[self.last + 1 :]) + self.last + 1
+        yield from ((number, False) for number in _spread(above))
+        if every:
+            yield from ((number, False) for number in _spread(below))
+            return
+        before = np.searchsorted(np.flatnonzero(self._setting.close), below)
+        for run in (below[before == one] for one in np.unique(before)):
+            alone = len(run) <= FEW
+            yield from ((int(number), not alone) for number in (run if alone else run[[len(run) // 2]]))
 
-
-def _verdicts(setting: _Setting, limit: int, least: Floats, most: Floats, every: bool) -> tuple[Bools, Bools]:
-    """Of each point whether it fits, and whether it does not, as far as that is known."""
-    beyond = least > limit
-    return ((setting.enough if every else most) <= limit) & ~beyond, beyond
-
-
-def _ends(within: Bools, beyond: Bools) -> tuple[int, int]:
-    """The first that is known not to fit (or how many there are), and the last that is known to (or -1)."""
-    no, yes = np.flatnonzero(beyond), np.flatnonzero(within)
-    return int(no[0]) if len(no) else len(within), int(yes[-1]) if len(yes) else -1
+    def edge(self, every: bool) -> Edge:
+        """What is known of it, complete where nothing is wanted any more."""
+        missed = self._setting.missed & ~self.beyond
+        known = self.within | self._setting.missed
+        below = np.flatnonzero(self.within[: len(known) if known.all() else int(np.argmin(known))])
+        judged = self._judged
+        margins = np.concatenate((judged.most_margins[self.within], judged.least_margins[self.beyond]))
+        return Edge(
+            int(below[-1]) if len(below) else None,
+            self.last if self.last >= 0 else None,
+            int(self._setting.looked.sum()),
+            int(missed.sum()),
+            None if np.isnan(margins).all() else float(np.nanmin(margins)),
+            not missed.any() and next(self.wanted(every), None) is None,
+        )
 
 
 def _spread(numbers: Ints) -> list[int]:

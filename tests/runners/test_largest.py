@@ -22,7 +22,7 @@ from vramsweep.runners.survey import Card, Edge, Need
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.tracer import Tracer
 
-WORDS = ("model=tiny", "micro_batch=64", "seq_len=1..48", "device.gpu=rtx4080-16gb")
+WORDS = ("model=tiny", "micro_batch=48,64", "seq_len=1..48", "device.gpu=rtx4080-16gb")
 SHARE = "per_process_memory_fraction:0.004"
 SETTINGS = f'allocator.conf="{SHARE}","{SHARE},expandable_segments:True"'
 
@@ -37,15 +37,19 @@ def test_the_edge_is_that_of_the_rows_of_every_length(tmp_path: Path) -> None:
     where = (f"results={tmp_path}", "name=edge", "report=false")
     found = vramsweep("predict", "--largest", "seq_len", "--json", *WORDS, SETTINGS, *where)
     assert found.returncode == 0, found.stderr
-    edges = {edge["trial"]["allocator"]["conf"]: edge for edge in json.loads(found.stdout)}
+    edges = {
+        (edge["trial"]["allocator"]["conf"], edge["trial"]["micro_batch"]): edge for edge in json.loads(found.stdout)
+    }
     assert vramsweep("predict", *WORDS, SETTINGS, *where).returncode == 0
     rows = terminal(read(tmp_path / "edge")[0]).values()
-    assert len(rows) == 96 and len(edges) == 2
-    for conf, edge in edges.items():
-        fits = {row["seq_len"]: row["outcome"] == "ok" for row in rows if row["allocator_conf"] == conf}
+    assert len(rows) == 192 and len(edges) == 4
+    for (conf, batch), edge in edges.items():
+        own = [row for row in rows if row["allocator_conf"] == conf and row["micro_batch"] == batch]
+        fits = {row["seq_len"]: row["outcome"] == "ok" for row in own}
         assert set(fits.values()) == {True, False}
         assert edge["largest"] == max(length for length, ok in fits.items() if ok)
         assert edge["all_up_to"] == min(length for length, ok in fits.items() if not ok) - 1
+    assert len({edge["largest"] for edge in edges.values()}) > 1  # a family has edges for each batch
 
 
 def simulated(**over: Any) -> trial.Trial:

@@ -18,7 +18,8 @@ Looks = list[tuple[int, tuple[int, ...]]]
 
 
 def of(need: Callable[[int], int], floor: Callable[[int], int]) -> tuple[Evaluate, Looks]:
-    """Answers from functions of the point, and the points and rooms that were asked for."""
+    """Answers from functions of the point, and the points and rooms that were asked for. What is needed is found to a
+    percent, as by replays."""
     asked: Looks = []
 
     def evaluate(wanted: Asked) -> dict[int, dict[str, Need]]:
@@ -28,8 +29,8 @@ def of(need: Callable[[int], int], floor: Callable[[int], int]) -> tuple[Evaluat
             room = need(number)
             least = max([floor(number), *(tried + 1 for tried in rooms if tried < room)])
             enough = min((tried for tried in rooms if tried >= room), default=math.inf)
-            known = Need(floor(number), room, room, True) if not rooms else Need(floor(number), least, enough, False)
-            found[number] = {"setting": known}
+            known = Need(floor(number), max(floor(number), room - room // 100), room, True)
+            found[number] = {"setting": Need(floor(number), least, enough, False) if rooms else known}
         return found
 
     return evaluate, asked
@@ -168,6 +169,87 @@ def test_points_without_an_answer_are_counted() -> None:
     found = survey({"setting": [None] * 100}, {"card": Card("setting", 2 * GIB)}, some, every=True)["card"]
     assert (found.all_up_to, found.largest, found.looked_at, found.unanswered) == (59, 59, 60, 40)
     assert not found.complete
+
+
+def test_what_was_missed_is_not_judged_by_its_neighbours() -> None:
+    """A process that looks at points may die: no edge lies at one that nobody looked at."""
+
+    def need(number: int) -> int:
+        return GIB + (number << 23)
+
+    evaluate, _ = of(need, need)
+
+    def some(wanted: Asked) -> Any:
+        return evaluate({number: rooms for number, rooms in wanted.items() if number != 1024})
+
+    known = {"setting": [need(number) for number in range(2048)]}
+    found = survey(known, {"card": Card("setting", 9 * GIB)}, some)["card"]
+    assert (found.all_up_to, found.largest, found.unanswered, found.complete) == (1023, 1023, 1, False)
+
+
+def test_what_is_not_looked_at_any_more_is_not_said_to_fit() -> None:
+    need, floor = jagged(5)
+    limits = {"card": 24 * GIB}
+    right = edges(2048, need, limits, floor)[0]["card"]
+    for most in (1, 50, 60, 70, 80):
+        found = edges(2048, need, limits, floor, most=most)[0]["card"]
+        assert found.complete or (found.all_up_to or 0) <= (right.all_up_to or 0)
+        assert found.complete == (found == right)
+
+
+def test_a_dip_between_the_samples_is_found_where_its_floor_is_known() -> None:
+    """All the others cannot fit, so that nothing is looked at first."""
+
+    def need(number: int) -> int:
+        return GIB // 2 if number == 1 else 2 * GIB
+
+    for every in (True, False):
+        found, asked = edges(100, need, {"card": GIB}, need, every=every)
+        assert answer(found) == {"card": (None, 1)}
+        assert [number for number, _ in asked] == [1]
+    assert answer(edges(100, need, {"card": GIB}, every=True)[0]) == {"card": (None, 1)}
+
+
+def test_judged_floors_are_said_to_be() -> None:
+    found, _ = edges(2048, lambda n: GIB + (n << 22), {"card": 3 * GIB})
+    assert found["card"].margin == 0.01 and found["card"].largest == 512
+    known, _ = edges(20, lambda n: 2 * GIB, {"card": GIB}, lambda n: 2 * GIB)
+    assert known["card"].margin is None
+
+
+def test_a_setting_has_floors_and_needs_of_its_own() -> None:
+    needs = {"small": lambda n: GIB + (n << 20), "large": lambda n: GIB + (n << 21)}
+
+    def evaluate(wanted: Asked) -> dict[int, dict[str, Need]]:
+        return {
+            n: {name: Need(needs[name](n), needs[name](n), needs[name](n), True) for name in rooms}
+            for n, rooms in wanted.items()
+        }
+
+    floors = {name: [float(need(n)) for n in range(4096)] for name, need in needs.items()}
+    cards = {f"{name} {size}": Card(name, size * GIB) for name in needs for size in (2, 3)}
+    found = survey(floors, cards, evaluate)
+    assert {name: edge.largest for name, edge in found.items()} == {
+        "small 2": 1024, "small 3": 2048, "large 2": 512, "large 3": 1024,
+    }  # fmt: skip
+
+
+def test_samples_have_all_alignments() -> None:
+    asked = edges(4096, lambda n: GIB, {"card": 2 * GIB}, lambda n: GIB)[1]
+    assert {number % 8 for number, _ in asked} == set(range(8))
+
+
+def test_the_margin_is_twice_what_a_point_needs_more_than_its_neighbours() -> None:
+    """The samples are 0, 3, 6, ... of 150: the one at 75 needs 4 % more, so what lies about it fits by 8 %."""
+    jump = 75
+
+    def need(number: int) -> int:
+        return GIB * 104 // 100 if number == jump else GIB
+
+    fits, asked = edges(150, need, {"card": int(1.13 * GIB)}, lambda n: GIB)
+    assert fits["card"].margin == 0.01 and {number for number, _ in asked} == {*range(0, 150, 3), 149}
+    _, more = edges(150, need, {"card": int(1.11 * GIB)}, lambda n: GIB)
+    assert {74, 76} <= {number for number, _ in more}
 
 
 def test_one_card_s_looks_serve_the_others() -> None:
