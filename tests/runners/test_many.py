@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TARGETS, tiny
+from conftest import ROOT, TARGETS, tiny
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.attempt import PREDICTIONS
@@ -112,6 +114,32 @@ def run(folder: Path, *values: dict[str, Any], timeout_s: float = 120) -> dict[s
     own = os.getpid()
     list(tracer.forked([(lambda: worker.main(folder, own), 300.0)], 1))
     return answers(folder)
+
+
+OPENMP = """
+import sys
+import torch
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+from test_many import parsed
+from vramsweep.runners import tracer
+torch.set_num_threads(2)
+torch.ones(1 << 22).to(torch.int32)  # as samples are made: this process has another thread now
+chosen = parsed(seq_len=2048, micro_batch=64, padding=0.5)
+folder = Path(sys.argv[3]) / "attempts" / "shared" / "1"
+folder.mkdir(parents=True)
+coordinator = tracer.Tracer(folder, 60)
+coordinator.trace([chosen])
+print(coordinator.found(chosen) is not None)
+"""
+
+
+@pytest.mark.slow
+def test_traces_do_not_wait_for_threads_that_are_not_there_after_a_fork(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    words = [sys.executable, "-c", OPENMP, str(here), str(here.parent), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT, timeout=170)
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
 
 
 @pytest.mark.slow
