@@ -29,7 +29,7 @@ DATA = ROOT.parent / "shared" / "data" / "qwen15-0.5b-zero3" / "without-expandab
 WORDS = (
     "model=qwen0.5b", "runner=trainer", "sharding=zero3", "precision=fp16", "zero_init=false", "padding=0.5",
     "optimizer=deepspeed_fused_adam", "use_cache=on", "+versions.deepspeed=0.14.2", "+versions.transformers=4.40.0",
-    "device.gpu=rtx3090-24gb", "seq_len=1..2048", "report=false",
+    "device.gpu=rtx3090-24gb", "seq_len=1..2048", "micro_batch=1", "report=false",
 )  # fmt: skip
 LINES = {
     "active": ("peak_active_bytes", None, "#0072b2"),
@@ -58,6 +58,9 @@ def table(rows: dict[int, Row], truth: dict[int, tuple[int, int]]) -> list[str]:
     lines = ["| lengths | counter | median error | worst | | |", "|---|---|---|---|---|---|"]
     for low, high in ((1, 511), (512, 1023), (1024, 1535), (1536, 2048)):
         at = [n for n in truth if low <= n <= high and n in rows and rows[n]["outcome"] == "ok"]
+        if not at:
+            lines.append(f"| {low} to {high} | no row without an error | | | | |")
+            continue
         for index, (name, (column, most, _)) in enumerate(LINES.items()):
             errors = [rows[n][column] / MIB / truth[n][index] - 1 for n in at]
             worst = max(errors, key=abs)
