@@ -401,12 +401,13 @@ def accumulated_width(width: int) -> int:
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 16 elements (pad_bias)."""
+    """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements (preprocess_mask and
+    pad_bias in ATen/native/transformers/attention.cpp, mem_eff_alignment; 16 before torch 2.1)."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
     columns = mask.size(-1)
-    if columns > 1 and columns % 16:
-        mask = F.pad(mask, (0, -columns % 16))[..., :columns]
+    if columns > 1 and columns % 8:
+        mask = F.pad(mask, (0, -columns % 8))[..., :columns]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 
