@@ -41,6 +41,7 @@ from vramsweep.runners import places
 aten = torch.ops.aten
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 Capability = tuple[int, int]
+MASK_ALIGNMENT = 8  # elements; mem_eff_alignment of preprocess_mask
 Kernels = Iterable[tuple[str, Callable[..., Any]]]
 
 # CUDA's autocast policy by operator; every other operator with a CUDA autocast kernel runs in fp32.
@@ -401,13 +402,16 @@ def accumulated_width(width: int) -> int:
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements (preprocess_mask and
-    pad_bias in ATen/native/transformers/attention.cpp, mem_eff_alignment; 16 before torch 2.1)."""
+    """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements, by a copy if need be.
+
+    Source: convert_boolean_attn_mask_, aligned_tensor, pad_bias and preprocess_mask in
+    ATen/native/transformers/attention.cpp.
+    """
     if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
-    columns = mask.size(-1)
-    if columns > 1 and columns % 8:
-        mask = F.pad(mask, (0, -columns % 8))[..., :columns]
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype, device=mask.device))
+    if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
+        columns = mask.size(-1)
+        mask = F.pad(mask, (0, MASK_ALIGNMENT - columns % MASK_ALIGNMENT))[..., :columns]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 
