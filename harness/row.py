@@ -233,7 +233,7 @@ COLUMNS: tuple[Column, ...] = (
         ("deepspeed_version", str, "", "null where deepspeed was not used"),
         ("python_version", str, "", ""),
         ("cpu_name", str, "", ""),
-        ("cpu_threads", int, "", "intra-op threads of torch in the worker"),
+        ("cpu_threads", int, "", "intra-op threads of torch in the worker; null where it only predicts"),
         ("host", str, "", ""),
         ("vramsweep_version", str, "", "version of this program"),
         ("git_commit", str, "", "commit of the harness, with +dirty if its files were changed"),

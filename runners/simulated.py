@@ -89,7 +89,6 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         "memory_limit_bytes": limit,
         "allocator_conf_effective": config.render(),
         "torch_version": torch.__version__,
-        "cpu_threads": torch.get_num_threads(),
         **host_columns(trial, host),
     }
     if full is not None:
