@@ -11,10 +11,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vramsweep.harness import gpus
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import build, pieces, shapes, simulated
 from vramsweep.runners.symbolic import Point, SymbolicTrace
-from vramsweep.runners.trace import Trace
+from vramsweep.runners.trace import Trace, on
 from vramsweep.runners.tracer import Tracer
 
 FEW = pieces.FEW  # points that are as quickly traced one by one
@@ -31,7 +32,14 @@ class Curve:
     tracer: Tracer
 
     def at(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
-        """The trial's trace, the details and what it rests on; None if it could not be traced."""
+        """The trial's trace, as its card has it, the details and what it rests on; None if it could not be traced."""
+        found = self._known(trial)
+        if found is None:
+            return None
+        trace, details, basis = found
+        return on(trace, gpus.named(trial.device.gpu).capability), details, basis
+
+    def _known(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
         where = point(trial)
         for one in self.symbolic:
             if one.holds(where):

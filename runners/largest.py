@@ -25,13 +25,14 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.attempt import LARGEST
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import result, simulated
+from vramsweep.runners.cuda_like import Capability
 from vramsweep.runners.curve import Curve, curve, point
 from vramsweep.runners.many import Trials, families
 from vramsweep.runners.predict import host_replay, replay
 from vramsweep.runners.program import program
 from vramsweep.runners.survey import LEAST_MARGIN, Asked, Card, Edge, Need, survey
 from vramsweep.runners.symbolic import Point
-from vramsweep.runners.trace import Trace
+from vramsweep.runners.trace import Trace, cublas_workspace, on
 from vramsweep.runners.tracer import Job, Tracer, at_once, forked
 
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
@@ -79,7 +80,8 @@ def _of_group(
         traced = known.at(trials[number])
         if traced is None:
             return {}
-        return {name: need(traced[0], settings[name], rooms, limits[name]) for name, rooms in asked.items()}
+        own = {name: on(traced[0], _capability(settings[name])) for name in asked}
+        return {name: need(own[name], settings[name], rooms, limits[name]) for name, rooms in asked.items()}
 
     def evaluate(asked: Asked) -> dict[int, dict[str, Need]]:
         known.trace([trials[number] for number in asked])
@@ -102,11 +104,13 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
     """For each setting, what each of these trials asks for at least; infinite where the host's memory does not suffice,
     None where that is not known before it is traced."""
     floors: dict[str, list[float | None]] = {name: [] for name in settings}
+    capabilities = {cublas_workspace(_capability(trial)): _capability(trial) for trial in settings.values()}
     for one in trials:
         traced = known.at(one)
-        least = None if traced is None else requested(traced[0])
+        least = {size: traced and requested(on(traced[0], capability)) for size, capability in capabilities.items()}
         for name, trial in settings.items():
-            floors[name].append(math.inf if traced is not None and _host_full(traced[0], trial) else least)
+            full = traced is not None and _host_full(traced[0], trial)
+            floors[name].append(math.inf if full else least[cublas_workspace(_capability(trial))])
     return floors
 
 
@@ -140,7 +144,11 @@ def _along(trial: Trial, axis: str, values: Sequence[int]) -> list[Trial]:
 
 def setting(trial: Trial) -> str:
     """What decides how much room a trace needs."""
-    return f"{trial.allocator.conf} {trial.device.node_memory_gib}"
+    return f"{trial.allocator.conf} {trial.device.node_memory_gib} {cublas_workspace(_capability(trial))}"
+
+
+def _capability(trial: Trial) -> Capability:
+    return gpus.named(trial.device.gpu).capability
 
 
 def room(trial: Trial) -> int:

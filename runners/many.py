@@ -74,13 +74,14 @@ def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadl
 
 def _predicting(trials: Trials, found: Curve, file: Path) -> Callable[[], None]:
     def predict() -> None:
-        at_hand: tuple[Point, Any] | None = None
+        at_hand: tuple[tuple[Point, str | None], Any] | None = None
         with file.open("ab", buffering=0) as lines:
             for trial_id, trial in trials.items():
                 began = time.monotonic()
                 try:
-                    if at_hand is None or at_hand[0] != point(trial):
-                        at_hand = point(trial), found.at(trial)
+                    where = point(trial), trial.device.gpu
+                    if at_hand is None or at_hand[0] != where:
+                        at_hand = where, found.at(trial)
                     if at_hand[1] is None:  # could not be traced: its own attempt will show why
                         continue
                     predicted = simulated.predict(trial, *at_hand[1])

@@ -17,7 +17,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from vramsweep.runners.origins import Maker, Origins
 from vramsweep.runners.streams import Note
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
+WORKSPACES = "workspaces"
 CATEGORIES = (
     "parameters",
     "buffers",
@@ -44,7 +45,7 @@ CATEGORIES = (
     "activations",
     "communication",
     "temporaries",
-    "workspaces",
+    WORKSPACES,
 )
 HOST_CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "loading", "other")
 MATMULS = {
@@ -171,7 +172,7 @@ class _Book:
                 if origin is mark and mark.phase == "forward":
                     categories[number] = "activations"
             start = mark.end
-        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", "workspaces"):
+        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", WORKSPACES):
             for number in self.known[name]:
                 categories[number] = name
         return categories
@@ -182,12 +183,22 @@ def cublas_workspace(capability: Capability) -> int:
     return 4096 * KIB * 8 if capability[0] == 9 else 4096 * KIB * 2 + 16 * KIB * 8
 
 
-def generation(capability: Capability) -> tuple[bool, int]:
-    """All that a trace depends on of a card's compute capability: cards that share it share their traces.
+def generation(capability: Capability) -> bool:
+    """All that a trace depends on of a card's compute capability, workspaces apart: cards that share it share traces.
 
-    Whether it has bf16 tensor cores, as kernels of attention and products of halves ask, and the cuBLAS workspace.
+    It is whether the card has bf16 tensor cores, as kernels of attention and products of halves ask.
     """
-    return capability >= (8, 0), cublas_workspace(capability)
+    return capability >= (8, 0)
+
+
+def on(trace: Trace, capability: Capability) -> Trace:
+    """The trace of a card of the same generation, as one of this compute capability has it: with its own workspaces.
+
+    Events, marks and notes are the same lists.
+    """
+    size = cublas_workspace(capability)
+    sizes = [size if c == WORKSPACES else s for s, c in zip(trace.sizes, trace.categories, strict=True)]
+    return replace(trace, sizes=sizes)
 
 
 class Tracer(TorchDispatchMode):
@@ -367,7 +378,7 @@ class Tracer(TorchDispatchMode):
         backward = _in_backward()
         if backward not in self._threads:
             self._threads.add(backward)
-            self._card.known["workspaces"].add(self._card.allocate(self._workspace))
+            self._card.known[WORKSPACES].add(self._card.allocate(self._workspace))
 
     def _note_request(self) -> None:
         operator = self._operator if isinstance(self._operator, str) else _known_as(self._operator)

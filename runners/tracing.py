@@ -1,7 +1,7 @@
 """Traces of trials: made by running the trial's own runner on fake tensors, and kept for every trial that shares them.
 
 A trace depends on neither the allocator's setting nor the size of the card's memory, so it is kept in the sweep's
-folder, under a hash of what it does depend on.
+folder, under a hash of what it does depend on. The cuBLAS workspaces of the card are put in when it is read.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from vramsweep.runners import build, differences, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.over_ranks import Columns
-from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer, generation
+from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer, generation, on
 
 FORMAT = 8  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
+KEPT_ON = (8, 0)  # the compute capability of the card whose workspaces a kept trace has, whichever card came first
 COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold
 
 
@@ -121,7 +122,7 @@ def kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path
     trace, details = trace_trial(trial, card, folder, runner)
     traces.mkdir(parents=True, exist_ok=True)
     aside = place(trial, card, traces).with_suffix(f".{os.getpid()}")
-    values = asdict(trace)
+    values = asdict(on(trace, KEPT_ON))
     for storages in (values, values["host"]):
         storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
     values |= {name: [(list(one.values()), count) for one, count in values[name]] for name in COUNTED}
@@ -142,7 +143,7 @@ def stored(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, Any]
     host = found["trace"]["host"]
     found["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
     found["trace"]["makers"] = [(module, operator) for module, operator in found["trace"]["makers"]]
-    return Trace(**found["trace"]), found["details"]
+    return on(Trace(**found["trace"]), card.capability), found["details"]
 
 
 def place(trial: Trial, card: Gpu, traces: Path) -> Path:

@@ -125,3 +125,26 @@ def test_an_edge_is_where_the_setting_s_share_of_the_card_ends(tmp_path: Path, m
     largest._of_family(family, "seq_len", [1, 2], False, Tracer(tmp_path, 1), 1)
     limit = gpus.memory_limit(gpus.named("a100-80gb"))
     assert {name: card.limit for name, card in asked.items()} == {"whole": limit, "half": limit // 2}
+
+
+@pytest.mark.slow
+def test_cards_of_one_family_need_what_their_own_traces_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = {name: simulated(device={"name": "simulated", "gpu": name}) for name in ("a100-80gb", "h100-80gb")}
+    asked: dict[str, Any] = {}
+
+    def survey(floors: Any, cards: dict[str, Card], evaluate: Any, *rest: Any) -> dict[str, Edge]:
+        own = {name: cards[name].setting for name in cards}
+        needs = evaluate({1: dict.fromkeys(own.values(), ())})[1]
+        asked.update({name: (floors[own[name]][1], needs[own[name]]) for name in cards})
+        return {}
+
+    monkeypatch.setattr(largest, "survey", survey)
+    folder = tmp_path / "attempts" / "shared" / "1"
+    folder.mkdir(parents=True)
+    largest._of_family(family, "seq_len", [8, 16], False, Tracer(folder, 120), 120)
+    limits = sorted(gpus.memory_limit(gpus.named(name)) for name in family)
+    for name, one in family.items():
+        at = one.model_copy(update={"seq_len": 16})
+        traced, _ = tracing.trace_trial(at, gpus.named(name), tmp_path, torch_loop)
+        assert asked[name] == (largest.requested(traced), largest.need(traced, at, (), limits))
+    assert asked["a100-80gb"] != asked["h100-80gb"]

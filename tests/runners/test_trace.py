@@ -21,7 +21,7 @@ from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
 from vramsweep.runners import cuda_like, torch_loop, tracing
 from vramsweep.runners.predict import replay
-from vramsweep.runners.trace import CATEGORIES, Trace, Tracer, cublas_workspace
+from vramsweep.runners.trace import CATEGORIES, Trace, Tracer, cublas_workspace, on
 
 A100 = gpus.named("a100-80gb")
 
@@ -206,7 +206,22 @@ def test_cards_of_one_generation_have_one_trace(tmp_path: Path, over: dict[str, 
     *alike, hopper = traces
     assert all(one == alike[0] for one in alike)
     changed = {c for c, a, b in zip(hopper.categories, alike[0].sizes, hopper.sizes, strict=True) if a != b}
-    assert changed <= {"workspaces"} and hopper.events == alike[0].events
+    assert changed == {"workspaces"} and hopper.events == alike[0].events
+    assert on(alike[0], (9, 0)) == hopper and on(hopper, (12, 0)) == alike[0]
+
+
+def test_a_kept_trace_has_the_workspaces_of_the_card_that_reads_it(tmp_path: Path) -> None:
+    """And its file is the same, whichever card was first."""
+    files = set()
+    for first, second in (("a100-80gb", "h100-80gb"), ("h100-80gb", "a100-80gb")):
+        traces = tmp_path / first
+        for name in (first, second):
+            card = gpus.named(name)
+            chosen = trial.parse(tiny(device={"name": "simulated", "gpu": name}))
+            kept, _ = tracing.kept(chosen, card, tmp_path, torch_loop, traces)
+            assert kept == tracing.trace_trial(chosen, card, tmp_path, torch_loop)[0]
+        files |= {(path.name, path.read_bytes()) for path in traces.iterdir()}
+    assert len(files) == 1
 
 
 def test_the_collector_runs_at_the_end_of_a_phase_whatever_else_the_process_does(tmp_path: Path) -> None:
