@@ -179,15 +179,16 @@ def _samples(trial: Trial) -> Data:
 def _synthetic(trial: Trial) -> Samples:
     generator = torch.Generator().manual_seed(trial.seed)
     ids = torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)
+    rows = [ids[n % POOL] for n in range(max(POOL, trial.micro_batch))]  # no batch has the same tensor twice
     if trial.packing == "documents":
         positions = torch.arange(trial.seq_len) % -(-trial.seq_len // DOCUMENTS)
-        return [_packed(row, positions) for row in ids]
+        return [_packed(row, positions) for row in rows]
     kept = trial.seq_len - padded_tokens(trial.padding, trial.seq_len)
     if kept == trial.seq_len:
-        return [{"input_ids": row, "labels": row} for row in ids]
+        return [{"input_ids": row, "labels": row} for row in rows]
     mask = (torch.arange(trial.seq_len) < kept).long()
     mask = mask.flip(0) if trial.padding_side == "left" else mask
-    return [_masked(row, mask) for row in ids]
+    return [_masked(row, mask) for row in rows]
 
 
 def padded_tokens(padding: float, length: int) -> int:

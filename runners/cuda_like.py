@@ -358,7 +358,7 @@ def _efficient(asked: Attention) -> torch.Tensor:
 def _cudnn(asked: Attention) -> torch.Tensor:
     mask = asked.mask
     if mask is not None and mask.dtype is torch.bool:  # convert_boolean_attn_mask_cudnn
-        mask = torch.zeros_like(mask, dtype=asked.query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+        mask = _additive(mask, asked.query.dtype)
     out: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
         *asked[:3], mask, _saves(asked), asked.dropout, asked.causal, False, scale=asked.scale
     )[0]
@@ -401,14 +401,18 @@ def accumulated_width(width: int) -> int:
     return -(-width // multiple) * multiple
 
 
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The boolean mask as one to add (convert_boolean_attn_mask_ in ATen/native/transformers/attention.cpp)."""
+    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
+
+
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements, by a copy if need be.
 
-    Source: convert_boolean_attn_mask_, aligned_tensor, pad_bias and preprocess_mask in
-    ATen/native/transformers/attention.cpp.
+    Source: aligned_tensor, pad_bias and preprocess_mask in ATen/native/transformers/attention.cpp.
     """
     if mask.dtype is torch.bool:
-        mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype, device=mask.device))
+        mask = _additive(mask, query.dtype)
     if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
         columns = mask.size(-1)
         mask = F.pad(mask, (0, MASK_ALIGNMENT - columns % MASK_ALIGNMENT))[..., :columns]

@@ -96,18 +96,24 @@ def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> Symboli
     found = tracer.symbolic(at(anyone, middle), beside=[at(anyone, where) for where in witnesses(points)])
     if not isinstance(found, shapes.Candidate):
         return None
-    held = [where for where in points if found.symbolic.holds(where)]
-    if len(held) <= FEW:
-        return None
-    asked = witnesses(held)
-    direct = tracer.kept({where: at(anyone, where) for where in asked})
-    if len(direct) < len(asked):  # it would hold where nothing can be traced
-        return None
-    confirmed = shapes.confirmed(found, {where: (one.trace, one.details) for where, one in direct.items()})
+    confirmed = _confirmed(found, anyone, points, tracer)
     if isinstance(confirmed, shapes.Refused):
         tracer.say(f"no symbolic trace: {confirmed.reason}")
         return None
     return confirmed
+
+
+def _confirmed(
+    found: shapes.Candidate, anyone: Trial, points: Sequence[Point], tracer: Tracer
+) -> SymbolicTrace | shapes.Refused:
+    held = [where for where in points if found.symbolic.holds(where)]
+    if len(held) <= FEW:
+        return shapes.Refused(f"its guards hold at {len(held)} of {len(points)} points")
+    asked = witnesses(held)
+    direct = tracer.kept({where: at(anyone, where) for where in asked})
+    if len(direct) < len(asked):
+        return shapes.Refused("it would hold where nothing can be traced")
+    return shapes.confirmed(found, {where: (one.trace, one.details) for where, one in direct.items()})
 
 
 def witnesses(held: Sequence[Point]) -> list[Point]:

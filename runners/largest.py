@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
@@ -125,16 +126,20 @@ Rooms = Mapping[str, Collection[int]]  # by setting
 
 
 def _write(look: Callable[[int, Rooms], dict[str, Need]], asked: Sequence[tuple[int, Rooms]], place: Path) -> None:
-    needs = {n: {name: astuple(one) for name, one in look(n, rooms).items()} for n, rooms in asked}
-    aside = place.with_suffix(".part")
-    aside.write_text(json.dumps(needs))
-    aside.rename(place)
+    with place.open("ab", buffering=0) as lines:  # what is there counts, however this process ends
+        for number, rooms in asked:
+            try:
+                needs = {name: astuple(one) for name, one in look(number, rooms).items()}
+                lines.write(json.dumps([number, needs]).encode() + b"\n")
+            except Exception:
+                traceback.print_exc()
 
 
 def _read(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, Need]]]:
     for place in places:
-        for number, needs in json.loads(place.read_text()).items() if place.exists() else ():
-            yield int(number), {name: Need(*one) for name, one in needs.items()}
+        for line in place.read_bytes().split(b"\n")[:-1] if place.exists() else ():
+            number, needs = json.loads(line)
+            yield number, {name: Need(*one) for name, one in needs.items()}
         place.unlink(missing_ok=True)
 
 
@@ -143,8 +148,9 @@ def _along(trial: Trial, axis: str, values: Sequence[int]) -> list[Trial]:
 
 
 def setting(trial: Trial) -> str:
-    """What decides how much room a trace needs."""
-    return f"{trial.allocator.conf} {trial.device.node_memory_gib} {cublas_workspace(_capability(trial))}"
+    """What decides how much room a trace needs of which card, and whether the host's memory suffices."""
+    config = allocator_config.parse(trial.allocator.conf).render()
+    return f"{config} {cublas_workspace(_capability(trial))} {node.limit(trial)} {node.ranks(trial)}"
 
 
 def _capability(trial: Trial) -> Capability:

@@ -198,8 +198,6 @@ class _Symbols:
         texts = []
         for name, value in self._hints.items():
             texts += [f"{name} == 1"] if value == 1 else [f"{name} >= 2", f"{name} <= {LARGEST}"]
-        if self._trial.runner.name != "trainer":
-            texts.append(f"micro_batch <= {build.POOL}")  # beyond it the samples of a batch repeat
         if self._trial.packing == "documents":  # how many there are is told by value, of the trial's own samples
             documents = f"-(-seq_len // -(-seq_len // {build.DOCUMENTS}))"
             texts.append(f"{documents} == {compiled(documents)(self._point)}")

@@ -7,10 +7,13 @@ and less room. For each card, more and more points are then tried at its limit, 
 that does not fit, and which the last that does. Passed over on the way are those that fit by a margin: what such a
 point needs is taken to be its floor, times what the nearest points on both sides whose need was found need per byte of
 theirs; the margin is twice the most that any of these nearby needs more than both its neighbours, and 1 % at least.
-What fits in some room is taken to fit in more, and what does not, not in less.
+Close to the limit not many in a row are passed over. What fits in some room is taken to fit in more, and what does not,
+not in less.
 
 Where the floor is not known without tracing, it is taken to be that of the neighbours, and the margin is twice the most
 that any point was off a straight line between its neighbours.
+
+A point whose look is without an answer is not asked about again, nor judged.
 
 Pure: what one point needs is asked of `evaluate`.
 """
@@ -29,6 +32,8 @@ SAMPLES = 48  # points of the first look
 FEW = 12  # points that are looked at one by one
 NEARBY = 8  # points on each side whose raggedness makes the margin
 LEAST_MARGIN = 0.01
+NARROW = 0.05  # of the limit: where points are judged to fit by less than this,
+DENSE = 16  # no more than these in a row are judged
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -99,7 +104,7 @@ class _Setting:
     def told(self, number: int, need: Need | None) -> None:
         """Take what evaluate tells of a point that it was asked about."""
         self.looked[number] |= need is not None
-        self.missed[number] = not self.looked[number]
+        self.missed[number] = need is None
         if need is not None:
             self.floors[number] = need.floor
             self.least[number] = np.fmax(self.least[number], need.least)
@@ -112,7 +117,8 @@ class _Setting:
         if every:
             return _Judged(np.where(np.isnan(self.least), 0, self.least), self.enough, nothing, nothing)
         margins, most, unknown = self._margins(), self._most(), np.isnan(self.least)
-        most = np.where(self.least > most, np.inf, most * (1 + margins))  # infinite: a replay has disproved it
+        disproved = self.least > most
+        most = np.where(disproved | self.missed, np.inf, most * (1 + margins))
         return _Judged(
             np.where(unknown, self._lowest(), self.least),
             np.minimum(self.enough, most),
@@ -205,11 +211,13 @@ class _View:
     def __init__(self, setting: _Setting, judged: _Judged, limit: int) -> None:
         self._setting, self._judged = setting, judged
         self.beyond = judged.least > limit
-        self.within = (judged.most <= limit) & ~self.beyond & ~setting.missed
+        self.within = (judged.most <= limit) & ~self.beyond
         no, yes = np.flatnonzero(self.beyond), np.flatnonzero(self.within)
         self.first = int(no[0]) if len(no) else len(self.within)  # that does not fit
         self.last = int(yes[-1]) if len(yes) else -1  # that does
-        self._undecided = ~(self.within | self.beyond | setting.missed)
+        self._missed = setting.missed & ~(self.within | self.beyond)
+        self._undecided = ~(self.within | self.beyond | self._missed)
+        self._narrowly = self.within & (judged.most * (1 + NARROW) > limit) & ~np.isnan(judged.most_margins)
 
     def wanted(self, every: bool) -> Iterator[tuple[int, bool]]:
         """The points to look at next, of those that may move an end, and whether to find closely what they need."""
@@ -219,15 +227,21 @@ class _View:
         if every:
             yield from ((number, False) for number in _spread(below))
             return
-        before = np.searchsorted(np.flatnonzero(self._setting.close), below)
-        for run in (below[before == one] for one in np.unique(before)):
+        for run in self._runs(below):
             alone = len(run) <= FEW
             yield from ((int(number), not alone) for number in (run if alone else run[[len(run) // 2]]))
+        for run in self._runs(np.flatnonzero(self._narrowly[: self.first])):
+            if len(run) > DENSE:
+                yield int(run[len(run) // 2]), True
+
+    def _runs(self, numbers: Ints) -> Iterator[Ints]:
+        """The points, divided by those whose need is known closely."""
+        before = np.searchsorted(np.flatnonzero(self._setting.close), numbers)
+        yield from (numbers[before == one] for one in np.unique(before))
 
     def edge(self, every: bool) -> Edge:
         """What is known of it, complete where nothing is wanted any more."""
-        missed = self._setting.missed & ~self.beyond
-        known = self.within | self._setting.missed
+        known = self.within | self._missed
         below = np.flatnonzero(self.within[: len(known) if known.all() else int(np.argmin(known))])
         judged = self._judged
         margins = np.concatenate((judged.most_margins[self.within], judged.least_margins[self.beyond]))
@@ -235,9 +249,9 @@ class _View:
             int(below[-1]) if len(below) else None,
             self.last if self.last >= 0 else None,
             int(self._setting.looked.sum()),
-            int(missed.sum()),
+            int(self._missed.sum()),
             None if np.isnan(margins).all() else float(np.nanmin(margins)),
-            not missed.any() and next(self.wanted(every), None) is None,
+            not self._missed.any() and next(self.wanted(every), None) is None,
         )
 
 

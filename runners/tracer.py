@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-import torch
 
 from vramsweep.harness import gpus, node, registry
 from vramsweep.harness.attempt import RESULT, STEPS
@@ -37,19 +36,13 @@ Job = tuple[Callable[[], object], float]  # what to do, and the seconds that it 
 
 @dataclass
 class Tracer:
-    """Traces trials, each in a process of its own and at most once, into the sweep's folder of traces.
-
-    This process and those that it forks have one thread each: OpenMP's are not there after a fork, but waited for.
-    """
+    """Traces trials, each in a process of its own and at most once, into the sweep's folder of traces."""
 
     folder: Path
     deadline_s: float
     asked: set[str] = field(default_factory=set)
     traced: int = 0
     of: int = 0
-
-    def __post_init__(self) -> None:
-        torch.set_num_threads(1)
 
     def trace(self, trials: Iterable[Trial]) -> None:
         """See to it that they have been traced, as many at once as there is room for."""

@@ -53,8 +53,11 @@ def main(folder: Path, parent: int) -> int:
     die_with(parent)
     spec = json.loads((folder / SPEC).read_text())
     if "trials" in spec:
+        import torch
+
         from vramsweep.runners import largest, many
 
+        torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
         return largest.main(folder, spec) if "axis" in spec else many.main(folder, spec)
     trial = trials.Trial.model_validate(spec["trial"])
     alone = trial.world_size == 1 or trial.device.name == "simulated"  # which predicts one rank of the many

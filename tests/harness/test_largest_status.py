@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny
+from conftest import SETTINGS, TARGETS, tiny
 
-from vramsweep.harness import largest, trial
-from vramsweep.harness.plan import Planned
+from vramsweep.harness import largest, registry, trial
+from vramsweep.harness.attempt import LARGEST, Attempted
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.outcome import Evidence
+from vramsweep.harness.plan import Planned, Settings
 
 FITS: dict[str, Any] = {
     "largest": 8, "all_up_to": 8, "looked_at": 9, "unanswered": 0, "of": 20, "margin": 0.0157, "complete": True,
-    "trace_basis": "symbolic",
+    "trace_basis": "symbolic", "reason": None,
 }  # fmt: skip
 NONE_FITS = FITS | {"largest": None, "all_up_to": None}
 TOO_LARGE = NONE_FITS | {"looked_at": 0}
 UNKNOWN = TOO_LARGE | {"unanswered": 9}
+REFUSED = largest.NO_ANSWER | {"reason": "cannot be simulated"}
 
 
 @pytest.mark.parametrize(
     ("found", "status"),
-    [([FITS], 0), ([FITS, NONE_FITS], 0), ([NONE_FITS], 0), ([TOO_LARGE], 0), ([UNKNOWN], 1), ([FITS, UNKNOWN], 1)],
+    [
+        ([FITS], 0),
+        ([FITS, NONE_FITS], 0),
+        ([NONE_FITS], 0),
+        ([TOO_LARGE], 0),
+        ([UNKNOWN], 1),
+        ([FITS, UNKNOWN], 1),
+        ([FITS, REFUSED], 1),
+    ],
 )
 def test_it_is_1_where_something_is_not_known(
     found: list[dict[str, Any]], status: int, capsys: pytest.CaptureFixture[str]
@@ -43,3 +57,45 @@ def test_the_table_tells_what_does_not_fit_from_what_is_not_known(
     printed = capsys.readouterr().out
     assert printed.count(f" {told} ") == 2
     assert "by at least 1.6%" in " ".join(printed.split())
+
+
+def planned(**over: Any) -> Planned:
+    parsed = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over))
+    return Planned(str(over), parsed.model_dump(mode="json"), parsed, None)
+
+
+class Answers:
+    """A launcher whose attempts answer for some templates and end without a word for others."""
+
+    def __init__(self, silent: str = "") -> None:
+        self._silent = silent
+
+    def attempt(self, spec: dict[str, Any], place: Path, environ: Any, template: str, timeout_s: float) -> Attempted:
+        place.mkdir(parents=True)
+        if template != self._silent:
+            answers = {one["trial_id"]: FITS for one in spec["trials"]}
+            (place / LARGEST).write_text(json.dumps(answers))
+        return Attempted(Evidence(exit_code=-9), 1.0, "warm", None)
+
+
+def find(items: list[Planned], folder: Path, silent: str = "") -> list[Any]:
+    settings = Settings(**SETTINGS)
+    found = largest.find(items, settings, folder, Answers(silent), "seq_len", range(1, 2001), False)  # type: ignore[arg-type]
+    assert [item for item, _ in found] == items
+    return [answer["reason"] for _, answer in found]
+
+
+def test_what_cannot_be_asked_does_not_keep_others_from_an_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = Planned("no", {}, None, "device.gpu is t5, which is not listed")
+    short = planned(model={"max_positions": 100})
+    dies = planned(runner={"name": "custom", "target": f"{TARGETS / 'simulated_faults.py'}:fine"})
+    assert dies.trial is not None
+    reasons = find([planned(), refused, short, dies], tmp_path, silent=registry.template(dies.trial))
+    assert reasons[:2] == [None, "device.gpu is t5, which is not listed"]
+    assert reasons[2] == "seq_len up to 2000, but tiny has 100 positions"
+    assert "say more" in reasons[3]
+    assert [f"not looked for: {reason}" for reason in reasons[1:]] == capsys.readouterr().err.splitlines()
+    with pytest.raises(UserError, match=r"--largest seq_len: device\.gpu is t5"):
+        find([refused, short], tmp_path)

@@ -99,6 +99,17 @@ def test_batches_cycle_through_the_pool_and_depend_on_the_seed() -> None:
     assert torch.equal(data.batch(0, 2)["input_ids"], data.batch(build.POOL // 2, 2)["input_ids"])
 
 
+def test_no_batch_has_the_same_tensor_twice() -> None:
+    """What an operator moves is told by its tensors: a batch of 100 is 100, though values repeat after 64."""
+    many = 100
+    for over in ({}, {"padding": 0.25}, {"packing": "documents"}):
+        samples = build.data(trials.parse(tiny(micro_batch=many, **over))).samples
+        ids = [sample["input_ids"] for sample in samples]
+        assert len(ids) == len(set(map(id, ids))) == many
+        assert torch.equal(ids[0], ids[build.POOL]) and not torch.equal(ids[0], ids[1])
+    assert len(build.data(trials.parse(tiny())).samples) == build.POOL
+
+
 def test_tf32_is_on_only_when_asked_for() -> None:
     cuda = {"device": {"name": "cuda"}}
     build.prepare(trials.parse(tiny(**cuda, precision="tf32")))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from vramsweep.runners.curve import _alike, witnesses
-from vramsweep.runners.symbolic import Point
+import pytest
+from conftest import tiny
+
+from vramsweep.harness import trial
+from vramsweep.runners import shapes
+from vramsweep.runners.curve import _alike, _symbolic, witnesses
+from vramsweep.runners.symbolic import Point, SymbolicTrace
+from vramsweep.runners.trace import Trace
 
 
 @pytest.mark.parametrize(
@@ -32,3 +38,25 @@ def test_one_symbolic_trace_holds_for_ones_or_for_several() -> None:
     assert found == [Point(length, batch) for length in lengths if length > 1 for batch in (2, 4)]
     assert _alike([Point(length, 1) for length in lengths]) == [Point(length, 1) for length in lengths if length > 1]
     assert _alike([]) == []
+
+
+@pytest.mark.parametrize("untraceable", [True, False])
+def test_why_there_is_no_symbolic_trace_is_said(untraceable: bool) -> None:
+    """Its guards hold too seldom, or it would hold where nothing can be traced."""
+    empty = SymbolicTrace(Trace(), (), (), (), (), (), {}, (), () if untraceable else ("seq_len == 5",), "unconfirmed")
+    said: list[str] = []
+
+    class Fake:
+        def symbolic(self, *given: Any, **more: Any) -> shapes.Candidate:
+            return shapes.Candidate(empty, frozenset(), frozenset())
+
+        def kept(self, trials: Any) -> dict[Point, Any]:
+            return {}
+
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    points = [Point(n, 2) for n in range(2, 40)]
+    assert _symbolic(trial.parse(tiny()), points, Fake()) is None  # type: ignore[arg-type]
+    (line,) = said
+    assert ("nothing can be traced" if untraceable else "1 of 38 points") in line

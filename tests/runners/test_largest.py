@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Collection
@@ -16,10 +17,12 @@ from conftest import ROOT, tiny
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.journal import read, terminal
-from vramsweep.runners import largest, torch_loop, tracing
+from vramsweep.runners import largest, torch_loop, tracer, tracing
+from vramsweep.runners import simulated as simulated_run
 from vramsweep.runners.predict import replay
 from vramsweep.runners.survey import Card, Edge, Need
 from vramsweep.runners.symbolic import Point
+from vramsweep.runners.trace import Trace, on
 from vramsweep.runners.tracer import Tracer
 
 WORDS = ("model=tiny", "micro_batch=48,64", "seq_len=1..48", "device.gpu=rtx4080-16gb")
@@ -148,3 +151,77 @@ def test_cards_of_one_family_need_what_their_own_traces_say(tmp_path: Path, monk
         traced, _ = tracing.trace_trial(at, gpus.named(name), tmp_path, torch_loop)
         assert asked[name] == (largest.requested(traced), largest.need(traced, at, (), limits))
     assert asked["a100-80gb"] != asked["h100-80gb"]
+
+
+class Drawn:
+    """Traces of some lengths in place of a curve."""
+
+    def __init__(self, traces: dict[int, Trace]) -> None:
+        self._traces = traces
+
+    def at(self, one: trial.Trial) -> tuple[Trace, dict[str, Any], str]:
+        return on(self._traces[one.seq_len], gpus.named(one.device.gpu).capability), {"differences": None}, "drawn"
+
+    def trace(self, trials: Collection[trial.Trial]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_an_edge_is_what_each_prediction_says(tmp_path: Path, every: bool) -> None:
+    """Of cards, shares of them, hosts and nodes; what they share is looked at once."""
+    lengths = [16, 64, 128, 192, 256]
+    plain = {n: simulated(seq_len=n, micro_batch=16) for n in lengths}
+    card = gpus.named("a100-80gb")
+    curve = Drawn({n: tracing.trace_trial(one, card, tmp_path, torch_loop)[0] for n, one in plain.items()})
+    middle = replay(curve.at(plain[128])[0], allocator_config.parse(""), None).peak["reserved"]
+    share = f"per_process_memory_fraction:{middle / gpus.memory_limit(card):.6f}"
+    devices = [
+        {"gpu": gpu} | host
+        for gpu in ("a100-80gb", "h100-80gb", "h200-141gb")
+        for host in ({}, {"node_memory_gib": 0.1}, *({"node_memory_gib": 1.0, "gpus_per_node": n} for n in (1, 8)))
+    ]
+    family = {
+        f"{device} {conf}": simulated(
+            micro_batch=16,
+            device={"name": "simulated", **device},
+            allocator={"name": "a", "conf": conf},
+            sharding="ddp",
+            world_size=8,
+        )
+        for device in devices
+        for conf in (share, "expandable_segments:True")
+    }
+    along = [next(iter(family.values())).model_copy(update={"seq_len": n}) for n in lengths]
+    found = largest._of_group(family, along, curve, every, Tracer(tmp_path, 120), 120)  # type: ignore[arg-type]
+    floors = largest._floors(family, along, curve)  # type: ignore[arg-type]
+    for name, one in family.items():
+        each = [one.model_copy(update={"seq_len": n}) for n in lengths]
+        errors = [simulated_run.predict(at, *curve.at(at)[:2]).error for at in each]
+        fits = [error is None for error in errors]
+        first = fits.index(False) if False in fits else len(fits)
+        last = max((n for n, fit in enumerate(fits) if fit), default=None)
+        assert (found[name].all_up_to, found[name].largest) == (first - 1 if first else None, last), name
+        assert found[name].complete and not found[name].unanswered
+        for at, error, floor in zip(each, errors, floors[name], strict=True):
+            if isinstance(error, simulated_run.SimulatedHostOutOfMemoryError):
+                assert floor == math.inf
+            elif error is None:
+                assert floor == largest.requested(curve.at(at)[0])
+    assert {edge.all_up_to for edge in found.values()} >= {None, 2, 4}
+
+
+def test_what_a_look_leaves_counts_though_another_dies(tmp_path: Path) -> None:
+    place = tmp_path / "looked"
+    need = Need(1.0, 2.0, math.inf, True)
+
+    def look(number: int, rooms: largest.Rooms) -> dict[str, Need]:
+        if number == 4:
+            raise ValueError("this one alone")
+        if number == 7:
+            os._exit(1)
+        return {"setting": need}
+
+    list(tracer.forked([(lambda: largest._write(look, [(n, {}) for n in (3, 4, 5, 7, 8)], place), 60.0)], 1))
+    assert dict(largest._read([place, tmp_path / "none"])) == {3: {"setting": need}, 5: {"setting": need}}
+    place.write_bytes(b'[3, {"setting": [1.0, 2.0, 3.0, true]}]\n[5, {"sett')
+    assert list(largest._read([place])) == [(3, {"setting": Need(1.0, 2.0, 3.0, True)})]

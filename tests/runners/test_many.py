@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT, TARGETS, tiny
 
 from vramsweep.harness import gpus, trial
-from vramsweep.harness.attempt import PREDICTIONS
-from vramsweep.runners import curve, tracer, tracing, worker
+from vramsweep.harness.attempt import PREDICTIONS, SPEC
+from vramsweep.runners import curve, many, tracer, tracing, worker
 
 DEVICE = {"name": "simulated", "gpu": "a100-80gb"}
 CARD = gpus.named("a100-80gb")
@@ -126,12 +127,31 @@ from vramsweep.runners import tracer
 torch.set_num_threads(2)
 torch.ones(1 << 22).to(torch.int32)  # as samples are made: this process has another thread now
 chosen = parsed(seq_len=2048, micro_batch=64, padding=0.5)
+torch.set_num_threads(1)  # as worker.main does before it forks
 folder = Path(sys.argv[3]) / "attempts" / "shared" / "1"
 folder.mkdir(parents=True)
 coordinator = tracer.Tracer(folder, 60)
 coordinator.trace([chosen])
 print(coordinator.found(chosen) is not None)
 """
+
+
+def test_what_makes_predictions_together_has_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forks, and OpenMP's threads are not there after a fork."""
+
+    def tells(folder: Path, spec: dict[str, Any]) -> int:
+        return (folder / "threads").write_text(str(torch.get_num_threads()))
+
+    monkeypatch.setattr(many, "main", tells)
+    (tmp_path / SPEC).write_text(json.dumps({"trials": []}))
+    own = os.getpid()
+
+    def job() -> None:
+        torch.set_num_threads(2)
+        worker.main(tmp_path, own)
+
+    list(tracer.forked([(job, 60.0)], 1))
+    assert (tmp_path / "threads").read_text() == "1"
 
 
 @pytest.mark.slow

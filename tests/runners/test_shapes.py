@@ -72,6 +72,12 @@ def test_a_plain_loop_is_byte_for_byte_what_is_traced(tmp_path: Path) -> None:
     assert {*sure.template.sizes} != {*traced.sizes}
 
 
+def test_more_samples_than_are_drawn_are_as_others(tmp_path: Path) -> None:
+    found = candidate(tmp_path, Point(24, 10))
+    points = [Point(16, 200), Point(33, 2)]
+    assert isinstance(shapes.confirmed(found, {point: direct(tmp_path, point) for point in points}), SymbolicTrace)
+
+
 def test_a_branch_on_the_length_bounds_where_it_is_true(tmp_path: Path) -> None:
     short, long = (candidate(tmp_path, Point(length, 2), **target("branch")).symbolic for length in (300, 1500))
     for length in (2, 999, 1000, 1001, 2000):

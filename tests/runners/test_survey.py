@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -171,20 +172,111 @@ def test_points_without_an_answer_are_counted() -> None:
     assert not found.complete
 
 
-def test_what_was_missed_is_not_judged_by_its_neighbours() -> None:
-    """A process that looks at points may die: no edge lies at one that nobody looked at."""
+Setting = Callable[[int], int]
+
+
+def without(needs: Setting, floor: Setting, missed: Callable[[int, tuple[int, ...]], bool]) -> tuple[Evaluate, Looks]:
+    """Answers but for some points, asked with some rooms."""
+    evaluate, asked = of(needs, floor)
+
+    def some(wanted: Asked) -> dict[int, dict[str, Need]]:
+        found = evaluate(wanted)
+        return {n: needs for n, needs in found.items() if not missed(n, tuple(wanted[n]["setting"]))}
+
+    return some, asked
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["floors known", "unknown"])
+def test_what_was_missed_is_not_judged_by_its_neighbours(known: bool) -> None:
+    """A target may raise at a length, or a process die that looks at it: no edge lies there, though it might fit."""
 
     def need(number: int) -> int:
         return GIB + (number << 23)
 
-    evaluate, _ = of(need, need)
+    evaluate, asked = without(need, need, lambda number, rooms: number in (430, 1024))
+    floors = [need(number) if known else None for number in range(2048)]
+    cards = {name: Card("setting", size * GIB) for name, size in (("small", 9), ("large", 80))}
+    found = survey({"setting": floors}, cards, evaluate)
+    assert {430, 1024} <= {number for number, _ in asked}
+    assert (found["small"].all_up_to, found["small"].largest, found["small"].unanswered) == (1023, 1023, 2)
+    assert (found["large"].all_up_to, found["large"].largest, found["large"].unanswered) == (2047, 2047, 2)
+    assert not found["small"].complete and not found["large"].complete
 
-    def some(wanted: Asked) -> Any:
-        return evaluate({number: rooms for number, rooms in wanted.items() if number != 1024})
 
-    known = {"setting": [need(number) for number in range(2048)]}
-    found = survey(known, {"card": Card("setting", 9 * GIB)}, some)["card"]
-    assert (found.all_up_to, found.largest, found.unanswered, found.complete) == (1023, 1023, 1, False)
+def test_what_a_replay_has_disproved_is_not_judged_again() -> None:
+    """A point that needs far more than its neighbours is found by the small card, and so is not passed over for the
+    large one."""
+
+    def floor(number: int) -> int:
+        return GIB + (number << 20)
+
+    def need(number: int) -> int:
+        return floor(number) * (13 if number == 1000 else 10) // 10
+
+    limits = {"small": floor(1000), "large": floor(1000) * 12 // 10}
+    found, asked = edges(2048, need, limits, floor)
+    assert (1000, (limits["small"],)) in asked
+    assert answer(found) == truth(2048, need, limits)
+
+
+def test_what_needs_more_than_the_largest_card_has_is_no_measure_for_others() -> None:
+    """How much more is not looked for: every fiftieth point, which would fit by its floor."""
+    limit = 10 * GIB
+    evaluate, asked = of(lambda n: GIB + (n << 20), lambda n: GIB + (n << 20))
+
+    def bounded(wanted: Asked) -> dict[int, dict[str, Need]]:
+        found = evaluate(wanted)
+        return found | {n: {"setting": Need(GIB, limit + 1, math.inf, True)} for n in found if n % 50 == 49}
+
+    known = {"setting": [GIB + (n << 20) for n in range(2048)]}
+    found = survey(known, {"card": Card("setting", limit)}, bounded)["card"]
+    assert (found.largest, found.complete) == (2047, True)
+    assert len(asked) < 120
+
+
+def test_a_look_without_an_answer_is_not_repeated() -> None:
+    """It was answered before, to a percent; in the one room that would decide there is no answer."""
+
+    def need(number: int) -> int:
+        return GIB + (number << 23)
+
+    limits = {"small": need(51) - (1 << 22), "large": 80 * GIB}
+    cards = {name: Card("setting", limit) for name, limit in limits.items()}
+    for every in (True, False):
+        evaluate, asked = without(need, lambda n: GIB, lambda number, rooms: bool(rooms) and number == 51)
+        found = survey({"setting": [GIB] * 100}, cards, evaluate, every=every)
+        assert max(Counter(number for number, _ in asked).values()) <= 4
+        assert (found["small"].all_up_to, found["small"].unanswered, found["small"].complete) == (50, 1, False)
+        assert found["large"].largest == 99
+
+
+def test_what_has_no_answer_but_cannot_fit_is_beyond_the_card() -> None:
+    """Point 10 asks for more than the small card has; of the large one it is not known whether it fits."""
+
+    def need(number: int) -> int:
+        return 1000 if number == 10 else 100
+
+    cards = {"small": Card("setting", 500), "large": Card("setting", 5000)}
+    evaluate, _ = without(need, need, lambda number, rooms: number == 10)
+    known = {"setting": [need(number) for number in range(20)]}
+    found = survey(known, cards, evaluate, every=True)
+    assert (found["small"].all_up_to, found["small"].largest, found["small"].complete) == (9, 19, True)
+    assert (found["large"].all_up_to, found["large"].largest, found["large"].complete) == (19, 19, False)
+
+
+def test_close_below_a_limit_a_jump_between_the_samples_is_seen() -> None:
+    """The samples are 43 apart; 32 points between two of them need 3 % more, and most of them more than there is."""
+
+    def floor(number: int) -> int:
+        return 10 * GIB + (number << 18)
+
+    def need(number: int) -> int:
+        return floor(number) * (103 if 1937 <= number < 1969 else 100) // 100
+
+    limit = {"card": need(1940)}
+    assert floor(2047) < limit["card"] * 0.99
+    found, _ = edges(2048, need, limit, floor)
+    assert answer(found) == truth(2048, need, limit) == {"card": (1940, 2047)}
 
 
 def test_what_is_not_looked_at_any_more_is_not_said_to_fit() -> None:
