@@ -61,6 +61,8 @@ def find(
         longest = 2 * settings.timeout_s * len(allowed) * len(items)  # each traced, and looked at, one after the other
         try:
             answers |= _attempted(spec, name, folder, launcher, axis, longest)
+        except OSError as error:
+            raise UserError(f"cannot write under {folder}: {error.strerror}") from None
         except UserError as error:
             answers |= {item.trial_id: NO_ANSWER | {"reason": str(error)} for item in items}
     reasons = list(dict.fromkeys(one["reason"] for one in answers.values() if one["reason"] is not None))
@@ -77,10 +79,7 @@ def _attempted(
     """What an attempt says of the trials of a template, by id. Raises UserError where it says nothing."""
     root = folder / "attempts" / FOLDER
     place = root / str(account.attempts(root) + 1)
-    try:
-        done = launcher.attempt(spec, place, environment("", "simulated", os.environ), name, longest)
-    except OSError as error:
-        raise UserError(f"cannot write under {folder}: {error.strerror}") from None
+    done = launcher.attempt(spec, place, environment("", "simulated", os.environ), name, longest)
     if not (place / LARGEST).exists():
         reason = outcome.classify(done.evidence)[1] or "the process ended without an answer"
         raise UserError(f"{reason}; {place / LOGS[1]} may say more")

@@ -413,7 +413,8 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     """
     if mask.dtype is torch.bool:
         mask = _additive(mask, query.dtype)
-    if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in mask.stride()[:-1]):
+    rows = reversed(mask.stride()[:-1])  # that of a row first: as a rule it decides, also about other lengths
+    if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in rows):
         columns = mask.size(-1)
         mask = F.pad(mask, (0, MASK_ALIGNMENT - columns % MASK_ALIGNMENT))[..., :columns]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
