@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import types
@@ -163,11 +164,20 @@ def test_a_run_is_recorded_under_the_limit_that_the_allocator_makes_of_it(
     assert calls[1:] == ["record", "train", str(tmp_path / "r.pickle")]
 
 
-def test_what_is_recorded_trains() -> None:
+def test_what_is_recorded_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = {**recorded_steps.TRIAL, "model": tiny()["model"], "device": {"name": "cpu"}, "seq_len": 32}
-    before = torch.random.get_rng_state()
+    nets: list[torch.nn.Module] = []
+    make = recorded_steps.build.model
+
+    def model(*given: Any) -> torch.nn.Module:
+        nets.append(make(*given))
+        nets.append(copy.deepcopy(nets[0]))
+        return nets[0]
+
+    monkeypatch.setattr(recorded_steps.build, "model", model)
     recorded_steps.train(recorded_steps.trials.parse(trial), torch.device("cpu"))
-    assert not torch.equal(before, torch.random.get_rng_state())
+    trained, before = (list(net.parameters()) for net in nets)
+    assert all(not torch.equal(one, other) for one, other in zip(trained, before, strict=True))
 
 
 def test_modules_that_are_missing_are_named() -> None:

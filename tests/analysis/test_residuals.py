@@ -197,6 +197,7 @@ def test_ten_thousand_configurations() -> None:
     assert len(tables(found)[1][2]) == 60
 
 
+@pytest.mark.slow
 def test_report_and_paper_have_the_residuals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vramsweep.analysis.report.figures.images", lambda *_: [])
     few = {"allocators": ("default",), "repeats": 1}

@@ -166,7 +166,7 @@ class Drawn:
         pass
 
 
-@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize("every", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_edge_is_what_each_prediction_says(tmp_path: Path, every: bool) -> None:
     """Of cards, shares of them, hosts and nodes; what they share is looked at once."""
     lengths = [16, 64, 128, 192, 256]

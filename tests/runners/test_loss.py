@@ -86,7 +86,7 @@ def test_a_model_that_changes_its_logits_is_refused() -> None:
         net(**batches(False)[0])
 
 
-@pytest.mark.parametrize("runner", ["torch", "trainer"])
+@pytest.mark.parametrize("runner", ["torch", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_real_steps(tmp_path: Path, runner: str) -> None:
     losses = []
     for name in ("default", "plain", "no_upcast", "chunked"):
@@ -159,8 +159,8 @@ def test_what_chunks_save_is_what_they_save_on_a_cpu(run_sweep: Run) -> None:
     "over",
     [
         {"runner": {"name": "trainer"}},
-        {"sharding": "fsdp2", "world_size": 4},
-        {"checkpointing": "full"},
+        pytest.param({"sharding": "fsdp2", "world_size": 4}, marks=pytest.mark.slow),
+        pytest.param({"checkpointing": "full"}, marks=pytest.mark.slow),
     ],
     ids=["trainer", "fsdp2", "recomputed"],
 )

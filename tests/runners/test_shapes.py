@@ -72,6 +72,7 @@ def test_a_plain_loop_is_byte_for_byte_what_is_traced(tmp_path: Path) -> None:
     assert {*sure.template.sizes} != {*traced.sizes}
 
 
+@pytest.mark.slow
 def test_more_samples_than_are_drawn_are_as_others(tmp_path: Path) -> None:
     found = candidate(tmp_path, Point(24, 10))
     points = [Point(16, 200), Point(33, 2)]
