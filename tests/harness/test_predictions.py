@@ -158,7 +158,8 @@ def test_a_killed_worker_s_rows_stay_and_the_others_run_alone(tmp_path: Path, mo
     assert sorted(alone) == [(40, "ok", "warm", 1), (48, "ok", "warm", 1)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_stopped_sweep_leaves_no_process_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_sweep: Run, number: signal.Signals
 ) -> None:

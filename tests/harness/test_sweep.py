@@ -319,7 +319,7 @@ def test_a_killed_template_is_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
-@pytest.mark.parametrize("isolation", ["cold", "warm"])
+@pytest.mark.parametrize("isolation", [pytest.param("cold", marks=pytest.mark.slow), "warm"])
 def test_a_killed_parent_leaves_no_orphan_and_no_torn_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
 ) -> None:

@@ -122,6 +122,7 @@ def traced(folder: Path, **over: Any) -> tuple[Trace, Prediction]:
 LOGITS = 4 * 256 * 65_536
 
 
+@pytest.mark.slow
 def test_what_each_loss_holds_of_the_logits(tmp_path: Path) -> None:
     """transformers' own: log-probabilities, their gradient and that of the logits, in fp32 (with autocast too)."""
 

@@ -197,7 +197,14 @@ def test_behaviour_ends_with_its_context() -> None:
     assert "native_dropout" not in operators.names
 
 
-@pytest.mark.parametrize("over", [{}, {"precision": "fp32", "attention": "eager"}, {"optimizer": "adafactor"}])
+@pytest.mark.parametrize(
+    "over",
+    [
+        {},
+        pytest.param({"precision": "fp32", "attention": "eager"}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "adafactor"}, marks=pytest.mark.slow),
+    ],
+)
 def test_cards_of_one_generation_have_one_trace(tmp_path: Path, over: dict[str, Any]) -> None:
     """Only the cuBLAS workspace of compute capability 9.0 is another; before 8.0 other kernels attend."""
     chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over))
