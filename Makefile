@@ -64,13 +64,15 @@ paper: $(READY)  ## PDF figures, LaTeX tables, CSV, methods text: RESULTS=result
 	$(PY) -m analysis paper $(RESULTS)
 
 # Those on the GPU come first, one by one: they would be in each other's way. The others run in two processes, as most
-# of them wait for workers of their own. pytest's 5 is "no tests"; without a card those for it are all skipped.
+# of them wait for workers of their own.
+NO_CARD = ! nvidia-smi -L >/dev/null 2>&1 && echo 'no NVIDIA card here: the tests marked gpu are left out'
+
 test: $(READY)  ## run the tests, in under five minutes: the pure core and one path per runner
-	$(PY) -m pytest -m 'gpu and not slow' -rs
+	@$(NO_CARD) || $(PY) -m pytest -m 'gpu and not slow' -rs
 	$(PY) -m pytest -m 'not gpu and not slow' -n 2 --dist worksteal
 
 test-all: $(READY) $(TECHNIQUES)  ## the same and the long ones, as CI does: wheel, ranks, browser, libraries of techniques
-	$(PY) -m pytest -m gpu -rs
+	@$(NO_CARD) || $(PY) -m pytest -m gpu -rs
 	$(PY) -m pytest -m 'not gpu' -n 2 --dist worksteal
 
 lint: $(READY)  ## ruff and mypy --strict
