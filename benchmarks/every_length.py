@@ -39,6 +39,7 @@ SETTINGS = ("default", "expandable", "max_split_128")
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "zero3": ("model=qwen0.5b", "runner=deepspeed", "sharding=zero3", "precision=fp16"),
     "torch": ("model=qwen0.5b", "runner=torch"),
+    "torch8": ("model=qwen0.5b", "runner=torch", "micro_batch=8"),
     "eager": ("model=qwen0.5b", "runner=torch", "attention=eager"),
     "trainer": ("model=qwen0.5b", "runner=trainer"),
     "fsdp2": ("model=qwen0.5b", "runner=torch", "sharding=fsdp2", "world_size=8"),
