@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Capability = tuple[int, int]  # CUDA's compute capability: major, minor
 GIB = 1 << 30
 MIB = 1 << 20
 TERA = 1e12
@@ -46,7 +47,7 @@ class Gpu:
     memory_gib: int
     reported_mib: int | None
     bandwidth: float
-    capability: tuple[int, int]
+    capability: Capability
     multiprocessors: int
     fp32: float
     tf32: float | None
@@ -61,7 +62,7 @@ def _gpu(
     name: str,
     devices: tuple[str, ...],
     memory: tuple[int, int | None, float],
-    capability: tuple[int, int],
+    capability: Capability,
     multiprocessors: int,
     teraflops: tuple[float | None, ...],
     source: str,

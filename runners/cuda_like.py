@@ -4,13 +4,11 @@ A CPU build of torch casts, attends, drops out and steps its optimizers in anoth
 these changes memory. `behave` puts CUDA's ways in place while a step is traced, for any model, without a compiler:
 
 - autocast: CUDA's policy with its cast cache (aten/src/ATen/autocast_mode.cpp) on the CPU's dispatch key;
-- scaled_dot_product_attention: the kernel that the card would pick, among those that are not switched off
-  (sdp_utils.cpp), and what flash attention's backward pass allocates for itself;
+- scaled_dot_product_attention: the kernel that the card would pick (attention.py);
 - dropout and rms_norm: the fused kernels, which keep a byte mask and the reciprocal norms;
 - optimizers and gradient clipping: the foreach path, which is the default on CUDA;
 - GradScaler steps without looking at its found-inf flag, whose value does not exist;
-- `torch.autocast("cuda")` and `torch.cuda.synchronize()` do not ask for a device.
-
+- `torch.autocast("cuda")` and `torch.cuda.synchronize()` do not ask for a device;
 - a device that the program names "cuda" is the CPU, where the fake tensors are.
 
 Not covered: the allocator, and what is traced (trace.py).
@@ -20,15 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -36,12 +32,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vramsweep.harness.gpus import Capability
 from vramsweep.runners import places
+from vramsweep.runners.attention import KERNELS, Attention, chosen_kernel
 
 aten = torch.ops.aten
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-Capability = tuple[int, int]
-MASK_ALIGNMENT = 8  # elements; mem_eff_alignment of preprocess_mask
 Kernels = Iterable[tuple[str, Callable[..., Any]]]
 
 # CUDA's autocast policy by operator; every other operator with a CUDA autocast kernel runs in fp32.
@@ -247,177 +243,6 @@ def _fused(capability: Capability, attended: set[str]) -> Kernels:
             return normed
 
         yield "rms_norm", rms_norm
-
-
-class Attention(NamedTuple):
-    """A call of scaled_dot_product_attention: (batch, heads, length, width)."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    dropout: float
-    causal: bool
-    scale: float | None
-    gqa: bool
-
-    @property
-    def width(self) -> int:
-        return self.query.size(-1)
-
-    @property
-    def half(self) -> bool:
-        return self.query.dtype in (torch.float16, torch.bfloat16)
-
-    def fits_none(self) -> str | None:
-        """Why no fused kernel can serve the call; None if one might."""
-        tensors = (self.query, self.key, self.value)
-        if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1:
-            return "it needs query, key and value of four dimensions and one dtype"
-        if self.mask is not None and self.mask.requires_grad:
-            return "the mask requires a gradient"
-        return None
-
-
-def chosen_kernel(asked: Attention, capability: Capability) -> str:
-    """The kernel that runs on the card: the first of torch's order that is switched on and lacks nothing.
-
-    Raises RuntimeError, as torch does, where there is none.
-    """
-    order = (
-        ("flash", torch._C._get_flash_sdp_enabled(), _flash_lacks),
-        ("efficient", torch._C._get_mem_efficient_sdp_enabled(), _efficient_lacks),
-        ("math", torch._C._get_math_sdp_enabled(), lambda asked, capability: None),
-        ("cudnn", torch._C._get_cudnn_sdp_enabled(), _cudnn_lacks),
-    )
-    reasons = []
-    for name, enabled, lacks in order:
-        if enabled and (reason := lacks(asked, capability)) is None:
-            return name
-        if enabled:
-            reasons.append(f"{name}: {reason}")
-    raise RuntimeError("\n".join(("No available kernel. Aborting execution.", *reasons)))
-
-
-def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
-    """can_use_flash_attention"""
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, and the card has {capability[0]}.{capability[1]}"
-    if not asked.half:
-        return f"it takes fp16 and bf16, not {asked.query.dtype}"
-    if asked.mask is not None:
-        return "it takes no mask"
-    if not asked.width == asked.value.size(-1) <= 256:
-        return "it takes heads of one width of at most 256"
-    return asked.fits_none()
-
-
-def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
-    """can_use_mem_efficient_attention"""
-    modern = capability >= (8, 0)
-    if asked.gqa:
-        return "it takes no shared heads"
-    if asked.query.dtype is not torch.float32 and not (asked.half and (modern or asked.query.dtype is torch.float16)):
-        return f"it does not take {asked.query.dtype} on this card"
-    multiple = 16 // asked.query.element_size() if modern else 4
-    if asked.width != asked.key.size(-1) or asked.width % multiple or asked.value.size(-1) % multiple:
-        return f"it takes heads of a width that {multiple} divides"
-    return asked.fits_none()
-
-
-def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
-    """can_use_cudnn_attention; heads wider than 128 need a card of 9.0 or 10.x and a cuDNN of 2026"""
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, and the card has {capability[0]}.{capability[1]}"
-    if not asked.half:
-        return f"it takes fp16 and bf16, not {asked.query.dtype}"
-    widest = max(asked.width, asked.value.size(-1))
-    if widest > 128 or asked.width % 8 or asked.value.size(-1) % 8:
-        return "it takes heads of a width of at most 128 that 8 divides"
-    if asked.dropout * 16 % 1:
-        return f"it takes dropout in sixteenths, not {asked.dropout}"
-    return asked.fits_none()
-
-
-def _flash(asked: Attention) -> torch.Tensor:
-    width = asked.width
-    scale = 1 / math.sqrt(width) if asked.scale is None else asked.scale
-    padded = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in asked[:3])
-    out: torch.Tensor = aten._scaled_dot_product_flash_attention(*padded, asked.dropout, asked.causal, scale=scale)[0]
-    return out[..., :width] if width % 8 else out
-
-
-def _efficient(asked: Attention) -> torch.Tensor:
-    bias = None if asked.mask is None else _bias(asked.mask, asked.query, asked.key)
-    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
-        *asked[:3], bias, _saves(asked), asked.dropout, asked.causal, scale=asked.scale
-    )[0]
-    return out
-
-
-def _cudnn(asked: Attention) -> torch.Tensor:
-    mask = asked.mask
-    if mask is not None and mask.dtype is torch.bool:  # convert_boolean_attn_mask_cudnn
-        mask = _additive(mask, asked.query.dtype)
-    out: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
-        *asked[:3], mask, _saves(asked), asked.dropout, asked.causal, False, scale=asked.scale
-    )[0]
-    return out
-
-
-def _math(asked: Attention) -> torch.Tensor:
-    out: torch.Tensor = aten._scaled_dot_product_attention_math(
-        *asked[:5], asked.causal, None, scale=asked.scale, enable_gqa=asked.gqa
-    )[0]
-    return out
-
-
-KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
-
-
-def _saves(asked: Attention) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in asked[:3])
-
-
-def scratch(func: Any, args: Any) -> list[int]:
-    """Bytes that a kernel allocates for itself while it runs, one number an allocation.
-
-    The backward pass of flash attention has the rows' sums and the gradient of the query in fp32, for lengths rounded
-    up to 128, and dK and dV of every head where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/
-    flash_api.cpp).
-    """
-    if func is not aten._scaled_dot_product_flash_attention_backward.default:
-        return []
-    query, key = args[1], args[2]
-    batch, heads, length, width = query.shape
-    rows = batch * heads * -(-length // 128) * 128
-    every = batch * heads * key.size(2) * width * key.element_size()
-    return [4 * rows, 4 * rows * accumulated_width(width), *([every] * 2 if key.size(1) != heads else [])]
-
-
-def accumulated_width(width: int) -> int:
-    """A head's width in flash attention's accumulators (head_size_rounded in mha_bwd)."""
-    multiple = 32 if width <= 128 else 64
-    return -(-width // multiple) * multiple
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The boolean mask as one to add (convert_boolean_attn_mask_ in ATen/native/transformers/attention.cpp)."""
-    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
-
-
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements, by a copy if need be.
-
-    Source: aligned_tensor, pad_bias and preprocess_mask in ATen/native/transformers/attention.cpp.
-    """
-    if mask.dtype is torch.bool:
-        mask = _additive(mask, query.dtype)
-    rows = reversed(mask.stride()[:-1])  # that of a row first: as a rule it decides, also about other lengths
-    if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in rows):
-        columns = mask.size(-1)
-        mask = F.pad(mask, (0, MASK_ALIGNMENT - columns % MASK_ALIGNMENT))[..., :columns]
-    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 
 def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[Any, str, Any]]:

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from vramsweep.harness.gpus import Capability
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import UNKNOWN, Work
-from vramsweep.runners.cuda_like import Capability
 from vramsweep.runners.dispatch import FORMULAS
 
 # fmt: off

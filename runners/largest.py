@@ -24,9 +24,9 @@ from vramsweep.harness import gpus, node
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.attempt import LARGEST
+from vramsweep.harness.gpus import Capability
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import result, simulated
-from vramsweep.runners.cuda_like import Capability
 from vramsweep.runners.curve import Curve, curve, point
 from vramsweep.runners.many import Trials, families
 from vramsweep.runners.predict import host_replay, replay

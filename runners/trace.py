@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from vramsweep.harness.gpus import Capability
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.runners import places
-from vramsweep.runners.cuda_like import Capability, scratch
+from vramsweep.runners.attention import scratch
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import C10D, collective, work
 from vramsweep.runners.origins import Maker, Origins

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from transformers import modeling_flash_attention_utils as utils
 
 from vramsweep.harness.trial import InvalidTrial
-from vramsweep.runners.cuda_like import accumulated_width
+from vramsweep.runners.attention import accumulated_width
 from vramsweep.runners.dispatch import FORMULAS
 
 # Where transformers keeps the functions that it has found.

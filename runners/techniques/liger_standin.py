@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from vramsweep.runners.cuda_like import Capability
+from vramsweep.harness.gpus import Capability
 from vramsweep.runners.techniques.standin import accumulate, fused
 
 

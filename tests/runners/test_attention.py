@@ -15,8 +15,9 @@ from transformers import modeling_flash_attention_utils as utils
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from vramsweep.harness import gpus, trial
-from vramsweep.runners import cuda_like, run, torch_loop, tracing
+from vramsweep.runners import run, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
+from vramsweep.runners.attention import scratch
 from vramsweep.runners.dispatch import SdpaKernels
 from vramsweep.runners.techniques import flash_attention
 from vramsweep.runners.trace import Trace
@@ -200,7 +201,7 @@ def test_flash_attn_s_backward_pass_has_accumulators(tmp_path: Path) -> None:
         # dQ in fp32: 3 samples, 100 tokens rounded up to 128, 4 heads, width 16 rounded up to 32
         grown[attention] = sum(size == 3 * 128 * HEADS * 32 * 4 for size in trace.sizes)
     assert grown["sdpa_flash"] == grown["flash_attention_2"] > 0
-    assert cuda_like.scratch(torch.ops.aten.mm.default, ()) == []
+    assert scratch(torch.ops.aten.mm.default, ()) == []
 
 
 def test_transformers_own_state_is_as_before(tmp_path: Path) -> None:

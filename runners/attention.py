@@ -1,0 +1,190 @@
+"""scaled_dot_product_attention as a card serves it: which kernel, what that makes of a mask, what it takes for itself.
+
+The kernel is the first of torch's order that is switched on and can serve the call (sdp_utils.cpp). Not covered: how it
+takes the place of the CPU's (cuda_like.py), flash-attn's own kernels (techniques/flash_attention.py), that cards of 8.6,
+8.9 and 12.x train with no flash attention where heads are 193 to 224 wide, or wider and with dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from vramsweep.harness.gpus import Capability
+
+aten = torch.ops.aten
+MASK_ALIGNMENT = 8  # elements; mem_eff_alignment of preprocess_mask
+
+
+class Attention(NamedTuple):
+    """A call of scaled_dot_product_attention: (batch, heads, length, width)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    gqa: bool
+
+    @property
+    def width(self) -> int:
+        return self.query.size(-1)
+
+    @property
+    def half(self) -> bool:
+        return self.query.dtype in (torch.float16, torch.bfloat16)
+
+    def fits_none(self) -> str | None:
+        """Why no fused kernel can serve the call; None if one might."""
+        tensors = (self.query, self.key, self.value)
+        if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1:
+            return "it needs query, key and value of four dimensions and one dtype"
+        if self.mask is not None and self.mask.requires_grad:
+            return "the mask requires a gradient"
+        return None
+
+
+def chosen_kernel(asked: Attention, capability: Capability) -> str:
+    """The kernel that runs on the card: the first of torch's order that is switched on and lacks nothing.
+
+    Raises RuntimeError, as torch does, where there is none.
+    """
+    order = (
+        ("flash", torch._C._get_flash_sdp_enabled(), _flash_lacks),
+        ("efficient", torch._C._get_mem_efficient_sdp_enabled(), _efficient_lacks),
+        ("math", torch._C._get_math_sdp_enabled(), lambda asked, capability: None),
+        ("cudnn", torch._C._get_cudnn_sdp_enabled(), _cudnn_lacks),
+    )
+    reasons = []
+    for name, enabled, lacks in order:
+        if enabled and (reason := lacks(asked, capability)) is None:
+            return name
+        if enabled:
+            reasons.append(f"{name}: {reason}")
+    raise RuntimeError("\n".join(("No available kernel. Aborting execution.", *reasons)))
+
+
+def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
+    """can_use_flash_attention"""
+    if capability < (8, 0):
+        return "it needs compute capability 8.0"
+    if not asked.half:
+        return f"it takes fp16 and bf16, not {asked.query.dtype}"
+    if asked.mask is not None:
+        return "it takes no mask"
+    if not asked.width == asked.value.size(-1) <= 256:
+        return "it takes heads of one width of at most 256"
+    return asked.fits_none()
+
+
+def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
+    """can_use_mem_efficient_attention"""
+    modern = capability >= (8, 0)
+    if asked.gqa:
+        return "it takes no shared heads"
+    if asked.query.dtype is not torch.float32 and not (asked.half and (modern or asked.query.dtype is torch.float16)):
+        return f"it does not take {asked.query.dtype} on this card"
+    multiple = 16 // asked.query.element_size() if modern else 4
+    if asked.width != asked.key.size(-1) or asked.width % multiple or asked.value.size(-1) % multiple:
+        return f"it takes heads of a width that {multiple} divides"
+    return asked.fits_none()
+
+
+def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
+    """can_use_cudnn_attention; heads wider than 128 need a card of 9.0 or 10.x and a cuDNN of 2026"""
+    if capability < (8, 0):
+        return "it needs compute capability 8.0"
+    if not asked.half:
+        return f"it takes fp16 and bf16, not {asked.query.dtype}"
+    widest = max(asked.width, asked.value.size(-1))
+    if widest > 128 or asked.width % 8 or asked.value.size(-1) % 8:
+        return "it takes heads of a width of at most 128 that 8 divides"
+    if asked.dropout * 16 % 1:
+        return f"it takes dropout in sixteenths, not {asked.dropout}"
+    return asked.fits_none()
+
+
+def _flash(asked: Attention) -> torch.Tensor:
+    width = asked.width
+    scale = 1 / math.sqrt(width) if asked.scale is None else asked.scale
+    padded = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in asked[:3])
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(*padded, asked.dropout, asked.causal, scale=scale)[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _efficient(asked: Attention) -> torch.Tensor:
+    bias = None if asked.mask is None else _bias(asked.mask, asked.query, asked.key)
+    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+        *asked[:3], bias, _saves(asked), asked.dropout, asked.causal, scale=asked.scale
+    )[0]
+    return out
+
+
+def _cudnn(asked: Attention) -> torch.Tensor:
+    mask = asked.mask
+    if mask is not None and mask.dtype is torch.bool:  # convert_boolean_attn_mask_cudnn
+        mask = _additive(mask, asked.query.dtype)
+    out: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
+        *asked[:3], mask, _saves(asked), asked.dropout, asked.causal, False, scale=asked.scale
+    )[0]
+    return out
+
+
+def _math(asked: Attention) -> torch.Tensor:
+    out: torch.Tensor = aten._scaled_dot_product_attention_math(
+        *asked[:5], asked.causal, None, scale=asked.scale, enable_gqa=asked.gqa
+    )[0]
+    return out
+
+
+KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
+
+
+def _saves(asked: Attention) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in asked[:3])
+
+
+def scratch(func: Any, args: Any) -> list[int]:
+    """Bytes that a kernel allocates for itself while it runs, one number an allocation.
+
+    The backward pass of flash attention has the rows' sums and the gradient of the query in fp32, for lengths rounded
+    up to 128, and dK and dV of every head where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/
+    flash_api.cpp).
+    """
+    if func is not aten._scaled_dot_product_flash_attention_backward.default:
+        return []
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * -(-length // 128) * 128
+    every = batch * heads * key.size(2) * width * key.element_size()
+    return [4 * rows, 4 * rows * accumulated_width(width), *([every] * 2 if key.size(1) != heads else [])]
+
+
+def accumulated_width(width: int) -> int:
+    """A head's width in flash attention's accumulators (head_size_rounded in mha_bwd)."""
+    multiple = 32 if width <= 128 else 64
+    return -(-width // multiple) * multiple
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The boolean mask as one to add (convert_boolean_attn_mask_ in ATen/native/transformers/attention.cpp)."""
+    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements, by a copy if need be.
+
+    Source: aligned_tensor, pad_bias and preprocess_mask in ATen/native/transformers/attention.cpp.
+    """
+    if mask.dtype is torch.bool:
+        mask = _additive(mask, query.dtype)
+    rows = reversed(mask.stride()[:-1])  # that of a row first: as a rule it decides, also about other lengths
+    if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in rows):
+        columns = mask.size(-1)
+        mask = F.pad(mask, (0, MASK_ALIGNMENT - columns % MASK_ALIGNMENT))[..., :columns]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
