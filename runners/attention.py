@@ -1,8 +1,8 @@
 """scaled_dot_product_attention as a card serves it: which kernel, what that makes of a mask, what it takes for itself.
 
 The kernel is the first of torch's order that is switched on and can serve the call (sdp_utils.cpp). Not covered: how it
-takes the place of the CPU's (cuda_like.py), flash-attn's own kernels (techniques/flash_attention.py), that cards of 8.6,
-8.9 and 12.x train with no flash attention where heads are 193 to 224 wide, or wider and with dropout.
+takes the place of the CPU's (cuda_like.py), flash-attn's own kernels (techniques/flash_attention.py), and that cards of
+8.6, 8.9 and 12.x train without flash attention where heads are 193 to 224 wide, or wider and with dropout.
 """
 
 from __future__ import annotations
