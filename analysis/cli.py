@@ -88,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--json", action="store_true")
     calibrate.set_defaults(verb=_calibrate, columns=None, mapping=None)
 
+    errors = verbs.add_parser("errors", help="tables and figure of what validate predicted")
+    errors.add_argument("readings", type=Path, help="readings.json of vramsweep validate")
+    errors.add_argument("--out", type=Path, help="write all tables as Markdown")
+    errors.add_argument("--figure", type=Path, help="draw it: PNG, SVG, PDF or HTML")
+    errors.set_defaults(verb=_errors)
+
     draw = verbs.add_parser("draw", help="draw the data of timeline --json as a page")
     draw.add_argument("data", type=Path, help="what timeline --json printed")
     draw.add_argument("out", type=Path, help="the HTML page to write")
@@ -117,6 +123,18 @@ def _draw(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.draw import draw
 
     draw(arguments.data, arguments.out)
+    return 0
+
+
+def _errors(arguments: argparse.Namespace) -> int:
+    from vramsweep.analysis import figures_validation, validation, validation_page
+
+    made = validation.load(arguments.readings)
+    print(validation_page.text(made))
+    if arguments.figure is not None:
+        figures_validation.write(made.readings, arguments.figure)
+    if arguments.out is not None:
+        validation_page.write(made, arguments.out, arguments.figure)
     return 0
 
 

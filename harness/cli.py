@@ -158,6 +158,12 @@ def _timeline(argv: Sequence[str]) -> int:
     return timeline.main(argv)
 
 
+def _validate(argv: Sequence[str]) -> int:
+    from vramsweep.harness import validate
+
+    return validate.main(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sweep": _sweep,
     "plan": _plan,
@@ -168,6 +174,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "techniques": _techniques,
     "replay": _replay,
     "timeline": _timeline,
+    "validate": _validate,
 }
 
 

@@ -76,6 +76,7 @@ class Session:
     launcher: Launcher | None = None
     front: Front = field(default_factory=Front)
     rows: dict[str, Row] = field(default_factory=dict)
+    mistake: UserError | None = None
 
 
 _session = Session()
@@ -111,6 +112,8 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -
                 args.overrides = _preset(args) + ([f"action={action}"] if action != "run" else [])
             _run_hydra(args, parser, _single, str(CONF), "config")
     except SystemExit as end:  # how Hydra ends after --help, and `launch` after a mistake or an interruption
+        if _session.mistake is not None:
+            raise _session.mistake from None
         return end.code if isinstance(end.code, int) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -121,10 +124,11 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -
     return _finish(_session)
 
 
-def resolve(argv: Sequence[str]) -> tuple[int, list[Planned]]:
-    """What `main` returns for this command line, and the trials that it names, none of which is run."""
-    status = main(argv, action="resolve")
-    return status, list(_session.planned.values())
+def resolve(argv: Sequence[str]) -> tuple[list[Planned], Settings | None]:
+    """The trials that this command line names, none of which is run, and the sweep's settings; nothing where it only
+    asks for help. Raises UserError for a mistake."""
+    main(argv, action="resolve")
+    return list(_session.planned.values()), _session.settings
 
 
 Job = tuple[DictConfig, dict[str, int]]  # a configuration, which several may share, and values to set in it
@@ -136,14 +140,14 @@ def launch(jobs: Sequence[Job], whole: bool = True) -> list[Row | float | None]:
     With `objective` it is that column's value instead, the median over repeats: None where a repeat has none (out of
     memory, invalid, failed), which is how an optimising sweeper learns that the trial failed: Optuna's counts a
     value that is no number as a failure and goes on, while NaN ends its study. `whole`: these are all trials of the
-    command. A UserError is printed and ends the process with status 2: Hydra would bury it in a traceback.
+    command. A UserError ends Hydra with status 2, as Hydra would bury it in a traceback; `main` raises it.
     """
     try:
         with _variable(FULL_ERROR, None):  # which workers must not inherit
             resolved = {id(config): _resolved(config) for config in {id(config): config for config, _ in jobs}.values()}
             return _launch([resolved[id(config)] | values for config, values in jobs], whole)
     except UserError as error:
-        print(f"vramsweep: {error}", file=sys.stderr)
+        _session.mistake = error
         raise SystemExit(2) from None
 
 
@@ -190,7 +194,8 @@ def _finish(session: Session) -> int:
     """After the last batch: the report, once. Raises UserError if no trial of any batch can run."""
     if session.settings is None or session.folder is None:
         return 0
-    _refuse_invalid(list(session.planned.values()))
+    if session.settings.action != "resolve":
+        _refuse_invalid(list(session.planned.values()))
     if session.settings.action == "run" and session.front.closing is not None:
         session.status = max(session.status, session.front.closing(list(session.rows.values())))
     if session.settings.action == "run" and session.settings.report and session.front.instead is None:

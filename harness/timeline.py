@@ -59,9 +59,9 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         raise UserError(f"timeline of what? {_USAGE}")
     if "=" in words[0] or words[0].startswith("-"):
-        status, planned = launch.resolve(words)
-        if status:
-            return status
+        planned, _ = launch.resolve(words)
+        if not planned:
+            return 0
         records, place = [of_trial(*_only(planned))], Path()
     else:
         place = Path(words[0])

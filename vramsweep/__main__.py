@@ -21,6 +21,7 @@ HARNESS = {
     "techniques": "settings that trade memory, time or exactness: what each needs, how far it is proven",
     "columns": "what the columns of a row mean",
     "timeline": "what a predicted step holds from event to event: one trial, or a sweep's largest",
+    "validate": "predict runs that others measured and published, and show how far off that is",
     "replay": "replay a recording of PyTorch's allocator under other settings",
     "completion": "print a shell script that completes verbs and settings: completion bash",
 }
@@ -33,6 +34,7 @@ ANALYSIS = {
     "paper": "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
     "export": "the tidy table as CSV or Parquet",
     "track": "log a finished sweep to an experiment tracker",
+    "errors": "tables and figure of what validate predicted",
     "draw": "draw the data of timeline --json as a page",
 }
 

@@ -1,0 +1,268 @@
+"""How far predictions are from what others published: the readings of `vramsweep validate` as errors and tables.
+
+Quantities are never pooled: allocated, active, reserved and device are different counters. Runs whose peak is the
+optimizer's, or weights and gradients alone, stand apart from those whose peak moves with batch and length: the first
+are right for anybody who can count bytes. Errors are predicted / measured - 1; `share` is the same difference as a
+share of what was measured above weights, buffers, gradients and optimizer state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.harness.errors import UserError
+
+MEMORY = ("allocated", "active", "reserved", "device")
+SPEED = ("step", "tokens/s", "samples/s")
+MISS = 0.03  # errors above this are listed one by one
+GIB = 1 << 30
+MOVES, FIXED = "moves", "fixed"  # with batch and length, or not: the optimizer's, loading, gradients
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The readings, one line each, with errors; what made them; what was wrong with the files."""
+
+    readings: pd.DataFrame
+    made: Mapping[str, str | None]
+    mistakes: Sequence[str]
+
+
+def load(path: Path) -> Validation:
+    """Read what `vramsweep validate` wrote. Raises UserError if it is no such file."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        frame = pd.DataFrame(record["readings"])
+        return Validation(errors(frame), record["made"], record["mistakes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path} holds no readings; vramsweep validate FILE... writes results/validation/readings.json"
+        ) from None
+
+
+def errors(frame: pd.DataFrame) -> pd.DataFrame:
+    """The readings with `kind` (which counter, of which phase), `moving`, and `error` of each prediction."""
+    found = frame.copy()
+    whole = found["phase"].isna()
+    found["kind"] = found["quantity"].where(whole, found["quantity"] + ", " + found["phase"].astype(str) + " phase")
+    found.loc[found["quantity"].isin(SPEED), "kind"] = "step time"
+    numbers = found[["measured", "predicted", "predicted_most", "predicted_plain", "states_bytes"]].astype(float)
+    found["error"] = numbers["predicted"] / numbers["measured"] - 1
+    found["most_error"] = numbers["predicted_most"] / numbers["measured"] - 1
+    found["plain_error"] = numbers["predicted_plain"] / numbers["measured"] - 1
+    memory = found["quantity"].isin(MEMORY)
+    above = (
+        numbers["measured"] - numbers["states_bytes"] - found["context_bytes"].where(found["quantity"].eq("device"), 0)
+    )
+    own = memory & (whole | found["phase"].eq(found["peak_phase"]))  # of other phases it is not known what they hold
+    found["share"] = ((numbers["predicted"] - numbers["measured"]) / above).where(own & (above > 0))
+    found["moving"] = found["moves"].where(whole, found["phase"].isin(["forward", "backward"])).astype("boolean")
+    return found
+
+
+def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Errors of the predicted readings, a line for each value of `by`: how many, median, 90th percentile, worst.
+
+    `median` is of the signed errors, `typical` and `p90` are of their sizes; `share` and `share_p90` of the sizes of
+    the share above the states, null where it is not known.
+    """
+    lines = []
+    known = found[found["error"].notna()]
+    for key, mine in known.groupby(list(by), sort=False, dropna=False):
+        error, share = mine["error"].to_numpy(float), mine["share"].dropna().abs().to_numpy(float)
+        lines.append(
+            dict(zip(by, key, strict=True))
+            | {
+                "readings": len(mine),
+                "runs": int(mine.groupby(["source", "run"]).ngroups),
+                "sources": int(mine["title"].nunique()),
+                "median": float(np.median(error)),
+                "typical": float(np.median(np.abs(error))),
+                "p90": float(np.quantile(np.abs(error), 0.9)),
+                "worst": float(error[np.argmax(np.abs(error))]),
+                "share": float(np.median(share)) if len(share) else np.nan,
+                "share_p90": float(np.quantile(share, 0.9)) if len(share) else np.nan,
+            }
+        )
+    columns = ["readings", "runs", "sources", "median", "typical", "p90", "worst", "share", "share_p90"]
+    return pd.DataFrame(lines, columns=[*by, *columns])
+
+
+def of_class(found: pd.DataFrame) -> pd.DataFrame:
+    """The readings with `class`: whether the peak moves, in words; empty for speed, which has none."""
+    named = found["moving"].map({True: MOVES, False: FIXED})
+    return found.assign(**{"class": named.where(found["quantity"].isin(MEMORY), "")})
+
+
+def of_summary(found: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """`summary` as text for people."""
+    lines = summary(of_class(found), ["kind", "class", *by])
+    order = {kind: number for number, kind in enumerate([*MEMORY, "step time"])}
+    lines = lines.sort_values(
+        ["kind", "class", *by], key=lambda column: column.map(order).fillna(9) if column.name == "kind" else column
+    )
+    text = pd.DataFrame({"counter": lines["kind"], "peak": lines["class"]})
+    if by:
+        text["source"] = lines[by[0]]
+    text["readings"], text["runs"] = lines["readings"].map(str), lines["runs"].map(str)
+    if not by:
+        text["sources"] = lines["sources"].map(str)
+    text["median, signed"] = lines["median"].map(percent)
+    text["median"] = lines["typical"].map(size)
+    text["90th percentile"] = lines["p90"].map(size)
+    text["worst"] = lines["worst"].map(percent)
+    text["above the states: median"] = lines["share"].map(size)
+    text["90th"] = lines["share_p90"].map(size)
+    return text
+
+
+def of_differences(found: pd.DataFrame) -> pd.DataFrame:
+    """Errors with and without the known differences of the versions that ran, by source and counter."""
+    both = found[found["error"].notna() & found["plain_error"].notna()]
+    lines = []
+    for (title, kind), mine in both.groupby(["title", "kind"], sort=False):
+        names = sorted({name for names in mine["differences"] for name in names})
+        lines.append(
+            {
+                "source": title,
+                "counter": kind,
+                "readings": str(len(mine)),
+                "median with them": size(mine["error"].abs().median()),
+                "worst": percent(_worst(mine["error"])),
+                "median without": size(mine["plain_error"].abs().median()),
+                "worst without": percent(_worst(mine["plain_error"])),
+                "differences": ", ".join(names),
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def of_outcomes(found: pd.DataFrame) -> pd.DataFrame:
+    """What fitted and what did not, published and predicted, by source."""
+    runs = found.drop_duplicates(["source", "run"]).copy()
+    said = found[found["quantity"].eq("outcome")].drop_duplicates(["source", "run"])
+    spoken = said.set_index(["source", "run"])["measured_outcome"]
+    runs["was"] = [spoken.get((source, run), "ok") for source, run in zip(runs["source"], runs["run"], strict=True)]
+    runs = runs[runs["outcome"].isin(["ok", "oom", "host_oom"])]
+    runs["is"] = runs["outcome"].replace("host_oom", "oom")
+    lines = []
+    for title, mine in runs.groupby("title", sort=False):
+        counts = Counter(zip(mine["was"], mine["is"], strict=True))
+        wrong = mine[mine["was"] != mine["is"]]
+        lines.append(
+            {
+                "source": title,
+                "fitted, and predicted to": str(counts["ok", "ok"]),
+                "ran out, and predicted to": str(counts["oom", "oom"]),
+                "fitted, predicted to run out": str(counts["ok", "oom"]),
+                "ran out, predicted to fit": str(counts["oom", "ok"]),
+                "which": "; ".join(wrong["run"]),
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def of_left_out(found: pd.DataFrame) -> pd.DataFrame:
+    """What was not predicted, and why."""
+    gone = found[found["reason"].notna()]
+    lines = []
+    for (title, reason), mine in gone.groupby(["title", "reason"], sort=False):
+        runs = list(dict.fromkeys(mine["run"]))
+        names = "; ".join(runs[:4]) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
+        lines.append({"source": title, "readings": str(len(mine)), "runs": names, "why": reason})
+    return pd.DataFrame(lines)
+
+
+def of_misses(found: pd.DataFrame, least: float = MISS) -> pd.DataFrame:
+    """Memory that was missed by more than `least`, and what is known of why."""
+    missed = found[found["quantity"].isin(MEMORY) & (found["error"].abs() > least)]
+    return pd.DataFrame(
+        [
+            {
+                "source": line["title"],
+                "run": line["run"],
+                "counter": line["kind"],
+                "measured (GiB)": gib(line["measured"]),
+                "predicted": gib(line["predicted"]),
+                "error": percent(line["error"]),
+                "at most": percent(line["most_error"]),
+                "why": " ".join(filter(None, (line["note"], line["reading_note"]))) or "not found",
+            }
+            for _, line in missed.sort_values(["title", "kind"]).iterrows()
+        ]
+    )
+
+
+def of_readings(found: pd.DataFrame) -> pd.DataFrame:
+    """Every reading that was predicted."""
+    known = of_class(found[found["error"].notna()])
+    return pd.DataFrame(
+        [
+            {
+                "source": line["title"],
+                "grade": line["grade"],
+                "run": line["run"],
+                "counter": line["kind"],
+                "measured": _shown(line, "measured"),
+                "predicted": _shown(line, "predicted"),
+                "error": percent(line["error"]),
+                "above the states": percent(line["share"]),
+                "without differences": percent(line["plain_error"]),
+                "peak in": line["peak_phase"] or "–",
+            }
+            for _, line in known.iterrows()
+        ]
+    )
+
+
+def _shown(line: Mapping[str, Any] | pd.Series[Any], column: str) -> str:
+    return gib(line[column]) + " GiB" if line["quantity"] in MEMORY else f"{line[column]:.4g} s"
+
+
+def _worst(values: pd.Series[float]) -> float:
+    return float(values.iloc[int(np.argmax(values.abs().to_numpy(float)))])
+
+
+def gib(value: float | None) -> str:
+    return "–" if value is None or pd.isna(value) else f"{value / GIB:,.3f}"
+
+
+def percent(value: float | None) -> str:
+    """A signed share in percent, three digits at least."""
+    if value is None or pd.isna(value):
+        return "–"
+    return f"{100 * value:+.{_digits(value)}f} %"
+
+
+def size(value: float | None) -> str:
+    """The same without a sign."""
+    return "–" if value is None or pd.isna(value) else f"{100 * abs(value):.{_digits(value)}f} %"
+
+
+def _digits(value: float) -> int:
+    return 3 if abs(value) < 0.001 else 2 if abs(value) < 0.1 else 1
+
+
+def tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
+    """Every table with its title and a sentence that says what it shows."""
+    found = made.readings
+    whole = found[found["phase"].isna()]
+    return [
+        ("By counter", "Errors are predicted / measured - 1. Grade A and B together.", of_summary(whole)),
+        ("By counter, grade A", "Script and versions were published.", of_summary(whole[whole["grade"].eq("A")])),
+        ("By source", "", of_summary(whole, "title")),
+        ("By phase", "Peaks of a step's phases.", of_summary(found[found["phase"].notna()], "title")),
+        ("Older versions", "As the versions that ran do it, and as the installed ones do.", of_differences(whole)),
+        ("What fits", "", of_outcomes(found)),
+        ("Misses", f"Memory that was missed by more than {100 * MISS:.0f} %.", of_misses(found)),
+        ("Not predicted", "", of_left_out(found)),
+        ("Every reading", "", of_readings(found)),
+    ]  # fmt: skip

@@ -1,0 +1,67 @@
+"""What `vramsweep validate` says: the short tables in the terminal, all of them as a Markdown page."""
+
+from __future__ import annotations
+
+import os
+from io import StringIO
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from vramsweep.analysis import tables
+from vramsweep.analysis.validation import Validation
+from vramsweep.analysis.validation import tables as all_tables
+
+_SHORT = ("By counter", "By source", "What fits", "Misses", "Not predicted")
+_HEAD = """\
+# Predicted against what others published
+
+Each run below was measured by somebody else on a real GPU and published; `vramsweep validate` predicts it on
+`device=simulated`, from its settings alone. Nothing is fitted to a reading. This page is written by `make validate`,
+with {made}. [The format](../benchmarks/published/README.md) of the files, and how to add a run of your own.
+
+- Counters are never pooled: *allocated*, *active* and *reserved* are PyTorch's, *device* is what the driver reports,
+  predicted as reserved plus the context that the source gives, else 700 MiB.
+- A peak that is the optimizer's, or weights and gradients alone (*fixed*), can be counted without a tool; it stands
+  apart from one that *moves* with batch and length: in the forward or backward phase, with 1 % of activations at least.
+- *above the states*: the same difference as a share of what was measured above weights, buffers, gradients and
+  optimizer state.
+- Grade A: the script and its versions were published. B: the configuration is clear.
+"""
+
+
+def text(made: Validation) -> str:
+    """For the terminal: errors by counter and source, what fits, misses, and what was left out."""
+    stream = StringIO()
+    console = Console(file=stream, width=max(Console().width, 120))
+    for title, _, frame in all_tables(made):
+        if title in _SHORT and len(frame):
+            table = Table(*map(str, frame.columns), title=title, title_justify="left", box=None, padding=(0, 1))
+            for row in frame.to_numpy():
+                table.add_row(*(str(cell) for cell in row))
+            console.print(table)
+            console.print()
+    return stream.getvalue().rstrip()
+
+
+def write(made: Validation, out: Path, figure: Path | None) -> None:
+    """The page; `figure` is shown where it was drawn."""
+    versions = ", ".join(f"{name} {version}" for name, version in made.made.items() if version)
+    lines = [_HEAD.format(made=versions)]
+    if figure is not None:
+        link = os.path.relpath(figure, out.parent)
+        lines.append(f"![Predicted against measured, and errors by source]({link})\n")
+    for title, about, frame in all_tables(made):
+        if len(frame):
+            lines += [f"## {title}\n", f"{about}\n" if about else "", tables.markdown(_without_empty(frame))]
+    if made.mistakes:
+        lines += ["## Left out as mistaken\n", *(f"- {one}" for one in made.mistakes), ""]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("\n".join(line for line in lines if line) + "\n", encoding="utf-8")
+
+
+def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:
+    """Without columns in which nothing is said."""
+    return frame[[name for name in frame if not frame[name].isin(["", "–"]).all()]]

@@ -1,0 +1,120 @@
+"""Errors of predictions against published readings: their statistics, tables, page and figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from vramsweep.analysis import figures_validation, validation, validation_page
+
+GIB = 1 << 30
+
+
+def reading(**values: Any) -> dict[str, Any]:
+    return {
+        "source": "s", "title": "project", "place": "f:1", "run": "a", "grade": "A", "note": "", "reason": None,
+        "outcome": "ok", "trial_id": "1", "label": "a", "versions": {}, "differences": [], "trace_basis": "traced",
+        "context_bytes": GIB, "context_said": True, "peak_phase": "backward", "states_bytes": 6 * GIB, "moves": True,
+        "quantity": "allocated", "phase": None, "unit": "GiB", "line": 1, "reading_note": "", "measured": 10.0 * GIB,
+        "measured_outcome": None, "predicted": 11.0 * GIB, "predicted_most": None, "predicted_plain": None,
+    } | values  # fmt: skip
+
+
+def errors(*readings: dict[str, Any]) -> pd.DataFrame:
+    return validation.errors(pd.DataFrame(list(readings)))
+
+
+def test_an_error_and_its_share_above_the_states() -> None:
+    found = errors(
+        reading(),
+        reading(quantity="device"),  # of which the context is no part of the step's either
+        reading(measured=6.0 * GIB),  # nothing above the states: there is no share
+        reading(phase="forward"),  # what is held there is not known
+        reading(phase="backward"),
+        reading(quantity="step", measured=2.0, predicted=1.0, phase=None),
+        reading(predicted=None),
+    )
+    assert found["error"].tolist()[:2] == pytest.approx([0.1, 0.1])
+    assert found["share"].tolist()[:2] == pytest.approx([0.25, 1 / 3])
+    assert found["share"].isna().tolist() == [False, False, True, True, False, True, True]
+    assert found["kind"].tolist()[3:6] == ["allocated, forward phase", "allocated, backward phase", "step time"]
+    assert found["error"].tolist()[5] == -0.5 and pd.isna(found["error"].tolist()[6])
+
+
+def test_statistics_are_of_one_counter_and_one_class() -> None:
+    sizes = [-4.0, 1.0, 2.0, 3.0, 20.0]
+    moving = [reading(run=str(n), predicted=(10 + size / 10) * GIB) for n, size in enumerate(sizes)]
+    found = errors(
+        *moving, reading(moves=False, predicted=10.0 * GIB), reading(quantity="reserved", predicted=20.0 * GIB)
+    )
+    lines = validation.summary(validation.of_class(found), ["kind", "class"]).set_index(["kind", "class"])
+    line = lines.loc[("allocated", "moves")]
+    assert line["median"] == pytest.approx(0.02) and line["typical"] == pytest.approx(0.03)
+    assert line["p90"] == pytest.approx(0.04 + 0.6 * 0.16) and line["worst"] == pytest.approx(0.2)
+    assert line["share"] == pytest.approx(0.03 * 10 / 4)
+    assert (line["readings"], line["runs"], line["sources"]) == (5, 5, 1)
+    assert lines.loc[("allocated", "fixed")]["worst"] == 0 and lines.loc[("reserved", "moves")]["worst"] == 1
+
+
+def test_with_and_without_differences() -> None:
+    found = errors(
+        reading(predicted=10.1 * GIB, predicted_plain=9.0 * GIB, differences=["old"]),
+        reading(predicted=9.8 * GIB, predicted_plain=8.0 * GIB, differences=["old", "older"]),
+        reading(predicted=99.0 * GIB),
+    )
+    (line,) = validation.of_differences(found).to_dict("records")
+    assert (line["readings"], line["differences"]) == ("2", "old, older")
+    assert (line["median with them"], line["worst"]) == ("1.50 %", "-2.00 %")
+    assert (line["median without"], line["worst without"]) == ("15.0 %", "-20.0 %")
+
+
+def test_what_fits_is_counted_both_ways() -> None:
+    oom = {"quantity": "outcome", "measured": None, "predicted": None}
+    found = errors(
+        reading(run="fits"),
+        reading(run="wrongly fits", measured_outcome="oom", **oom),
+        reading(run="runs out", outcome="oom", measured_outcome="oom", **oom),
+        reading(run="wrongly out", outcome="oom", predicted=None),
+        reading(run="not known", outcome=None, reason="compile", predicted=None),
+    )
+    (line,) = validation.of_outcomes(found).to_dict("records")
+    assert list(line.values())[1:] == ["1", "1", "1", "1", "wrongly fits; wrongly out"]
+    (left,) = validation.of_left_out(found).to_dict("records")
+    assert (left["runs"], left["why"]) == ("not known", "compile")
+
+
+def test_misses_say_why() -> None:
+    found = errors(reading(note="padded", reading_note="rounded"), reading(run="b"), reading(predicted=10.2 * GIB))
+    missed = validation.of_misses(found)
+    assert missed["why"].tolist() == ["padded rounded", "not found"] and missed["error"].tolist() == ["+10.0 %"] * 2
+
+
+def test_page_and_figure(tmp_path: Path) -> None:
+    far = reading(title="other | name", run="far", quantity="reserved", predicted=20.0 * GIB, moves=False)
+    lost = reading(run="lost", predicted=None, outcome=None, reason="compile")
+    record = {
+        "made": {"torch": "2.13.0", "deepspeed": None},
+        "mistakes": ["f.yaml:3: unit"],
+        "readings": [reading(), far, lost],
+    }
+    path = tmp_path / "readings.json"
+    path.write_text(json.dumps(record))
+    made = validation.load(path)
+    shown = validation_page.text(made)
+    assert "+10.0 %" in shown and "Not predicted" in shown
+    figures_validation.write(made.readings, tmp_path / "a.html")
+    validation_page.write(made, tmp_path / "page" / "a.md", tmp_path / "a.html")
+    page = (tmp_path / "page" / "a.md").read_text()
+    assert "torch 2.13.0" in page and "deepspeed" not in page and "](../a.html)" in page
+    assert "other \\| name" in page and "+100.0 %" in page and "- f.yaml:3: unit" in page
+    plot = figures_validation.figure(made.readings)
+    assert plot is not None
+    texts = [a.text for a in plot.layout.annotations]
+    assert "+100 %" in texts and {"allocated", "reserved"} <= set(texts)  # beyond the edge: its number
+    beyond = [x for trace in plot.data for x in trace.x if trace.yaxis == "y3" or trace.yaxis == "y4"]
+    assert max(beyond) == figures_validation.REACH
+    assert figures_validation.figure(made.readings[made.readings["error"].isna()]) is None

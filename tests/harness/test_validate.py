@@ -1,0 +1,252 @@
+"""Reference runs: what their files may say, what is predicted of them, and what is put beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from vramsweep import __main__ as front_door
+from vramsweep.harness import reference, validate
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.reference import Reading
+from vramsweep.harness.row import complete
+
+HEAD = "source: someone/project a.csv@0123\ngrade: A\noverrides: [model=tiny, seq_len=16, micro_batch=1]\nruns:\n"
+READING = "{quantity: allocated, value: 2, unit: MiB}"
+
+
+def file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "runs.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_run_with_all_that_it_may_say(tmp_path: Path) -> None:
+    text = """
+source: someone/project a.csv@0123
+title: project
+grade: B
+versions: {transformers: '4.40.0'}
+context: 1.5 GiB
+overrides: [model=gpt2, "+versions.deepspeed=0.14.2", micro_batch=1]
+runs:
+  - name: one
+    grade: A
+    versions: {torch: '2.2'}
+    overrides: [micro_batch=4, "runner.target={here}/a.py:build"]
+    measured:
+      - {quantity: allocated, value: 2, unit: MiB}
+      - {quantity: reserved, phase: forward, value: 24.81, unit: percent, of: 95.0396 GiB, note: read off}
+      - {quantity: step, value: 250, unit: ms}
+      - {quantity: tokens/s, value: 3.5e3, unit: per card}
+      - {quantity: outcome, value: oom}
+    note: why
+    cannot: not today
+  - {name: two, measured: [{quantity: device, value: 1, unit: GB}]}
+"""
+    (one, two), mistakes = reference.read(file(tmp_path, text))
+    assert not mistakes
+    assert (one.title, one.source, one.name, one.grade, one.note, one.cannot) == (
+        "project", "someone/project a.csv@0123", "one", "A", "why", "not today",
+    )  # fmt: skip
+    assert one.overrides == (
+        "model=gpt2", "+versions.deepspeed=0.14.2", "micro_batch=4", f"runner.target={tmp_path}/a.py:build",
+    )  # fmt: skip
+    assert one.versions == {"torch": "2.2"} and two.versions == {"transformers": "4.40.0"}
+    assert one.context == two.context == 3 << 29
+    assert (two.grade, two.cannot, two.overrides[-1]) == ("B", None, "micro_batch=1")
+    assert [(r.quantity, r.phase, r.value, r.text) for r in one.readings] == [
+        ("allocated", None, 2 << 20, None),
+        ("reserved", "forward", pytest.approx(0.2481 * 95.0396 * (1 << 30)), None),
+        ("step", None, 0.25, None),
+        ("tokens/s", None, 3500.0, None),
+        ("outcome", None, None, "oom"),
+    ]
+    assert two.readings[0].value == 1e9
+    assert one.place.endswith(":9") and one.readings[0].line == 14
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (
+            "{name: a, measured: [{quantity: allocatd, value: 1, unit: GB}]}",
+            "5: quantity allocatd: allowed is allocated",
+        ),
+        (
+            "{name: a, measured: [{quantity: allocated, value: 1, unit: gb}]}",
+            "5: unit gb of allocated: allowed is bytes",
+        ),
+        ("{name: a, measured: [{quantity: step, value: 1, unit: GiB}]}", "5: unit GiB of step: allowed is s, ms"),
+        ("{name: a, measured: [{quantity: allocated, value: 1}]}", "5: unit is missing"),
+        ("{name: a, measured: [{quantity: allocated, value: -1, unit: GB}]}", "5: value -1: a number above 0"),
+        ("{name: a, measured: [{quantity: allocated, value: .nan, unit: GB}]}", "5: value nan: a number above 0"),
+        ("{name: a, measured: [{quantity: allocated, value: yes, unit: GB}]}", "5: value True: a number above 0"),
+        ("{name: a, measured: [{quantity: allocated, value: 1, unit: percent}]}", "5: of is missing"),
+        ("{name: a, measured: [{quantity: allocated, value: 1, unit: percent, of: much}]}", "write the size"),
+        ("{name: a, measured: [{quantity: active, phase: load, value: 1, unit: GB}]}", "5: phase load: allocated and"),
+        ("{name: a, measured: [{quantity: outcome, value: died}]}", "5: outcome died: allowed is ok or oom"),
+        ("{name: a, measured: []}", "5: measured is missing, or no list"),
+        ("{name: a}", "5: measured is missing"),
+        (f"{{measured: [{READING}]}}", "5: name is missing"),
+        (f"{{name: a, grade: C, measured: [{READING}]}}", "5: grade C: allowed is A"),
+        (f"{{name: a, measurd: 1, measured: [{READING}]}}", "5: measurd is no key here"),
+        (f"{{name: a, overrides: [model], measured: [{READING}]}}", "5: overrides must be a list of KEY=VALUE"),
+        (f"{{name: a, versions: {{torch: 2.4}}, measured: [{READING}]}}", "5: versions.torch must be a text"),
+        (f"{{name: a, context: 3, measured: [{READING}]}}", "5: context 3: write a size"),
+        ("3", "3 is no mapping"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line_and_the_others_run(tmp_path: Path, run: str, said: str) -> None:
+    good = f"  - {{name: good, measured: [{READING}]}}\n"
+    if run == "3":
+        with pytest.raises(UserError, match=said):
+            reference.read(file(tmp_path, f"{HEAD}  - {run}\n{good}"))
+        return
+    runs, (mistake,) = reference.read(file(tmp_path, f"{HEAD}  - {run}\n{good}"))
+    assert [one.name for one in runs] == ["good"]
+    assert said in mistake and mistake.startswith(str(tmp_path / "runs.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "runs.yaml:"),
+        ("just words", "is no mapping"),
+        ("source: a\ngrade: A\n", "runs is missing"),
+        ("grade: A\nruns: [{name: a}]\n", "source is missing"),
+        ("source: a\nsource: b\nruns: []\n", ":2: source stands twice"),
+        ("source: a\nsurplus: 1\nruns: []\n", "surplus is no key here"),
+        ("source: !!python/object:os.system a\n", "runs.yaml:1"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        reference.read(file(tmp_path, text))
+    with pytest.raises(UserError, match="No such file"):
+        reference.read(tmp_path / "nothing.yaml")
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    twice = f"  - {{name: a, measured: [{READING}]}}\n" * 2
+    runs, mistakes = reference.read(file(tmp_path, HEAD + twice))
+    assert len(runs) == 1 and "there is a run 'a' already" in mistakes[0]
+
+
+RUN = reference.Run("f", 1, "s", "t", "n", "A", (), {}, 100, None, "", ())
+
+
+def row(**values: Any) -> dict[str, Any]:
+    parts = {
+        f"peak_{name}_bytes": 0 for name in ("parameters", "buffers", "gradients", "optimizer_state", "activations")
+    }
+    phases = {"load_peak_allocated_bytes": 10, "forward_peak_allocated_bytes": 80, "backward_peak_allocated_bytes": 100,
+              "optimizer_peak_allocated_bytes": 70}  # fmt: skip
+    return complete({"outcome": "ok", "peak_allocated_bytes": 100} | parts | phases | values)
+
+
+def of(quantity: str, phase: str | None = None, unit: str = "bytes") -> Reading:
+    return Reading(quantity, phase, 50.0, None, unit, "", 1)
+
+
+def test_each_quantity_has_its_column() -> None:
+    found = row(
+        peak_reserved_bytes=200, peak_reserved_most_bytes=220, peak_active_bytes=110, peak_active_most_bytes=120,
+        forward_peak_reserved_bytes=90, estimated_step_s=2.0, estimated_step_no_overlap_s=3.0,
+    )  # fmt: skip
+    asked = [of("allocated"), of("active"), of("reserved"), of("device"), of("allocated", "forward"),
+             of("reserved", "forward"), of("step", unit="s"), of("tokens/s", unit="all")]  # fmt: skip
+    assert [validate.predicted(one, RUN, found, most=False) for one in asked] == [100, 110, 200, 300, 80, 90, 2.0, 2.0]
+    assert [validate.predicted(one, RUN, found, most=True) for one in asked] == [
+        None, 120, 220, 320, None, None, 3.0, 3.0,
+    ]  # fmt: skip
+    assert validate.predicted(of("allocated"), RUN, row(outcome="oom"), most=False) is None
+    assert validate.predicted(of("allocated"), RUN, None, most=False) is None
+
+
+def test_what_moves_with_batch_and_length() -> None:
+    def kind(**values: Any) -> tuple[Any, Any, Any]:
+        found = validate.held(row(**values))
+        return found["peak_phase"], found["states_bytes"], found["moves"]
+
+    states = {"peak_parameters_bytes": 20, "peak_gradients_bytes": 5, "peak_optimizer_state_bytes": 40}
+    assert kind(**states, peak_activations_bytes=30) == ("backward", 65, True)
+    assert kind(**states, peak_activations_bytes=0) == ("backward", 65, False)  # where all gradients are there
+    assert kind(forward_peak_allocated_bytes=101, peak_activations_bytes=2) == ("forward", 0, True)
+    assert kind(optimizer_peak_allocated_bytes=100, peak_activations_bytes=2) == ("optimizer", 0, False)
+    assert kind(load_peak_allocated_bytes=300)[::2] == ("load", False)
+    assert validate.held(None)["moves"] is None and validate.held(row(outcome="oom"))["moves"] is None
+
+
+def test_predictions_beside_what_was_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        HEAD
+        + """\
+  - name: tiny
+    measured:
+      - {quantity: allocated, value: 1, unit: MiB}
+      - {quantity: tokens/s, value: 32, unit: all}
+      - {quantity: device, value: 800, unit: MiB}
+      - {quantity: reserved, value: 100, unit: MiB}
+  - name: like 4.40
+    overrides: [padding=0.5]
+    versions: {transformers: 4.40.0, numpy: '1.0'}
+    measured: [{quantity: allocated, value: 1, unit: MiB}]
+  - {name: no model, overrides: [model=nothing], measured: [{quantity: outcome, value: ok}]}
+  - {name: two trials, overrides: ["seq_len=8,16"], measured: [{quantity: outcome, value: ok}]}
+  - {name: measured, overrides: [device=cpu], measured: [{quantity: outcome, value: ok}]}
+  - {name: compiled, overrides: [compile=default], measured: [{quantity: outcome, value: ok}]}
+  - {name: theirs, cannot: closed source, measured: [{quantity: outcome, value: ok}]}
+  - name: too much
+    overrides: [model=gpt2, seq_len=1024, micro_batch=64, device.gpu=t4-16gb]
+    measured: [{quantity: outcome, value: oom}]
+"""
+    )
+    command = ["validate", str(file(tmp_path, text)), f"results={tmp_path}", "--json", "timeout_s=300"]
+    assert front_door.main(command) == 1
+    told = capsys.readouterr()
+    record = json.loads(told.out)
+    assert record == json.loads((tmp_path / "validation" / "readings.json").read_text())
+    lines = {(line["run"], line["quantity"]): line for line in record["readings"]}
+    tiny = lines["tiny", "allocated"]
+    assert (tiny["measured"], tiny["outcome"], tiny["reason"], tiny["grade"]) == (1 << 20, "ok", None, "A")
+    assert tiny["predicted"] > 119_360 * 4 and tiny["predicted_plain"] is None and tiny["differences"] == []
+    assert tiny["states_bytes"] > 3 * 119_360 * 4 - 1
+    assert lines["tiny", "tokens/s"]["measured"] == 0.5 and lines["tiny", "tokens/s"]["predicted"] > 0
+    assert lines["tiny", "device"]["predicted"] == lines["tiny", "reserved"]["predicted"] + (700 << 20)
+    old = lines["like 4.40", "allocated"]
+    assert "additive_mask" in old["differences"] and old["predicted"] != old["predicted_plain"] is not None
+    for name, reason in {
+        "no model": "model=nothing: there is no such model",
+        "two trials": "seq_len",
+        "measured": "device=cpu: reference runs are predicted",
+        "compiled": "compile=default with device=simulated",
+        "theirs": "closed source",
+    }.items():
+        line = lines[name, "outcome"]
+        assert reason in line["reason"] and line["predicted"] is None
+        assert (f": {name}: " in told.err) == (name in ("no model", "two trials", "measured"))
+    assert lines["too much", "outcome"]["outcome"] == "oom"
+
+    assert front_door.main(command) == 1  # goes on where it was: nothing is predicted again
+    assert "4 finished before, 0 to do" in capsys.readouterr().err
+    with pytest.raises(UserError, match="none of the runs can be predicted"):
+        validate.resolve([run for run in reference.read(tmp_path / "runs.yaml")[0] if run.name == "compiled"], [])
+
+
+def test_status_and_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert front_door.main(["validate"]) == 2
+    assert front_door.main(["validate", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml: No such file" in capsys.readouterr().err
+    assert front_door.main(["errors", str(tmp_path / "none.json")]) == 2
+    assert "holds no readings" in capsys.readouterr().err
+
+
+def test_every_file_of_ours_can_be_read() -> None:
+    files = sorted((ROOT / "benchmarks" / "published").glob("*.yaml"))
+    found = [reference.read(path) for path in files]
+    assert [mistakes for _, mistakes in found if mistakes] == []
