@@ -29,11 +29,13 @@ MOVES, FIXED = "moves", "fixed"  # with batch and length, or not: the optimizer'
 
 @dataclass(frozen=True)
 class Validation:
-    """The readings, one line each, with errors; what made them; what was wrong with the files."""
+    """The readings, one line each, with errors; what made them; what was wrong with the files; other tools and where
+    they are from."""
 
     readings: pd.DataFrame
     made: Mapping[str, str | None]
     mistakes: Sequence[str]
+    others: Mapping[str, str]
 
 
 def load(path: Path) -> Validation:
@@ -41,7 +43,7 @@ def load(path: Path) -> Validation:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         frame = pd.DataFrame(record["readings"])
-        return Validation(errors(frame), record["made"], record["mistakes"])
+        return Validation(errors(frame), record["made"], record["mistakes"], record["others"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             f"{path} holds no readings; vramsweep validate FILE... writes results/validation/readings.json"
@@ -142,6 +144,32 @@ def of_differences(found: pd.DataFrame) -> pd.DataFrame:
                 "differences": ", ".join(names),
             }
         )
+    return pd.DataFrame(lines)
+
+
+def of_others(found: pd.DataFrame, sources: Mapping[str, str]) -> pd.DataFrame:
+    """What other tools say of the same runs, and our errors of just those readings; by counter, memory only."""
+    lines = []
+    memory = found[found["error"].notna() & found["quantity"].isin(MEMORY) & found["others"].notna()]
+    for (kind, moving), mine in of_class(memory).groupby(["kind", "class"], sort=False):
+        for name in sources:
+            said = pd.Series([of.get(name) for of in mine["others"]], index=mine.index, dtype=float)
+            theirs = (said / mine["measured"].astype(float) - 1).dropna()
+            own = mine.loc[theirs.index, "error"]
+            if len(theirs):
+                lines.append(
+                    {
+                        "counter": kind,
+                        "peak": moving,
+                        "tool": name,
+                        "readings": str(len(theirs)),
+                        "median, signed": percent(theirs.median()),
+                        "median": size(float(theirs.abs().median())),
+                        "90th percentile": size(float(theirs.abs().quantile(0.9))),
+                        "vramsweep on the same: median": size(own.abs().median()),
+                        "90th": size(own.abs().quantile(0.9)),
+                    }
+                )
     return pd.DataFrame(lines)
 
 
@@ -251,6 +279,10 @@ def _digits(value: float) -> int:
     return 3 if abs(value) < 0.001 else 2 if abs(value) < 0.1 else 1
 
 
+def _tools(made: Validation) -> str:
+    return "; ".join(f"*{name}*: {source}" for name, source in made.others.items()) + "."
+
+
 def tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
     """Every table with its title and a sentence that says what it shows."""
     found = made.readings
@@ -260,6 +292,7 @@ def tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
         ("By counter, grade A", "Script and versions were published.", of_summary(whole[whole["grade"].eq("A")])),
         ("By source", "", of_summary(whole, "title")),
         ("By phase", "Peaks of a step's phases.", of_summary(found[found["phase"].notna()], "title")),
+        ("Next to other tools", _tools(made), of_others(whole, made.others)),
         ("Older versions", "As the versions that ran do it, and as the installed ones do.", of_differences(whole)),
         ("What fits", "", of_outcomes(found)),
         ("Misses", f"Memory that was missed by more than {100 * MISS:.0f} %.", of_misses(found)),

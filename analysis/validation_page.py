@@ -14,7 +14,7 @@ from vramsweep.analysis import tables
 from vramsweep.analysis.validation import Validation
 from vramsweep.analysis.validation import tables as all_tables
 
-_SHORT = ("By counter", "By source", "What fits", "Misses", "Not predicted")
+_SHORT = ("By counter", "By source", "Next to other tools", "What fits", "Misses", "Not predicted")
 _HEAD = """\
 # Predicted against what others published
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from rich.console import Console
 
 from vramsweep.harness import differences, launch, machine, reference, sweep
 from vramsweep.harness import trial as trials
+from vramsweep.harness.attempt import environment
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CONTEXT_BYTES
 from vramsweep.harness.plan import Planned, Settings
@@ -31,6 +34,8 @@ from vramsweep.harness.trial import Trial
 
 READINGS = "readings.json"
 PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
+OTHERS = "others.jsonl"
+TRACKED = 4  # runs of a source that MemTracker is asked about
 MOVING = 0.01  # share of the peak that activations must be for it to count as moving with batch and length
 HELP = """\
 predict runs that others measured and published, and show how far the predictions are off
@@ -66,6 +71,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="OUT.md", help="the tables as Markdown")
     parser.add_argument("--figure", type=Path, metavar="OUT.png", help="the figure; PNG, SVG or PDF")
+    parser.add_argument(
+        "--others", action="store_true", help="also what other tools say: a second a run, and some minutes a source"
+    )
     parser.add_argument("--json", action="store_true", help="print the readings instead of tables")
     parser.add_argument("words", nargs="*", metavar="FILE")
     arguments = parser.parse_intermixed_args(argv)
@@ -79,10 +87,12 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(settings.results) / (settings.name or "validation")
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         rows, status = predict(asked, settings, folder)
+    said, sources = others(asked, rows, folder) if arguments.others else ({}, {})
     record = {
         "made": {name: machine.version(name) for name in PACKAGES},
         "mistakes": mistakes,
-        "readings": [line for one in asked for line in lines(one, rows)],
+        "others": sources,
+        "readings": [line | {"others": said.get(line["trial_id"])} for one in asked for line in lines(one, rows)],
     }
     (folder / READINGS).write_text(json.dumps(record, indent=1))
     for text in mistakes:
@@ -165,6 +175,59 @@ def predict(asked: Sequence[Asked], settings: Settings, folder: Path) -> tuple[d
     """The rows of all that is to be predicted, by trial id, and the status of the sweep that it is."""
     wanted = {item.trial_id: item for one in asked for item in (one.item, one.plain) if item is not None}
     return sweep.run(list(wanted.values()), settings, folder, progress=bar if Console().is_terminal else Few)
+
+
+def others(
+    asked: Sequence[Asked], rows: Mapping[str, Row], folder: Path
+) -> tuple[dict[str, dict[str, int | None]], dict[str, str]]:
+    """What other tools say that the predicted runs need, in bytes by trial id and tool, and where each tool is from.
+
+    What is in the folder already is not asked for again. The tool that takes minutes is asked about `TRACKED` runs of
+    each source.
+    """
+    wanted: dict[str, Any] = {}
+    by_title: dict[str, list[str]] = defaultdict(list)
+    for one in asked:
+        row = rows.get(one.item.trial_id) if one.item is not None else None
+        if one.item is None or row is None or row["outcome"] != Outcome.OK or row["parameters"] is None:
+            continue
+        trainable = row["trainable_parameters"]
+        wanted[one.item.trial_id] = {
+            "trial": one.item.resolved,
+            "parameters": row["parameters"],
+            "trainable": row["parameters"] if trainable is None else trainable,
+        }
+        by_title[one.run.title].append(one.item.trial_id)
+    tracked = [ids[len(ids) * n // TRACKED] for ids in by_title.values() for n in range(min(TRACKED, len(ids)))]
+    file = folder / OTHERS
+    found, complete, sources = _said(file)
+    left = {name: values for name, values in wanted.items() if name not in found or name in set(tracked) - complete}
+    if left:
+        request = folder / "others.json"
+        request.write_text(json.dumps({"trials": left, "tracked": tracked}))
+        print(f"asking other tools about {len(left)} runs; they say it in {file}", flush=True)
+        with (folder / "others.log").open("a") as log:
+            subprocess.run(
+                [sys.executable, "-m", "vramsweep.runners.others", str(request), str(file)],
+                env=environment("", "simulated", os.environ), stdout=log, stderr=log, check=False,
+            )  # fmt: skip
+        found, _, sources = _said(file)
+    return found, sources
+
+
+def _said(file: Path) -> tuple[dict[str, dict[str, int | None]], set[str], dict[str, str]]:
+    """What the file holds: answers by trial id, the ids whose answer is all there will be, and where tools are from."""
+    found: dict[str, dict[str, int | None]] = {}
+    complete: set[str] = set()
+    sources: dict[str, str] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):  # a line that was cut off
+            said = json.loads(line)
+            sources |= said.get("sources", {})
+            if "trial_id" in said:
+                found[said["trial_id"]] = found.get(said["trial_id"], {}) | said["others"]
+                complete |= {said["trial_id"]} if said["tracked"] else set()
+    return found, complete, sources
 
 
 def lines(one: Asked, rows: Mapping[str, Row]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ def reading(**values: Any) -> dict[str, Any]:
         "context_bytes": GIB, "context_said": True, "peak_phase": "backward", "states_bytes": 6 * GIB, "moves": True,
         "quantity": "allocated", "phase": None, "unit": "GiB", "line": 1, "reading_note": "", "measured": 10.0 * GIB,
         "measured_outcome": None, "predicted": 11.0 * GIB, "predicted_most": None, "predicted_plain": None,
+        "others": None,
     } | values  # fmt: skip
 
 
@@ -87,6 +88,18 @@ def test_what_fits_is_counted_both_ways() -> None:
     assert (left["runs"], left["why"]) == ("not known", "compile")
 
 
+def test_others_are_judged_by_the_readings_that_they_speak_of() -> None:
+    found = errors(
+        reading(others={"rule": 5 * GIB, "tool": None}),
+        reading(predicted=10.2 * GIB, others={"rule": 15 * GIB, "tool": 9 * GIB}),
+        reading(predicted=99.0 * GIB),
+    )
+    rule, tool = validation.of_others(found, {"rule": "a paper", "tool": "a page"}).to_dict("records")
+    assert (rule["readings"], rule["median, signed"], rule["median"]) == ("2", "+0.000 %", "50.0 %")
+    assert (rule["vramsweep on the same: median"], tool["vramsweep on the same: median"]) == ("6.00 %", "2.00 %")
+    assert (tool["readings"], tool["median, signed"]) == ("1", "-10.00 %")
+
+
 def test_misses_say_why() -> None:
     found = errors(reading(note="padded", reading_note="rounded"), reading(run="b"), reading(predicted=10.2 * GIB))
     missed = validation.of_misses(found)
@@ -99,6 +112,7 @@ def test_page_and_figure(tmp_path: Path) -> None:
     record = {
         "made": {"torch": "2.13.0", "deepspeed": None},
         "mistakes": ["f.yaml:3: unit"],
+        "others": {},
         "readings": [reading(), far, lost],
     }
     path = tmp_path / "readings.json"
