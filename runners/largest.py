@@ -31,7 +31,7 @@ from vramsweep.runners.curve import Curve, curve, point
 from vramsweep.runners.many import Trials, families
 from vramsweep.runners.predict import host_replay, replay
 from vramsweep.runners.program import program
-from vramsweep.runners.survey import LEAST_MARGIN, Asked, Card, Edge, Need, survey
+from vramsweep.runners.survey import LEAST_MARGIN, REACH, Asked, Card, Edge, Need, survey
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.trace import Trace, cublas_workspace, on
 from vramsweep.runners.tracer import Job, Tracer, at_once, forked
@@ -165,16 +165,16 @@ def room(trial: Trial) -> int:
 
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> Need:
     """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
-    in less and less of the largest limit, until it fits the smallest with room to spare, or within a percent."""
+    in less and less, from more than the largest limit on, until it fits the smallest with room to spare, or within a
+    percent."""
     config = replace(allocator_config.parse(trial.allocator.conf), per_process_memory_fraction=1.0)
     least = float(requested(trace))
     found = Need(least, least, math.inf, False)
     if _host_full(trace, trial):
         return replace(found, least=math.inf)
-    for free in sorted(rooms or limits[-1:], reverse=True):
+    for free in sorted(rooms or [int(REACH * limits[-1])], reverse=True):
         found = _tried(trace, config, found, free)
     if not rooms:
-        free = limits[-1]
         while found.enough - found.least > LEAST_MARGIN * found.enough < math.inf:
             if found.enough <= limits[0] and found.enough < free:
                 break

@@ -2,8 +2,9 @@
 
 What fits is not monotone: reserved jumps from one length to the next, and some alignment classes take more. But what a
 run asks for at least (its floor) is known of every point of a symbolic trace, and no setting makes do with less, so
-beyond a card's limit nothing is looked at. For each setting, the room that some points need is found by replays in less
-and less room. For each card, more and more points are then tried at its limit, until it is known which is the first
+beyond a card's limit nothing fits. For each setting, the room that some points need is found by replays in less and
+less room, also of some that need somewhat more than any card has: else the measures close to its edge would be of those
+alone that fit. For each card, more and more points are then tried at its limit, until it is known which is the first
 that does not fit, and which the last that does. Passed over on the way are those that fit by a margin: what such a
 point needs is taken to be its floor, times what the nearest points on both sides whose need was found need per byte of
 theirs; the margin is twice the most that any of these nearby needs more than both its neighbours, and 1 % at least.
@@ -30,6 +31,7 @@ import numpy.typing as npt
 
 SAMPLES = 48  # points of the first look
 FEW = 12  # points that are looked at one by one
+REACH = 1.25  # of the largest limit: that far beyond it needs are found, as measures for what may fit
 NEARBY = 8  # points on each side whose raggedness makes the margin
 LEAST_MARGIN = 0.01
 NARROW = 0.05  # of the limit: where points are judged to fit by less than this,
@@ -127,10 +129,11 @@ class _Setting:
         )
 
     def first(self, limit: float) -> list[int]:
-        """The points to look at first, of those that may fit into the limit."""
+        """The points to look at first, of those that may need no more than the limit, or not much more."""
         points = len(self.floors)
         step = max(1, points // SAMPLES) | 1  # odd: so all alignments have their turn
-        return [number for number in sorted({*range(0, points, step), points - 1}) if not self.floors[number] > limit]
+        chosen = sorted({*range(0, points, step), points - 1})
+        return [number for number in chosen if not self.floors[number] > REACH * limit]
 
     def _lowest(self) -> Floats:
         """What both neighbours ask for, less a margin, or nothing: where the floor is not known."""

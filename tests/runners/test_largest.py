@@ -20,7 +20,7 @@ from vramsweep.harness.journal import read, terminal
 from vramsweep.runners import largest, torch_loop, tracer, tracing
 from vramsweep.runners import simulated as simulated_run
 from vramsweep.runners.predict import replay
-from vramsweep.runners.survey import Card, Edge, Need
+from vramsweep.runners.survey import REACH, Card, Edge, Need
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.trace import Trace, on
 from vramsweep.runners.tracer import Tracer
@@ -71,6 +71,10 @@ def test_the_room_that_a_trace_needs(tmp_path: Path, conf: str) -> None:
     assert found.enough - found.least <= 0.01 * found.enough
     assert replay(traced, config, int(found.enough)).failed is None
     assert replay(traced, config, int(found.least) - 1).failed is not None
+    beyond = largest.need(traced, chosen, (), [int(0.9 * found.least)])  # a card that is too small: how much it lacks
+    assert beyond.least <= found.enough and found.least <= beyond.enough < math.inf
+    assert beyond.close and beyond.enough - beyond.least <= 0.01 * beyond.enough
+    assert largest.need(traced, chosen, (), [int(found.least / REACH) - 1]).enough == math.inf
     rooms = [int(found.least) - 1, 1 << 35]
     tried = largest.need(traced, chosen, rooms, [1, 1 << 35])
     assert (tried.least, tried.close) == (rooms[0] + 1, False)

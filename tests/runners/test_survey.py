@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vramsweep.runners.survey import Asked, Card, Edge, Evaluate, Need, survey
+from vramsweep.runners.survey import REACH, Asked, Card, Edge, Evaluate, Need, survey
 
 GIB = 1 << 30
 
@@ -110,10 +110,17 @@ def test_far_from_every_edge_few_points_are_looked_at() -> None:
     assert found["card"].margin == 0.01
 
 
-def test_beyond_the_floor_nothing_is_looked_at() -> None:
-    found, asked = edges(4096, lambda n: GIB + (n << 23), {"card": 9 * GIB}, lambda n: GIB + (n << 23))
+def test_beyond_the_limit_samples_alone_are_looked_at_and_not_far() -> None:
+    """What they need closely: it is a measure for those that fit."""
+
+    def need(number: int) -> int:
+        return GIB + (number << 23)
+
+    found, asked = edges(4096, need, {"card": 9 * GIB}, need)
     assert found["card"].largest == found["card"].all_up_to == 1024
-    assert max(number for number, _ in asked) <= 1024
+    beyond = [(number, rooms) for number, rooms in asked if number > 1024]
+    assert [number for number, _ in beyond] == [number for number in range(0, 4096, 85) if 1024 < number <= 1312]
+    assert all(need(number) <= REACH * 9 * GIB and rooms == () for number, rooms in beyond)
 
 
 def test_what_fits_is_not_monotone() -> None:
