@@ -8,8 +8,9 @@ alone that fit. For each card, more and more points are then tried at its limit,
 that does not fit, and which the last that does. Passed over on the way are those that fit by a margin: what such a
 point needs is taken to be its floor, times what the nearest points on both sides whose need was found need per byte of
 theirs; the margin is twice the most that any of these nearby needs more than both its neighbours, and 1 % at least.
-Close to the limit not many in a row are passed over. What fits in some room is taken to fit in more, and what does not,
-not in less.
+Close to the limit not many in a row are passed over. The ends found so are looked at before they are believed, with all
+of a stretch below the first that does not fit: one in 64 may need more, and no sample have been one of them. What fits
+in some room is taken to fit in more, and what does not, not in less.
 
 Where the floor is not known without tracing, it is taken to be that of the neighbours, and the margin is twice the most
 that any point was off a straight line between its neighbours.
@@ -36,6 +37,7 @@ NEARBY = 8  # points on each side whose raggedness makes the margin
 LEAST_MARGIN = 0.01
 NARROW = 0.05  # of the limit: where points are judged to fit by less than this,
 DENSE = 16  # no more than these in a row are judged
+STRETCH = 64  # points right below the first that does not fit that are looked at, all of them
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -220,10 +222,23 @@ class _View:
         self.last = int(yes[-1]) if len(yes) else -1  # that does
         self._missed = setting.missed & ~(self.within | self.beyond)
         self._undecided = ~(self.within | self.beyond | self._missed)
+        self._supposed = self.within & (setting.enough > limit)
         self._narrowly = self.within & (judged.most * (1 + NARROW) > limit) & ~np.isnan(judged.most_margins)
 
-    def wanted(self, every: bool) -> Iterator[tuple[int, bool]]:
-        """The points to look at next, of those that may move an end, and whether to find closely what they need."""
+    def wanted(self, every: bool) -> list[tuple[int, bool]]:
+        """The points to look at next, and whether to find closely what they need: those that may move an end; where
+        there are none, those at the ends that are judged, not known, to fit."""
+        return list(self._open(every)) or list(self._supposed_at_the_ends())
+
+    def _supposed_at_the_ends(self) -> Iterator[tuple[int, bool]]:
+        """The last that fits, and the stretch below the first that does not, or below the end what fits narrowly."""
+        if self.last >= 0 and self._supposed[self.last]:
+            yield self.last, True
+        start, points = max(0, self.first - STRETCH), len(self.within)
+        supposed = self._supposed if self.first < points else self._supposed & self._narrowly
+        yield from ((start + int(number), False) for number in np.flatnonzero(supposed[start : self.first]))
+
+    def _open(self, every: bool) -> Iterator[tuple[int, bool]]:
         below = np.flatnonzero(self._undecided[: self.first])
         above = np.flatnonzero(self._undecided[self.last + 1 :]) + self.last + 1
         yield from ((number, False) for number in _spread(above))
@@ -254,7 +269,7 @@ class _View:
             int(self._setting.looked.sum()),
             int(self._missed.sum()),
             None if np.isnan(margins).all() else float(np.nanmin(margins)),
-            not self._missed.any() and next(self.wanted(every), None) is None,
+            not self._missed.any() and not self.wanted(every),
         )
 
 

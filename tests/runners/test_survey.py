@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from vramsweep.runners.survey import REACH, Asked, Card, Edge, Evaluate, Need, survey
+from vramsweep.runners.survey import REACH, STRETCH, Asked, Card, Edge, Evaluate, Need, survey
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 Looks = list[tuple[int, tuple[int, ...]]]
@@ -92,6 +92,61 @@ def test_it_is_what_looking_at_every_point_says(seed: int, known: bool) -> None:
     found, _ = edges(2048, need, limits, floor if known else None)
     assert answer(found) == truth(2048, need, limits)
     assert all(edge.complete for edge in found.values())
+
+
+def one_in(period: int, seed: int) -> tuple[Callable[[int], int], Callable[[int], int]]:
+    """What is needed, and the floor: a line, a little noise, and one class of points that needs 3 % more."""
+    dice = random.Random(seed)
+    start, slope = dice.randint(1000, 2000) * MIB, dice.randint(2 * MIB, 4 * MIB)
+    turn, noise = dice.randrange(period), [1.02 + dice.random() * 0.004 for _ in range(2048)]
+
+    def floor(number: int) -> int:
+        return start + slope * number
+
+    return lambda number: int(floor(number) * (noise[number] + 0.03 * (number % period == turn))), floor
+
+
+@pytest.mark.parametrize("period", [8, 16, 64])
+@pytest.mark.parametrize("share", [None, 1.002, 1.01, 1.02], ids=str)
+def test_some_of_a_class_are_seen_though_no_sample_is_one(period: int, share: float | None) -> None:
+    """One card at a time: with a limit in the middle, or of so much of what the last point needs."""
+    for seed in range(6):
+        need, floor = one_in(period, seed)
+        sizes = (4000 * MIB, 6000 * MIB) if share is None else (int(floor(2047) * 1.024 * share),)
+        for size in sizes:
+            found, asked = edges(2048, need, {"card": size}, floor)
+            assert answer(found) == truth(2048, need, {"card": size})
+            assert found["card"].complete and len(asked) < 320
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("known", [True, False], ids=["floors known", "unknown"])
+def test_what_is_reported_has_been_looked_at(seed: int, known: bool) -> None:
+    """The ends, the point after the first of them, where its floor does not tell, and the stretch before that."""
+    need, floor = jagged(seed)
+    found, asked = edges(2048, need, {f"{size}": size * GIB for size in (8, 16, 32)}, floor if known else None)
+    looked = {number for number, _ in asked}
+    for size, edge in found.items():
+        assert {edge.all_up_to, edge.largest} <= {None, *looked}
+        first = 0 if edge.all_up_to is None else edge.all_up_to + 1
+        if first < 2048:
+            assert first in looked or (known and floor(first) > int(size) * GIB)
+            assert set(range(max(0, first - STRETCH), first)) <= looked
+
+
+def test_the_last_that_fits_is_not_only_judged_to() -> None:
+    """Its neighbours say that it fits, by 8 %, and it needs a tenth more; the first that does not fit is far below."""
+
+    def floor(number: int) -> int:
+        return GIB + (number if number < 999 else number + 1000 << 20)
+
+    def need(number: int) -> int:
+        return floor(number) * {86: 20, 998: 11}.get(number, 10) // 10
+
+    limit = {"card": floor(998) * 108 // 100}
+    found, asked = edges(2048, need, limit, floor)
+    assert answer(found) == truth(2048, need, limit) == {"card": (85, 997)}
+    assert found["card"].complete and len(asked) < 120
 
 
 def test_without_passing_over_any_it_is_right_whatever_is_needed() -> None:
@@ -226,19 +281,25 @@ def test_what_a_replay_has_disproved_is_not_judged_again() -> None:
     assert answer(found) == truth(2048, need, limits)
 
 
-def test_what_needs_more_than_the_largest_card_has_is_no_measure_for_others() -> None:
-    """How much more is not looked for: every fiftieth point, which would fit by its floor."""
+def test_what_needs_far_more_than_the_largest_card_has_is_no_measure_for_others() -> None:
+    """How much more is not looked for. One sample, or every fiftieth point, which would fit by its floor."""
     limit = 10 * GIB
+    floors = {"setting": [float(GIB + (n << 20)) for n in range(2048)]}
+    cards = {"card": Card("setting", limit)}
     evaluate, asked = of(lambda n: GIB + (n << 20), lambda n: GIB + (n << 20))
 
-    def bounded(wanted: Asked) -> dict[int, dict[str, Need]]:
-        found = evaluate(wanted)
-        return found | {n: {"setting": Need(GIB, limit + 1, math.inf, True)} for n in found if n % 50 == 49}
+    def without(period: int, turn: int) -> Evaluate:
+        def bounded(wanted: Asked) -> dict[int, dict[str, Need]]:
+            more = {"setting": Need(GIB, limit + 1, math.inf, True)}
+            return evaluate(wanted) | {number: more for number in wanted if number % period == turn}
 
-    known = {"setting": [GIB + (n << 20) for n in range(2048)]}
-    found = survey(known, {"card": Card("setting", limit)}, bounded)["card"]
-    assert (found.largest, found.complete) == (2047, True)
+        return bounded
+
+    one = survey(floors, cards, without(2048, 1849))["card"]
+    assert (one.all_up_to, one.largest, one.complete) == (1848, 2047, True)
     assert len(asked) < 120
+    many = survey(floors, cards, without(50, 49))["card"]
+    assert (many.all_up_to, many.largest, many.complete) == (48, 2047, True)
 
 
 def test_a_look_without_an_answer_is_not_repeated() -> None:
@@ -339,8 +400,8 @@ def test_samples_have_all_alignments() -> None:
 
 
 def test_the_margin_is_twice_what_a_point_needs_more_than_its_neighbours() -> None:
-    """The samples are 0, 3, 6, ... of 150: the one at 75 needs 4 % more, so what lies about it fits by 8 %."""
-    jump = 75
+    """The samples are 0, 3, 6, ... of 150: the one at 39 needs 4 % more, so what lies about it fits by 8 %."""
+    jump = 39
 
     def need(number: int) -> int:
         return GIB * 104 // 100 if number == jump else GIB
@@ -348,7 +409,7 @@ def test_the_margin_is_twice_what_a_point_needs_more_than_its_neighbours() -> No
     fits, asked = edges(150, need, {"card": int(1.13 * GIB)}, lambda n: GIB)
     assert fits["card"].margin == 0.01 and {number for number, _ in asked} == {*range(0, 150, 3), 149}
     _, more = edges(150, need, {"card": int(1.11 * GIB)}, lambda n: GIB)
-    assert {74, 76} <= {number for number, _ in more}
+    assert {38, 40} <= {number for number, _ in more}
 
 
 def test_one_card_s_looks_serve_the_others() -> None:
