@@ -46,9 +46,14 @@ class Data:
     pinned: bool = False
 
     def batch(self, index: int, size: int) -> dict[str, torch.Tensor]:
-        """Micro-batch number `index`: tensors of shape (size, seq_len)."""
+        """Micro-batch number `index`: tensors of shape (size, seq_len).
+
+        It is made of as many tensors, of samples that repeat too: what an operator moves is told by its tensors.
+        """
         chosen = [self.samples[(index * size + i) % len(self.samples)] for i in range(size)]
-        batch = {key: torch.stack([sample[key] for sample in chosen]) for key in chosen[0]}
+        with _disable_current_modes():
+            rows = {key: [sample[key].detach() for sample in chosen] for key in chosen[0]}
+        batch = {key: torch.stack(tensors) for key, tensors in rows.items()}
         return {key: value.pin_memory() for key, value in batch.items()} if self.pinned else batch
 
 
@@ -179,16 +184,15 @@ def _samples(trial: Trial) -> Data:
 def _synthetic(trial: Trial) -> Samples:
     generator = torch.Generator().manual_seed(trial.seed)
     ids = torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)
-    rows = [ids[n % POOL] for n in range(max(POOL, trial.micro_batch))]  # no batch has the same tensor twice
     if trial.packing == "documents":
         positions = torch.arange(trial.seq_len) % -(-trial.seq_len // DOCUMENTS)
-        return [_packed(row, positions) for row in rows]
+        return [_packed(row, positions) for row in ids]
     kept = trial.seq_len - padded_tokens(trial.padding, trial.seq_len)
     if kept == trial.seq_len:
-        return [{"input_ids": row, "labels": row} for row in rows]
+        return [{"input_ids": row, "labels": row} for row in ids]
     mask = (torch.arange(trial.seq_len) < kept).long()
     mask = mask.flip(0) if trial.padding_side == "left" else mask
-    return [_masked(row, mask) for row in rows]
+    return [_masked(row, mask) for row in ids]
 
 
 def padded_tokens(padding: float, length: int) -> int:

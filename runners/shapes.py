@@ -150,11 +150,11 @@ class _Symbols:
         given = self._values if self._trial.runner.name == "custom" else [self._values[0], self._trial.micro_batch]
         return self._trial.model_copy(update=dict(zip(self._hints, given, strict=True)))
 
-    def batch(self, dtype: torch.dtype, shared: bool = False) -> torch.Tensor:
-        """A tensor of shape (micro_batch, seq_len) on the host; with `shared`, one row in place of all."""
+    def batch(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of shape (micro_batch, seq_len) on the host."""
         length, samples = self._values
         with _disable_current_modes(), self.fake:
-            made = torch.empty_strided((samples, length), (0 if shared else length, 1), dtype=dtype)
+            made = torch.empty_strided((samples, length), (length, 1), dtype=dtype)
         made.copied = lambda: None  # type: ignore[attr-defined]
         return made
 
@@ -253,8 +253,7 @@ def _inputs(trial: Trial, symbols: _Symbols) -> Iterator[None]:
     data, load = build.data, _BaseDataLoaderIter.__next__
 
     def batch(self: build.Data, index: int, size: int) -> dict[str, torch.Tensor]:
-        first, second = self.samples[:2]
-        rows = {key: symbols.batch(value.dtype, shared=value is second[key]) for key, value in first.items()}
+        rows = {key: symbols.batch(value.dtype) for key, value in self.samples[0].items()}
         return {key: torch.stack([value])[0] for key, value in rows.items()}  # stacked, as samples are
 
     def loaded(self: Any) -> Any:

@@ -99,15 +99,26 @@ def test_batches_cycle_through_the_pool_and_depend_on_the_seed() -> None:
     assert torch.equal(data.batch(0, 2)["input_ids"], data.batch(build.POOL // 2, 2)["input_ids"])
 
 
-def test_no_batch_has_the_same_tensor_twice() -> None:
+def test_no_batch_has_the_same_tensor_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an operator moves is told by its tensors: a batch of 100 is 100, though values repeat after 64."""
-    many = 100
+    many, stack = 100, torch.stack
+    stacked: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(torch, "stack", lambda rows: stacked.append(rows) or stack(rows))
     for over in ({}, {"padding": 0.25}, {"packing": "documents"}):
-        samples = build.data(trials.parse(tiny(micro_batch=many, **over))).samples
-        ids = [sample["input_ids"] for sample in samples]
-        assert len(ids) == len(set(map(id, ids))) == many
+        data = build.data(trials.parse(tiny(micro_batch=many, **over)))
+        assert len(data.samples) == build.POOL
+        stacked.clear()
+        ids = data.batch(0, many)["input_ids"]
+        assert len(stacked) == len(data.samples[0])
+        assert all(len(rows) == len(set(map(id, rows))) == many for rows in stacked)
         assert torch.equal(ids[0], ids[build.POOL]) and not torch.equal(ids[0], ids[1])
-    assert len(build.data(trials.parse(tiny())).samples) == build.POOL
+
+
+def test_a_step_s_batch_is_not_the_last_one_s_though_it_takes_every_sample() -> None:
+    data = build.data(trials.parse(tiny(micro_batch=100)))
+    first, second = (data.batch(step, 100)["input_ids"] for step in (0, 1))
+    assert {*map(tuple, first[64:].tolist())} != {*map(tuple, second[64:].tolist())}
+    assert torch.equal(second[0], first[100 - build.POOL])
 
 
 def test_tf32_is_on_only_when_asked_for() -> None:

@@ -8,8 +8,8 @@ import pytest
 from conftest import tiny
 
 from vramsweep.harness import trial
-from vramsweep.runners import shapes
-from vramsweep.runners.curve import _alike, _symbolic, witnesses
+from vramsweep.runners import build, shapes
+from vramsweep.runners.curve import _alike, _symbolic, curve, witnesses
 from vramsweep.runners.symbolic import Point, SymbolicTrace
 from vramsweep.runners.trace import Trace
 
@@ -60,3 +60,21 @@ def test_why_there_is_no_symbolic_trace_is_said(untraceable: bool) -> None:
     assert _symbolic(trial.parse(tiny()), points, Fake()) is None  # type: ignore[arg-type]
     (line,) = said
     assert ("nothing can be traced" if untraceable else "1 of 38 points") in line
+
+
+def test_of_a_length_the_share_of_padding_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the batch it does not depend."""
+    made, data = [], build.data
+    monkeypatch.setattr(build, "data", lambda of: made.append(of.seq_len) or data(of))
+
+    class Fake:
+        def kept(self, trials: Any) -> dict[Point, Any]:
+            return {}
+
+        def symbolic(self, *given: Any, **more: Any) -> None:
+            return None
+
+    points = [Point(length, batch, length - length // 4) for length in (8, 16) for batch in (1, 2, 100)]
+    known = curve(trial.parse(tiny(padding=0.25)), points, Fake()).cover.known  # type: ignore[arg-type]
+    assert [known(where) for where in points] == [{"padding_fraction": 0.25}] * len(points)
+    assert sorted(made) == [8, 16]

@@ -73,10 +73,15 @@ def test_a_plain_loop_is_byte_for_byte_what_is_traced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_more_samples_than_are_drawn_are_as_others(tmp_path: Path) -> None:
-    found = candidate(tmp_path, Point(24, 10))
-    points = [Point(16, 200), Point(33, 2)]
-    assert isinstance(shapes.confirmed(found, {point: direct(tmp_path, point) for point in points}), SymbolicTrace)
+@pytest.mark.parametrize(
+    ("over", "length"),
+    [({}, 33), ({"packing": "documents"}, 40), ({"runner": {"name": "trainer"}}, 33)],
+    ids=["plain", "packed", "trainer"],
+)
+def test_more_samples_than_are_drawn_are_as_others(tmp_path: Path, over: dict[str, Any], length: int) -> None:
+    found = candidate(tmp_path, Point(24, 10), **over)
+    traced = {point: direct(tmp_path, point, **over) for point in (Point(16, 200), Point(length, 2))}
+    assert isinstance(shapes.confirmed(found, traced), SymbolicTrace)
 
 
 def test_a_branch_on_the_length_bounds_where_it_is_true(tmp_path: Path) -> None:
