@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vramsweep.harness import account, outcome, registry
+from vramsweep.harness import account, outcome, plan, registry
 from vramsweep.harness.attempt import LARGEST, LOGS, Launcher, environment
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.plan import Planned, Settings
@@ -24,6 +24,7 @@ from vramsweep.harness.predictions import FOLDER
 from vramsweep.harness.trial import Trial
 
 AXES = ("seq_len", "micro_batch")
+NAMED = ("model", "runner", "allocator", "simulated_gpu")
 MOST_BATCH = 4096  # where no range is given: of sequences on one card
 Answer = Mapping[str, Any]  # survey.Edge, in the axis's own numbers; `reason`: why there is none
 NO_ANSWER: dict[str, Any] = dict.fromkeys(
@@ -65,12 +66,13 @@ def find(
             raise UserError(f"cannot write under {folder}: {error.strerror}") from None
         except UserError as error:
             answers |= {item.trial_id: NO_ANSWER | {"reason": str(error)} for item in items}
-    reasons = list(dict.fromkeys(one["reason"] for one in answers.values() if one["reason"] is not None))
-    if all(one["reason"] is not None for one in answers.values()):
-        raise UserError(f"--largest {axis}: {reasons[0]}")
-    for reason in reasons:
-        print(f"not looked for: {reason}", file=sys.stderr)
-    return [(item, answers[item.trial_id]) for item in planned]
+    found = [(item, answers[item.trial_id]) for item in planned]
+    if all(one["reason"] is not None for _, one in found):
+        raise UserError(f"--largest {axis}: {found[0][1]['reason']}")
+    refused = [f"{_label(item, axis)}: {one['reason']}" for item, one in found if one["reason"] is not None]
+    for line in dict.fromkeys(refused):
+        print(f"not looked for: {line}", file=sys.stderr)
+    return found
 
 
 def _attempted(
@@ -115,8 +117,7 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
     table = Table("configuration", f"every {axis} fits up to", f"largest {axis} that fits", "looked at", "trace")
     answered = [(item, found) for item, found in answers if found["reason"] is None]
     for item, found in answered:
-        assert item.trial is not None
-        table.add_row(_label(item.trial, axis), *(_number(found, name) for name in ("all_up_to", "largest")),
+        table.add_row(_label(item, axis), *(_number(found, name) for name in ("all_up_to", "largest")),
                       f"{found['looked_at']:,} of {found['of']:,}", found["trace_basis"] or "none")  # fmt: skip
     console.print(table)
     margins = [found["margin"] for _, found in answered if found["margin"] is not None]
@@ -138,7 +139,12 @@ def _number(found: Answer, name: str) -> str:
     return unknown if found[name] is None else f"{found[name]:,}"
 
 
-def _label(trial: Trial, axis: str) -> str:
+def _label(item: Planned, axis: str) -> str:
+    """A configuration without the axis; of one that is no trial, what of it is known by name."""
+    trial = item.trial
+    if trial is None:
+        known = plan.axes(item)
+        return " · ".join(str(known[name]) for name in NAMED if known.get(name) is not None)
     field = {"seq_len": f"seq {trial.seq_len}", "micro_batch": f"batch {trial.micro_batch}"}[axis]
     parts = [part for part in trial.label().split(" · ") if part != field]
     return " · ".join([*parts, *([trial.allocator.name] if not trial.allocator.conf else []), str(trial.device.gpu)])

@@ -88,7 +88,8 @@ def find(items: list[Planned], folder: Path, silent: str = "") -> list[Any]:
 def test_what_cannot_be_asked_does_not_keep_others_from_an_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = Planned("no", {}, None, "device.gpu is t5, which is not listed")
+    unlisted = tiny(device={"name": "simulated", "gpu": "t5"})
+    refused = Planned("no", unlisted, None, "device.gpu is t5, which is not listed")
     short = planned(model={"max_positions": 100})
     dies = planned(runner={"name": "custom", "target": f"{TARGETS / 'simulated_faults.py'}:fine"})
     assert dies.trial is not None
@@ -96,6 +97,12 @@ def test_what_cannot_be_asked_does_not_keep_others_from_an_answer(
     assert reasons[:2] == [None, "device.gpu is t5, which is not listed"]
     assert reasons[2] == "seq_len up to 2000, but tiny has 100 positions"
     assert "say more" in reasons[3]
-    assert [f"not looked for: {reason}" for reason in reasons[1:]] == capsys.readouterr().err.splitlines()
+    labels = [
+        "tiny · torch · default · t5",
+        "tiny · torch · batch 2 · fp32 · default · a100-80gb",
+        "tiny · custom · batch 2 · fp32 · default · a100-80gb",
+    ]
+    said = [f"not looked for: {label}: {reason}" for label, reason in zip(labels, reasons[1:], strict=True)]
+    assert said == capsys.readouterr().err.splitlines()
     with pytest.raises(UserError, match=r"--largest seq_len: device\.gpu is t5"):
         find([refused, short], tmp_path)
