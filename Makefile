@@ -65,7 +65,8 @@ paper: $(READY)  ## PDF figures, LaTeX tables, CSV, methods text: RESULTS=result
 
 # Those on the GPU come first, one by one: they would be in each other's way. The others run in two processes, as most
 # of them wait for workers of their own.
-NO_CARD = ! nvidia-smi -L >/dev/null 2>&1 && echo 'no NVIDIA card here: the tests marked gpu are left out'
+CARDS = $(PY) -c 'from vramsweep.harness import machine; print(len(machine.gpus()))'
+NO_CARD = [ "$$($(CARDS))" = 0 ] && echo 'no NVIDIA card here: the tests marked gpu are left out'
 
 test: $(READY)  ## run the tests, in under five minutes: the pure core and one path per runner
 	@$(NO_CARD) || $(PY) -m pytest -m 'gpu and not slow' -rs

@@ -137,5 +137,5 @@ def run_sweep(tmp_path: Path) -> Run:
 @pytest.fixture(autouse=True)
 def _skip_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu") and not machine.gpus():
-        pytest.skip("needs a CUDA device, and this machine has none")
+        pytest.skip("needs an NVIDIA card, and this machine has none")
     yield

@@ -32,7 +32,7 @@ def cuda(conf: str = "", **over: Any) -> dict[str, Any]:
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Row]]:
     """One warm sweep with all that the tests look at, as starting templates is what takes the time; rows by name."""
     if not machine.gpus():
-        pytest.skip("needs a CUDA device, and this machine has none")
+        pytest.skip("needs an NVIDIA card, and this machine has none")
     trials = {name: cuda(conf, record=True) for name, conf in RECORDED.items()} | {
         "bf16": cuda(precision="bf16"),
         "driver": cuda("backend:cudaMallocAsync"),
