@@ -24,7 +24,7 @@ endif
 GRID = -m model=$(MODEL) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep plan status doctor report paper test test-all lint format gpu-check bench
+.PHONY: help setup sweep plan status doctor report paper test test-all lint format gpu-check validate bench
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,10 @@ format: $(READY)  ## let ruff rewrite
 
 gpu-check: $(READY)  ## prove it on a real card, in nine minutes: OUT=results/reference/NAME
 	$(PY) benchmarks/gpu_check.py $(OUT)
+
+validate: $(READY)  ## predict what others published, and write docs/validation.md: an hour on two cores
+	$(PY) -m vramsweep validate benchmarks/published/*.yaml --others --out docs/validation.md \
+	  --figure docs/images/validation.png $(ARGS)
 
 bench: $(READY)  ## overhead per trial, cold and warm, and of the instruments
 	$(PY) benchmarks/overhead.py

@@ -36,6 +36,7 @@ READINGS = "readings.json"
 PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
 OTHERS = "others.jsonl"
 TRACKED = 4  # runs of a source that MemTracker is asked about
+SPEED = ("world_size", "estimated_compute_s", "estimated_memory_s", "estimated_launch_s", "estimated_communication_s")
 MOVING = 0.01  # share of the peak that activations must be for it to count as moving with batch and length
 HELP = """\
 predict runs that others measured and published, and show how far the predictions are off
@@ -248,7 +249,8 @@ def lines(one: Asked, rows: Mapping[str, Row]) -> list[dict[str, Any]]:
         "trace_basis": (row or {}).get("trace_basis"),
         "context_bytes": run.context if run.context is not None else CONTEXT_BYTES,
         "context_said": run.context is not None,
-        **held(row),
+        "gpu": (row or {}).get("simulated_gpu"), "precision": (row or {}).get("precision"),
+        **{name: (row or {}).get(name) for name in SPEED}, **held(row),
     }  # fmt: skip
     trial = None if one.item is None else one.item.trial
     return [
