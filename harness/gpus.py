@@ -138,6 +138,16 @@ GPUS: tuple[Gpu, ...] = (
         _GH200,
     ),
     _gpu(
+        "h100-96gb",
+        (),  # torch calls it H100, as others
+        (96, 97320, 2400),
+        (9, 0),
+        132,
+        (67, 494.7, 989.4, 989.4, 1979),
+        "pytorch/torchtitan docs/performance.md: 96 GB of HBM2e, 2.4 TB/s, 500 W; rates as the H100",
+        link="nvlink4",
+    ),
+    _gpu(
         "h100-nvl-94gb",
         ("H100 NVL",),
         (94, 95320, 3900),
@@ -205,7 +215,7 @@ GPUS: tuple[Gpu, ...] = (
     _gpu(
         "a800-80gb",
         ("A800-SXM4-80GB",),
-        (80, None, 2039),
+        (80, 81251, 2039),
         (8, 0),
         108,
         (19.5, 156, 312, 312),
