@@ -130,6 +130,24 @@ DIFFERENCES = (
         _of("qwen2"),
     ),
     Difference(
+        "mistral_rotary_tables",
+        "transformers",
+        "<4.42",
+        "models/mistral/modeling_mistral.py, MistralRotaryEmbedding._set_cos_sin_cache (4.40.0, 4.41.2; not in 4.42.4)",
+        "every layer keeps tables of sines and cosines of all positions",
+        ("rotary", "tables"),
+        _of("mistral"),
+    ),
+    Difference(
+        "mistral_rotary_by_layer",
+        "transformers",
+        "<4.48",
+        "models/mistral/modeling_mistral.py, MistralSdpaAttention.forward (4.45.2, 4.47.1; shared in 4.48.1)",
+        "every layer makes its own sines and cosines and keeps them for the backward pass",
+        ("rotary", "by_layer"),
+        _of("mistral"),
+    ),
+    Difference(
         "additive_mask",
         "transformers",
         "<4.53",
@@ -137,7 +155,7 @@ DIFFERENCES = (
         "the causal mask with padding is made once, in the model's precision; later each layer makes its own from "
         "booleans",
         ("masks", "additive"),
-        _of("llama", "qwen2"),
+        _of("llama", "qwen2", "mistral"),
     ),
     Difference(
         "repeated_heads",
@@ -146,7 +164,7 @@ DIFFERENCES = (
         "models/llama/modeling_llama.py, repeat_kv (4.40.0); integrations/sdpa_attention.py, use_gqa_in_sdpa (4.54.0)",
         "shared key and value heads are copied for each query head, mask or not",
         ("masks", "repeated_heads"),
-        lambda trial: model_type(trial) in ("llama", "qwen2") and trial.attention in ("default", "sdpa"),
+        lambda trial: model_type(trial) in ("llama", "qwen2", "mistral") and trial.attention in ("default", "sdpa"),
     ),
     Difference(
         "fp32_logits",
@@ -158,6 +176,15 @@ DIFFERENCES = (
         lambda trial: model_type(trial) in ("llama", "qwen2") and _with_loss(trial),
     ),
     Difference(
+        "mistral_fp32_logits",
+        "transformers",
+        "<4.48",
+        "models/mistral/modeling_mistral.py, MistralForCausalLM.forward (4.40.0, 4.47.1; loss/loss_utils.py in 4.48.1)",
+        "logits are fp32 from the start: those of half precision are gone before the loss",
+        ("loss", "fp32_logits"),
+        lambda trial: model_type(trial) == "mistral" and _with_loss(trial),
+    ),
+    Difference(
         "shifted_logits",
         "transformers",
         "<4.49",
@@ -165,7 +192,7 @@ DIFFERENCES = (
         "(4.48.0; from 4.49.0 it shifts labels)",
         "the loss copies the logits of all positions but the last",
         ("loss", "shifted_logits"),
-        lambda trial: model_type(trial) in ("llama", "qwen2") and _with_loss(trial),
+        lambda trial: model_type(trial) in ("llama", "qwen2", "mistral") and _with_loss(trial),
     ),
     Difference(
         "gpt2_shifted_logits",
@@ -184,6 +211,15 @@ DIFFERENCES = (
         "the loss is taken in the precision of the logits, of a copy of all positions but the last",
         ("loss", "own_precision"),
         lambda trial: model_type(trial) == "gpt2" and _with_loss(trial),
+    ),
+    Difference(
+        "gpt_bigcode_own_loss",
+        "transformers",
+        "<4.49",
+        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeForCausalLM.forward (4.40.0, 4.48.1; not in 4.49.0)",
+        "the loss is taken in the precision of the logits, of a copy of all positions but the last",
+        ("loss", "own_precision"),
+        lambda trial: model_type(trial) == "gpt_bigcode" and _with_loss(trial),
     ),
 )
 

@@ -348,8 +348,8 @@ RUNNERS = (
         module="vramsweep.runners.custom",
         preload=("vramsweep.runners.custom", *_MODELS),
         measurement=2,
-        shardings=("none", "ddp", "fsdp2"),
-        simulated=("none", "ddp", "fsdp2"),
+        shardings=("none", "ddp", *FSDP),
+        simulated=("none", "ddp", *FSDP),
         options=None,
     ),
 )

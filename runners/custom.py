@@ -4,8 +4,8 @@ The contract: `build(trial)` takes the `harness.trial.Trial` and returns `(model
 `(model, optimizer, step, batches)`.
 
 - `step(batch)` runs one whole optimizer step (forward, backward, update) and may return the loss.
-- With sharding=ddp or fsdp2 the process group is there when `build` is called, which divides the model itself
-  (`DistributedDataParallel(model)`, `fully_shard`); batches are each rank's own.
+- With sharding=ddp, fsdp1 or fsdp2 the process group is there when `build` is called, which divides the model itself
+  (`DistributedDataParallel(model)`, `FullyShardedDataParallel(model)`, `fully_shard`); batches are each rank's own.
 - `batches(index)` returns what `step` is called with; without it a batch is {"input_ids", "labels"}, long tensors of
   shape (micro_batch, seq_len) on the trial's device, when the trial has a model with a vocabulary, else None.
 
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from vramsweep.harness.registry import FSDP
 from vramsweep.harness.trial import DeviceAxis, InvalidTrial, Trial
 from vramsweep.runners import build, ranks, shardings
 from vramsweep.runners.measure import StepMeter
@@ -49,15 +50,18 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         got = f"{type(net).__name__} and {type(step).__name__}"
         raise InvalidTrial(f"{trial.runner.target}: model must be a torch.nn.Module and step a function, not {got}")
     shardings.call(trial, "checked", net)
-    if trial.sharding == "fsdp2" and isinstance(optimizer, torch.optim.Optimizer):  # which exchanges parameters
+    if trial.sharding in FSDP and isinstance(optimizer, torch.optim.Optimizer):  # which exchange parameters
         own = {id(parameter) for parameter in net.parameters()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise InvalidTrial(
-                f"{trial.runner.target}: the optimizer has none of the model's parameters; make it after fully_shard"
+                f"{trial.runner.target}: the optimizer has none of the model's parameters; make it after "
+                f"{'fully_shard' if trial.sharding == 'fsdp2' else 'FullyShardedDataParallel'}"
             )
     batches = made[3] if len(made) == 4 else _token_batches(trial, device, meter.rank)
     whole = net.module if isinstance(net, DistributedDataParallel) else net
-    meter.built(lambda: build.describe(whole, optimizer) | {"padding_fraction": None})
+    # FSDP1 leaves each rank's part of flattened weights, of which nobody can tell how many there were
+    counts = dict.fromkeys(("parameters", "trainable_parameters")) if trial.sharding == "fsdp1" else {}
+    meter.built(lambda: build.describe(whole, optimizer) | counts | {"padding_fraction": None})
     for index in range(trial.steps()):
         meter.step_begin()
         loss = step(batches(index))

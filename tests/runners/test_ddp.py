@@ -57,17 +57,22 @@ def test_real_ranks_hold_what_is_predicted(name: str) -> None:
 @pytest.mark.slow
 def test_a_target_wraps_its_own_model(run_sweep: Run) -> None:
     """Buckets double the gradients, on real ranks and in the prediction."""
-    real, predicted, whole, gathered, *several = run_sweep(
+    real, predicted, whole, flattened, gathered, *several = run_sweep(
         divided("ddp"),
         divided("ddp", device=SIMULATED),
         divided("alone"),
+        divided("fsdp1", sharding="fsdp1", device=SIMULATED),
         divided("fsdp2", sharding="fsdp2", device=SIMULATED),
-        *(divided("fsdp2", sharding="fsdp2", repeat=repeat) for repeat in range(3)),
+        *(divided(kind, sharding=kind, repeat=repeat) for kind in ("fsdp1", "fsdp2") for repeat in range(3)),
         isolation="warm",
     )
     # on a busy machine gloo's threads may let go of what they have sent only later
-    shards = min(several, key=lambda row: row["optimizer_peak_allocated_bytes"] or math.inf)
+    flat, shards = (
+        min(rows, key=lambda row: row["optimizer_peak_allocated_bytes"] or math.inf)
+        for rows in (several[:3], several[3:])
+    )
     assert [row["outcome"] for row in (real, predicted, shards, gathered)] == ["ok"] * 4, (real, predicted, shards)
+    assert [row["outcome"] for row in (flat, flattened)] == ["ok"] * 2, (flat, flattened)
     assert real["parameters"] == predicted["parameters"] == shards["parameters"] == PARAMETERS // 4
     assert len(real["rank_peak_allocated_bytes"]) == 2
     for row in (real, predicted):  # weights, two states, gradients, buckets
@@ -75,6 +80,9 @@ def test_a_target_wraps_its_own_model(run_sweep: Run) -> None:
     for measured, traced in ((real, predicted), (shards, gathered)):
         held = traced["optimizer_peak_allocated_bytes"] - WORKSPACES
         assert held == pytest.approx(measured["optimizer_peak_allocated_bytes"], rel=0.02)
+    # with gloo one layer's part more is there, for which no reason was found
+    more = flat["optimizer_peak_allocated_bytes"] - (flattened["optimizer_peak_allocated_bytes"] - WORKSPACES)
+    assert 0 <= more <= PARAMETERS / 4
     assert shards["optimizer_peak_allocated_bytes"] < 4 * PARAMETERS
     assert whole["outcome"] == "invalid"
     assert "Sequential is no DistributedDataParallel and holds none" in whole["reason"]
@@ -86,6 +94,8 @@ def test_a_target_wraps_its_own_model(run_sweep: Run) -> None:
         ("joined_again", "ddp", "the process group is there already; call init_process_group only"),
         ("too_late", "fsdp2", "the optimizer has none of the model's parameters"),
         ("ddp", "fsdp2", "a DistributedDataParallel is made; use sharding=ddp"),
+        ("alone", "fsdp1", "Sequential is no FullyShardedDataParallel"),
+        ("too_late", "fsdp1", "FSDPSequential is no FullyShardedDataParallel"),
         ("alone", "fsdp2", "Sequential was not passed to fully_shard, nor anything in it"),
     ],
 )
@@ -106,8 +116,8 @@ def test_options_belong_to_a_sharding() -> None:
         ({"sharding": "ddp", "runner": {"options": {"bucket_mb": 5}}}, "takes bucket_cap_mb, gradient_as_bucket_view"),
         ({"sharding": "fsdp2", "runner": {"options": {"bucket_cap_mb": 5}}}, "it belongs to sharding=ddp"),
         (
-            {"sharding": "fsdp1", "runner": {"name": "custom", "target": f"{__file__}:x"}},
-            "needs runner=torch or trainer",
+            {"sharding": "zero1", "runner": {"name": "custom", "target": f"{__file__}:x"}},
+            "needs runner=trainer or deepspeed",
         ),
     ):
         with pytest.raises(trial.InvalidTrial, match=match):

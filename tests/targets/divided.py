@@ -1,4 +1,4 @@
-"""Targets of several ranks, which divide their model themselves: DistributedDataParallel, FSDP2, or not at all."""
+"""Targets of several ranks, which divide their model themselves: DistributedDataParallel, FSDP, or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from vramsweep.harness.trial import Trial
@@ -29,6 +29,14 @@ def fsdp2(trial: Trial) -> Built:
     for layer in net:
         fully_shard(layer)
     return _trained(trial, fully_shard(net))
+
+
+def fsdp1(trial: Trial) -> Built:
+    net = _net()
+    for index, layer in enumerate(net):
+        if list(layer.parameters()):
+            net[index] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+    return _trained(trial, FullyShardedDataParallel(net, device_id=torch.device("cpu")))
 
 
 def alone(trial: Trial) -> Built:
