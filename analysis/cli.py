@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     errors.add_argument("readings", type=Path, help="readings.json of vramsweep validate")
     errors.add_argument("--out", type=Path, help="write all tables as Markdown")
     errors.add_argument("--figure", type=Path, help="draw it: PNG, SVG, PDF or HTML")
+    errors.add_argument("--efficiencies", type=Path, help="write factors of speed, as harness/efficiencies.json")
     errors.set_defaults(verb=_errors)
 
     draw = verbs.add_parser("draw", help="draw the data of timeline --json as a page")
@@ -127,10 +128,12 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 
 def _errors(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis import figures_validation, validation, validation_page
+    from vramsweep.analysis import figures_validation, speed, validation, validation_page
 
     made = validation.load(arguments.readings)
     print(validation_page.text(made))
+    if arguments.efficiencies is not None:
+        speed.write(speed.readings(made.readings), arguments.efficiencies)
     if arguments.figure is not None:
         figures_validation.write(made.readings, arguments.figure)
     if arguments.out is not None:

@@ -10,11 +10,15 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from vramsweep.analysis import tables
+from vramsweep.analysis import speed, tables
 from vramsweep.analysis.validation import Validation
-from vramsweep.analysis.validation import tables as all_tables
+from vramsweep.analysis.validation import tables as of_memory
 
-_SHORT = ("By counter", "By source", "Next to other tools", "What fits", "Misses", "Not predicted")
+_SHORT = ("By counter", "By source", "Next to other tools", "Speed", "What fits", "Misses", "Not predicted")
+_SPEED = (
+    "Seconds a step: as estimated by the roofline, the longer of computation and communication; and calibrated by the "
+    "speeds of all other sources, with the same card where one of them has it."
+)
 _HEAD = """\
 # Predicted against what others published
 
@@ -30,6 +34,12 @@ with {made}. [The format](../benchmarks/published/README.md) of the files, and h
   optimizer state.
 - Grade A: the script and its versions were published. B: the configuration is clear.
 """
+
+
+def all_tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
+    """Every table with its title and what it shows, those of speed before the last, long one."""
+    *short, every = of_memory(made)
+    return [*short, ("Speed", _SPEED, speed.of_speed(made.readings)), every]
 
 
 def text(made: Validation) -> str:

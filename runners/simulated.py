@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness import links, machine, node, registry
+from vramsweep.harness import efficiencies, links, machine, node, registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.differences import DIFFERENCES
@@ -196,13 +196,19 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
         "estimated_step_no_overlap_s": longest,
         "estimated_tokens_per_s_no_overlap": trial.tokens_per_step() / longest,
     }
-    times = {
+    times: dict[str, Any] = {
         "estimated_step_s": shortest,
         "estimated_tokens_per_s": trial.tokens_per_step() / shortest,
         "estimated_compute_s": found.compute_s,
         "estimated_memory_s": found.memory_s,
         "estimated_launch_s": found.launch_s,
     }
+    parts = (found.compute_s, found.memory_s, found.launch_s, sent.seconds)
+    known = efficiencies.found(card.name, trial.precision)
+    if known is not None:
+        step = known.seconds(parts)
+        tokens = trial.tokens_per_step() / step
+        times |= {"calibrated_step_s": step, "calibrated_tokens_per_s": tokens, "calibration": known.text()}
     return row | times | (several if ranks > 1 else {}), None
 
 

@@ -55,7 +55,18 @@ def test_imports(path: Path) -> None:
     if package in ("analysis", "runners"):
         assert not found & {"hydra", "hydra_plugins"}
     if package == "analysis":
-        allowed = {"allocator", "command", "errors", "flags", "gpus", "journal", "row", "techniques", "trial"}
+        allowed = {
+            "allocator",
+            "command",
+            "efficiencies",
+            "errors",
+            "flags",
+            "gpus",
+            "journal",
+            "row",
+            "techniques",
+            "trial",
+        }
         used = {n.split(".")[1] for n in imports(path) if n.startswith("harness.")}
         assert used <= allowed
 

@@ -1,0 +1,67 @@
+"""How much slower than the roofline cards really are: factors learnt from published speeds, for a calibrated estimate.
+
+A step is taken to last f_compute C + f_memory M + f_launch L + f_communication X, where C, M and L are the roofline's
+compute, memory and launch seconds (roofline.py) and X those of collectives (links.py): what of X is hidden behind the
+computation makes its factor smaller than 1. `efficiencies.json` holds factors for each card and kind of arithmetic
+that somebody published speeds of, and for any card ("any"); it is written by `vramsweep errors READINGS --efficiencies`
+(analysis/speed.py) from reference runs, and says which sources they are from and how far left-out sources were off.
+
+What comes out is an estimate: it never enters a measured column.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+ANY = "any"
+PARTS = ("compute", "memory", "launch", "communication")
+FILE = "efficiencies.json"
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Factors, in the order of `PARTS`, of a card (or `ANY`) and a kind of arithmetic.
+
+    `error` is the median size of the relative error on sources that were left out, `spread` its 90th percentile; None
+    where there was only one source.
+    """
+
+    gpu: str
+    kind: str
+    factors: tuple[float, ...]
+    readings: int
+    sources: tuple[str, ...]
+    error: float | None
+    spread: float | None
+
+    def seconds(self, parts: Sequence[float]) -> float:
+        """A step's seconds from those of the estimate, in the order of `PARTS`."""
+        return sum(factor * part for factor, part in zip(self.factors, parts, strict=True))
+
+    def text(self) -> str:
+        """What it rests on, in a line."""
+        where = "all cards, as none is known for this one" if self.gpu == ANY else self.gpu
+        off = "" if self.error is None else f"; sources left out were off by {self.error:.0%} (median)"
+        return f"{self.readings} published speeds of {len(self.sources)} sources on {where}, {self.kind}{off}"
+
+
+def kind(precision: str) -> str:
+    """The kind of arithmetic that a trial's precision means."""
+    return precision if precision in ("fp32", "tf32", "fp8") else "half"
+
+
+def found(gpu: str, precision: str) -> Efficiency | None:
+    """What is known of this card, else of any; None where nobody published speeds of this kind of arithmetic."""
+    known = _shipped()
+    return known.get((gpu, kind(precision))) or known.get((ANY, kind(precision)))
+
+
+@cache
+def _shipped() -> Mapping[tuple[str, str], Efficiency]:
+    text = (resources.files(__package__) / FILE).read_text(encoding="utf-8")
+    rows = [Efficiency(**one | {name: tuple(one[name]) for name in ("factors", "sources")}) for one in json.loads(text)]
+    return {(one.gpu, one.kind): one for one in rows}
