@@ -144,7 +144,20 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> _Marked:
     return found
 
 
+class _Number(float):
+    """A number that knows how it was written: 2.10 is another version than 2.1."""
+
+    text = ""
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> _Number:
+    found = _Number(loader.construct_yaml_float(node))
+    found.text = node.value
+    return found
+
+
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number)
 
 
 class _Node:
@@ -190,9 +203,9 @@ class _Node:
         value = self._values.get(key, {})
         if not isinstance(value, Mapping):
             raise self.wrong(f"{key} must be a mapping, as {{transformers: 4.48.1}}")
-        if bad := next((k for k, v in value.items() if not isinstance(v, str)), None):
-            raise self.wrong(f"{key}.{bad} must be a text; quote it, as '{value[bad]}'")
-        return {str(k): v for k, v in value.items()}
+        if bad := next((k for k, v in value.items() if v is None or isinstance(v, (bool, list, Mapping))), None):
+            raise self.wrong(f"{key}.{bad} must be a version, as 4.48.1")
+        return {str(k): getattr(v, "text", str(v)) for k, v in value.items()}
 
     def nodes(self, key: str) -> Iterator[_Node]:
         value = self._values.get(key)

@@ -36,7 +36,7 @@ overrides: [model=gpt2, "+versions.deepspeed=0.14.2", micro_batch=1]
 runs:
   - name: one
     grade: A
-    versions: {torch: '2.2'}
+    versions: {torch: 2.10, numpy: 2}
     overrides: [micro_batch=4, "runner.target={here}/a.py:build"]
     measured:
       - {quantity: allocated, value: 2, unit: MiB}
@@ -56,7 +56,7 @@ runs:
     assert one.overrides == (
         "model=gpt2", "+versions.deepspeed=0.14.2", "micro_batch=4", f"runner.target={tmp_path}/a.py:build",
     )  # fmt: skip
-    assert one.versions == {"torch": "2.2"} and two.versions == {"transformers": "4.40.0"}
+    assert one.versions == {"torch": "2.10", "numpy": "2"} and two.versions == {"transformers": "4.40.0"}
     assert one.context == two.context == 3 << 29
     assert (two.grade, two.cannot, two.overrides[-1]) == ("B", None, "micro_batch=1")
     assert [(r.quantity, r.phase, r.value, r.text) for r in one.readings] == [
@@ -96,7 +96,7 @@ runs:
         (f"{{name: a, grade: C, measured: [{READING}]}}", "5: grade C: allowed is A"),
         (f"{{name: a, measurd: 1, measured: [{READING}]}}", "5: measurd is no key here"),
         (f"{{name: a, overrides: [model], measured: [{READING}]}}", "5: overrides must be a list of KEY=VALUE"),
-        (f"{{name: a, versions: {{torch: 2.4}}, measured: [{READING}]}}", "5: versions.torch must be a text"),
+        (f"{{name: a, versions: {{torch: }}, measured: [{READING}]}}", "5: versions.torch must be a version"),
         (f"{{name: a, context: 3, measured: [{READING}]}}", "5: context 3: write a size"),
         ("3", "3 is no mapping"),
     ],
