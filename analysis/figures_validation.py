@@ -12,6 +12,7 @@ from vramsweep.analysis.figures import COLOURS, GREY
 from vramsweep.analysis.validation import GIB, MEMORY
 from vramsweep.harness.errors import UserError
 
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 REACH = 10.0  # percent: errors beyond it stand at the edge, with their number
 WIDTH, TOP, LINE = 270, 260, 26  # pixels: of a panel, of the upper ones' height, of a source
 
@@ -57,9 +58,9 @@ def figure(found: pd.DataFrame) -> go.Figure | None:
                 showarrow=False, font={"size": 10}, xanchor="right" if above else "left", yshift=10, row=2, col=column,
             )  # fmt: skip
         plot.add_vline(x=0, line={"color": GREY, "width": 1}, row=2, col=column)
-        plot.update_xaxes(type="log", title_text="measured (GiB)", row=1, col=column)
+        plot.update_xaxes(type="log", tickvals=TICKS, title_text="measured (GiB)", row=1, col=column)
         plot.update_xaxes(range=[-1.12 * REACH, 1.12 * REACH], title_text="error (%)", row=2, col=column)
-    plot.update_yaxes(type="log", row=1)
+    plot.update_yaxes(type="log", tickvals=TICKS, row=1)
     plot.update_yaxes(title_text="predicted (GiB)", row=1, col=1)
     plot.update_yaxes(categoryorder="array", categoryarray=titles, row=2)
     plot.update_layout(

@@ -35,7 +35,7 @@ from vramsweep.harness.trial import Trial
 READINGS = "readings.json"
 PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
 OTHERS = "others.jsonl"
-TRACKED = 4  # runs of a source that MemTracker is asked about
+TRACKED = 2  # runs of a source that MemTracker is asked about
 SPEED = ("world_size", "estimated_compute_s", "estimated_memory_s", "estimated_launch_s", "estimated_communication_s")
 MOVING = 0.01  # share of the peak that activations must be for it to count as moving with batch and length
 HELP = """\
@@ -184,7 +184,7 @@ def others(
     """What other tools say that the predicted runs need, in bytes by trial id and tool, and where each tool is from.
 
     What is in the folder already is not asked for again. The tool that takes minutes is asked about `TRACKED` runs of
-    each source.
+    each source, of those whose peak moves.
     """
     wanted: dict[str, Any] = {}
     by_title: dict[str, list[str]] = defaultdict(list)
@@ -198,7 +198,8 @@ def others(
             "parameters": row["parameters"],
             "trainable": row["parameters"] if trainable is None else trainable,
         }
-        by_title[one.run.title].append(one.item.trial_id)
+        if held(row)["moves"]:
+            by_title[one.run.title].append(one.item.trial_id)
     tracked = [ids[len(ids) * n // TRACKED] for ids in by_title.values() for n in range(min(TRACKED, len(ids)))]
     file = folder / OTHERS
     found, complete, sources = _said(file)
