@@ -221,6 +221,42 @@ DIFFERENCES = (
         ("loss", "own_precision"),
         lambda trial: model_type(trial) == "gpt_bigcode" and _with_loss(trial),
     ),
+    Difference(
+        "gpt2_mask_buffers",
+        "transformers",
+        "<5.2",
+        "models/gpt2/modeling_gpt2.py, GPT2Attention.__init__: bias (4.57.3, 5.1.0; gone in 5.2.0)",
+        "every layer keeps a mask of all positions as a buffer, a byte an element",
+        ("buffers", "gpt2"),
+        _of("gpt2"),
+    ),
+    Difference(
+        "gpt_bigcode_mask_buffer",
+        "transformers",
+        "<5.15",
+        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeModel.__init__: bias (4.38.2, 5.14.0; gone in 5.15.0)",
+        "the model keeps a mask of all positions as a buffer, a byte an element",
+        ("buffers", "gpt_bigcode"),
+        _of("gpt_bigcode"),
+    ),
+    Difference(
+        "llama_mask_buffer",
+        "transformers",
+        ">=4.38,<4.39",
+        "models/llama/modeling_llama.py, LlamaModel.__init__: causal_mask (4.38.2; gone in 4.39.3)",
+        "the model keeps a mask of all positions as a buffer, a byte an element",
+        ("buffers", "llama"),
+        _of("llama"),
+    ),
+    Difference(
+        "trainer_cache",
+        "transformers",
+        "<5.0",
+        "trainer.py, Trainer.__init__ (4.57.3; 5.0.0 sets the model's use_cache to that of TrainingArguments)",
+        "the Trainer leaves the key-value cache on, which keeps a copy of every key and value",
+        ("cache", "left_on"),
+        lambda trial: trial.runner.name == "trainer" and trial.use_cache == "default" and trial.checkpointing == "none",
+    ),
 )
 
 

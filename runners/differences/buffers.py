@@ -1,0 +1,40 @@
+"""Masks that transformers' models kept as buffers, of as many rows and columns as they have positions."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeModel
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from vramsweep.harness.trial import Trial
+
+
+def gpt2(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+    """In every layer's attention."""
+    return _with_mask(GPT2Attention)
+
+
+def gpt_bigcode(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+    """One for the model."""
+    return _with_mask(GPTBigCodeModel)
+
+
+def llama(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+    """One for the model."""
+    return _with_mask(LlamaModel)
+
+
+def _with_mask(kind: Any) -> contextlib.AbstractContextManager[Any]:
+    original = kind.__init__
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        positions = config.max_position_embeddings
+        self.register_buffer("_earlier_mask", torch.ones((positions, positions), dtype=torch.bool), persistent=False)
+
+    return mock.patch.object(kind, "__init__", init)
