@@ -23,9 +23,10 @@ from vramsweep.harness.efficiencies import ANY, PARTS, Efficiency, kind
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)
-START = np.array([1.5, 1.3, 1.5, 0.5])  # where nothing is known; the fit hardly depends on it
-LEAST = np.array([1.0, 1.0, 0.1, 0.01])
-MOST = np.array([20.0, 20.0, 20.0, 20.0])
+LAUNCHES = "estimated_launches"
+START = np.array([1.5, 1.3, 1.5, 0.5, 8e-6])  # where nothing is known; the last is the host's seconds a launch
+LEAST = np.array([1.0, 1.0, 0.1, 0.01, 1e-6])
+MOST = np.array([20.0, 20.0, 20.0, 20.0, 1e-4])
 LOOSE, TIGHT = 0.02, 0.2  # how strongly all cards' factors are drawn to START, and one card's to those of all cards
 
 
@@ -35,20 +36,28 @@ def readings(found: pd.DataFrame) -> pd.DataFrame:
     for name in SECONDS:
         speed[name] = speed[name].astype(float)
     speed[SECONDS[-1]] = speed[SECONDS[-1]].fillna(0.0)
+    speed[LAUNCHES] = speed[LAUNCHES].astype(float)
     speed["kind"] = [kind(str(precision)) for precision in speed["precision"]]
-    return speed[["title", "run", "gpu", "kind", "world_size", "measured", "predicted", *SECONDS]].reset_index(
-        drop=True
-    )
+    return speed[
+        ["title", "run", "gpu", "kind", "world_size", "measured", "predicted", *SECONDS, LAUNCHES]
+    ].reset_index(drop=True)
+
+
+def predicted(speed: pd.DataFrame, known: Array) -> Array:
+    """Seconds a step by these factors."""
+    card = speed[list(SECONDS)].to_numpy(float) @ known[:-1]
+    found: Array = np.maximum(card, known[-1] * speed[LAUNCHES].to_numpy(float))
+    return found
 
 
 def factors(speed: pd.DataFrame, towards: Array, strength: float) -> Array:
-    """The factors of these readings."""
-    seconds, step = speed[list(SECONDS)].to_numpy(float), speed["measured"].to_numpy(float)
+    """The factors of these readings, and the host's seconds a launch."""
+    step = speed["measured"].to_numpy(float)
     of_source = speed.groupby("title")["measured"].transform("size").to_numpy(float)
     weights = np.sqrt(1 / of_source)
 
     def residuals(logs: Array) -> Array:
-        off = weights * np.log(seconds @ np.exp(logs) / step)
+        off = weights * np.log(predicted(speed, np.exp(logs)) / step)
         return np.concatenate([off, np.sqrt(strength) * (logs - np.log(towards))])
 
     start = np.clip(towards, LEAST * 1.001, MOST * 0.999)
@@ -78,7 +87,7 @@ def left_out(speed: pd.DataFrame) -> pd.DataFrame:
             known = of_card(rest, str(gpu), str(of))
             if known is not None:
                 at = list(part.index)
-                found.loc[at, "calibrated"] = part[list(SECONDS)].to_numpy(float) @ known / part["measured"] - 1
+                found.loc[at, "calibrated"] = predicted(part, known) / part["measured"].to_numpy(float) - 1
                 found.loc[at, "own"] = bool((rest["gpu"].eq(str(gpu)) & rest["kind"].eq(str(of))).any())
     return found
 
@@ -94,10 +103,11 @@ def efficiencies(speed: pd.DataFrame) -> list[Efficiency]:
             known = factors(same, START, LOOSE) if gpu == ANY else of_card(speed, gpu, of)
             off = mine["calibrated"].dropna().abs()
             assert known is not None
-            rounded = tuple(round(float(one), 3) for one in known)
+            rounded = tuple(round(float(one), 3) for one in known[:-1])
             sources = tuple(sorted(mine["title"].unique()))
             error, spread = (None if off.empty else round(float(off.quantile(q)), 3) for q in (0.5, 0.9))
-            made.append(Efficiency(str(gpu), str(of), rounded, len(mine), sources, error, spread))
+            host = round(float(known[-1]), 8)
+            made.append(Efficiency(str(gpu), str(of), rounded, host, len(mine), sources, error, spread))
     return made
 
 

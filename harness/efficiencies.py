@@ -2,9 +2,10 @@
 
 A step is taken to last f_compute C + f_memory M + f_launch L + f_communication X, where C, M and L are the roofline's
 compute, memory and launch seconds (roofline.py) and X those of collectives (links.py): what of X is hidden behind the
-computation makes its factor smaller than 1. `efficiencies.json` holds factors for each card and kind of arithmetic
-that somebody published speeds of, and for any card ("any"); it is written by `vramsweep errors READINGS --efficiencies`
-(analysis/speed.py) from reference runs, and says which sources they are from and how far left-out sources were off.
+computation makes its factor smaller than 1; and h for each launch at least, the time of the host. `efficiencies.json`
+holds factors for each card and kind of arithmetic that somebody published speeds of, and for any card ("any"); it is
+written by `vramsweep errors READINGS --efficiencies` (analysis/speed.py) from reference runs, and says which sources
+they are from and how far left-out sources were off.
 
 What comes out is an estimate: it never enters a measured column.
 """
@@ -24,7 +25,8 @@ FILE = "efficiencies.json"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Factors, in the order of `PARTS`, of a card (or `ANY`) and a kind of arithmetic.
+    """Factors, in the order of `PARTS`, of a card (or `ANY`) and a kind of arithmetic; `host_s` is the host's time of a
+    launch, in seconds.
 
     `error` is the median size of the relative error on sources that were left out, `spread` its 90th percentile; None
     where there was only one source.
@@ -33,14 +35,16 @@ class Efficiency:
     gpu: str
     kind: str
     factors: tuple[float, ...]
+    host_s: float
     readings: int
     sources: tuple[str, ...]
     error: float | None
     spread: float | None
 
-    def seconds(self, parts: Sequence[float]) -> float:
-        """A step's seconds from those of the estimate, in the order of `PARTS`."""
-        return sum(factor * part for factor, part in zip(self.factors, parts, strict=True))
+    def seconds(self, parts: Sequence[float], launches: int) -> float:
+        """A step's seconds from those of the estimate, in the order of `PARTS`, and its launches."""
+        card = sum(factor * part for factor, part in zip(self.factors, parts, strict=True))
+        return max(card, self.host_s * launches)
 
     def text(self) -> str:
         """What it rests on, in a line."""

@@ -206,7 +206,7 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
     parts = (found.compute_s, found.memory_s, found.launch_s, sent.seconds)
     known = efficiencies.found(card.name, trial.precision)
     if known is not None:
-        step = known.seconds(parts)
+        step = known.seconds(parts, row["estimated_launches"])
         tokens = trial.tokens_per_step() / step
         times |= {"calibrated_step_s": step, "calibrated_tokens_per_s": tokens, "calibration": known.text()}
     return row | times | (several if ranks > 1 else {}), None

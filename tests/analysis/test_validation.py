@@ -23,6 +23,7 @@ def reading(**values: Any) -> dict[str, Any]:
         "measured_outcome": None, "predicted": 11.0 * GIB, "predicted_most": None, "predicted_plain": None,
         "others": None, "gpu": "a100-80gb", "precision": "bf16", "world_size": 1, "estimated_compute_s": None,
         "estimated_memory_s": None, "estimated_launch_s": None, "estimated_communication_s": None,
+        "estimated_launches": None,
     } | values  # fmt: skip
 
 
