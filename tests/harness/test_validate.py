@@ -182,6 +182,7 @@ def test_what_moves_with_batch_and_length() -> None:
     assert validate.held(None)["moves"] is None and validate.held(row(outcome="oom"))["moves"] is None
 
 
+@pytest.mark.slow
 def test_predictions_beside_what_was_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (
         HEAD
