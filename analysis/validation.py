@@ -74,11 +74,13 @@ def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """Errors of the predicted readings, a line for each value of `by`: how many, median, 90th percentile, worst.
 
     `median` is of the signed errors, `typical` and `p90` are of their sizes; `share` and `share_p90` of the sizes of
-    the share above the states, null where it is not known.
+    the share above the states, null where it is not known. Of `bounded` readings an upper bound is predicted too;
+    `between` are those that lie between the two, a thousandth more or less.
     """
     lines = []
     known = found[found["error"].notna()]
     for key, mine in known.groupby(list(by), sort=False, dropna=False):
+        bounds = mine[mine["most_error"].notna() & mine["most_error"].ne(mine["error"])]
         error, share = mine["error"].to_numpy(float), mine["share"].dropna().abs().to_numpy(float)
         lines.append(
             dict(zip(by, key, strict=True))
@@ -90,11 +92,25 @@ def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
                 "typical": float(np.median(np.abs(error))),
                 "p90": float(np.quantile(np.abs(error), 0.9)),
                 "worst": float(error[np.argmax(np.abs(error))]),
+                "bounded": len(bounds),
+                "between": int((bounds["error"].le(0.001) & bounds["most_error"].ge(-0.001)).sum()),
                 "share": float(np.median(share)) if len(share) else np.nan,
                 "share_p90": float(np.quantile(share, 0.9)) if len(share) else np.nan,
             }
         )
-    columns = ["readings", "runs", "sources", "median", "typical", "p90", "worst", "share", "share_p90"]
+    columns = [
+        "readings",
+        "runs",
+        "sources",
+        "median",
+        "typical",
+        "p90",
+        "worst",
+        "bounded",
+        "between",
+        "share",
+        "share_p90",
+    ]
     return pd.DataFrame(lines, columns=[*by, *columns])
 
 
@@ -121,6 +137,9 @@ def of_summary(found: pd.DataFrame, *by: str) -> pd.DataFrame:
     text["median"] = lines["typical"].map(size)
     text["90th percentile"] = lines["p90"].map(size)
     text["worst"] = lines["worst"].map(percent)
+    text["between the bounds"] = [
+        f"{one} of {of}" if of else "–" for one, of in zip(lines["between"], lines["bounded"], strict=True)
+    ]
     text["above the states: median"] = lines["share"].map(size)
     text["90th"] = lines["share_p90"].map(size)
     return text

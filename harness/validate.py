@@ -35,7 +35,7 @@ from vramsweep.harness.trial import Trial
 READINGS = "readings.json"
 PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
 OTHERS = "others.jsonl"
-TRACKED = 2  # runs of a source that MemTracker is asked about
+TRACKED = 1  # runs of a source that MemTracker is asked about
 SPEED = ("world_size", "estimated_compute_s", "estimated_memory_s", "estimated_launch_s", "estimated_communication_s",
          "estimated_launches")  # fmt: skip
 MOVING = 0.01  # share of the peak that activations must be for it to count as moving with batch and length

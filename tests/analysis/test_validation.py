@@ -60,6 +60,10 @@ def test_statistics_are_of_one_counter_and_one_class() -> None:
     assert line["p90"] == pytest.approx(0.04 + 0.6 * 0.16) and line["worst"] == pytest.approx(0.2)
     assert line["share"] == pytest.approx(0.03 * 10 / 4)
     assert (line["readings"], line["runs"], line["sources"]) == (5, 5, 1)
+    assert (line["bounded"], line["between"]) == (0, 0)
+    two = errors(*(reading(predicted=9.0 * GIB, predicted_most=most * GIB) for most in (9.5, 10.0, 12.0)))
+    bounded = validation.of_summary(two)
+    assert bounded["between the bounds"].tolist() == ["2 of 3"]
     assert lines.loc[("allocated", "fixed")]["worst"] == 0 and lines.loc[("reserved", "moves")]["worst"] == 1
 
 
