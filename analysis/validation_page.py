@@ -14,7 +14,8 @@ from vramsweep.analysis import speed, tables
 from vramsweep.analysis.validation import Validation
 from vramsweep.analysis.validation import tables as of_memory
 
-_SHORT = ("By counter", "By source", "Next to other tools", "Speed", "What fits", "Misses", "Not predicted")
+MOST = 8  # reasons in the terminal
+_SHORT = ("By counter", "By source", "Next to other tools", "Speed", "What fits", "Misses")
 _SPEED = (
     "Seconds a step: as estimated by the roofline, the longer of computation and communication; and calibrated by the "
     "speeds of all other sources, with the same card where one of them has it."
@@ -30,8 +31,8 @@ with {made}. [The format](../benchmarks/published/README.md) of the files, and h
   predicted as reserved plus the context that the source gives, else 700 MiB.
 - A peak that is the optimizer's, or weights and gradients alone (*fixed*), can be counted without a tool; it stands
   apart from one that *moves* with batch and length: in the forward or backward phase, with 1 % of activations at least.
-- *between the bounds*: of several ranks what a freed block waits for is not known. The prediction is of a card that keeps
-  up with the host; at most it is that of a host that runs ahead as far as it may. So many readings lie between the two.
+- *between the bounds*: with several streams it is not known when a freed block comes back. The prediction is of a card
+  that keeps up with the host; at most it is that of a host that runs ahead as far as it may. So many lie between the two.
 - *above the states*: the same difference as a share of what was measured above weights, buffers, gradients and
   optimizer state.
 - Grade A: the script and its versions were published. B: the configuration is clear.
@@ -45,7 +46,7 @@ def all_tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
 
 
 def text(made: Validation) -> str:
-    """For the terminal: errors by counter and source, what fits, misses, and what was left out."""
+    """For the terminal: errors by counter and source, what fits, misses, and how much was left out."""
     stream = StringIO()
     console = Console(file=stream, width=max(Console().width, 120))
     for title, _, frame in all_tables(made):
@@ -55,6 +56,12 @@ def text(made: Validation) -> str:
                 table.add_row(*(str(cell) for cell in row))
             console.print(table)
             console.print()
+    left = made.readings[made.readings["reason"].notna()]
+    if len(left):
+        runs = left.drop_duplicates(["source", "run"])
+        console.print(f"{len(left):,} readings of {len(runs):,} runs were not predicted; --out OUT.md says why.")
+        for reason, count in runs["reason"].value_counts().head(MOST).items():
+            console.print(f"  {count:,}: {reason}", markup=False, highlight=False)
     return stream.getvalue().rstrip()
 
 

@@ -125,7 +125,7 @@ def test_page_and_figure(tmp_path: Path) -> None:
     path.write_text(json.dumps(record))
     made = validation.load(path)
     shown = validation_page.text(made)
-    assert "+10.0 %" in shown and "Not predicted" in shown
+    assert "+10.0 %" in shown and "1 readings of 1 runs were not predicted" in shown and "1: compile" in shown
     figures_validation.write(made.readings, tmp_path / "a.html")
     validation_page.write(made, tmp_path / "page" / "a.md", tmp_path / "a.html")
     page = (tmp_path / "page" / "a.md").read_text()
