@@ -32,7 +32,7 @@ with {made}. [The format](../benchmarks/published/README.md) of the files, and h
 - A peak that is the optimizer's, or weights and gradients alone (*fixed*), can be counted without a tool; it stands
   apart from one that *moves* with batch and length: in the forward or backward phase, with 1 % of activations at least.
 - *between the bounds*: with several streams it is not known when a freed block comes back. The prediction is of a card
-  that keeps up with the host; at most it is that of a host that runs ahead as far as it may. So many lie between the two.
+  that keeps up with the host, the upper bound of a host that runs ahead as far as it may. So many lie between the two.
 - *above the states*: the same difference as a share of what was measured above weights, buffers, gradients and
   optimizer state.
 - Grade A: the script and its versions were published. B: the configuration is clear.

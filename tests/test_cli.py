@@ -70,7 +70,7 @@ def test_presets() -> None:
     assert len(planned("-m", "sweep=cpu", "model=tiny", "device=cpu", "seq_len=8")) == 4
 
 
-MODELS = "allowed: gpt2, hub, llama3-8b, qwen0.5b, qwen2.5-1.5b, target, tiny"
+MODELS = "allowed: " + ", ".join(sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")))
 # What is typed after `sweep`, and what must be in the answer, in this order.
 MISTAKES: dict[str, tuple[str, ...]] = {
     "model=llama9": ("model=llama9: there is no such model; " + MODELS, "did you mean llama3-8b?"),

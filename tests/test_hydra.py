@@ -398,7 +398,7 @@ def on_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("vramsweep swe", "vramsweep sweep "),
         ("vramsweep fron", "vramsweep frontier "),
-        ("vramsweep sweep model=ti", "vramsweep sweep model=tiny "),
+        ("vramsweep sweep model=gp", "vramsweep sweep model=gpt2 "),
         (
             "vramsweep plan -m model=tiny allocator=default,exp",
             "vramsweep plan -m model=tiny allocator=default,expandable ",
