@@ -80,7 +80,8 @@ def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     lines = []
     known = found[found["error"].notna()]
     for key, mine in known.groupby(list(by), sort=False, dropna=False):
-        bounds = mine[mine["most_error"].notna() & mine["most_error"].ne(mine["error"])]
+        memory = mine[mine["quantity"].isin(MEMORY)]
+        bounds = memory[memory["most_error"].notna() & memory["most_error"].ne(memory["error"])]
         error, share = mine["error"].to_numpy(float), mine["share"].dropna().abs().to_numpy(float)
         lines.append(
             dict(zip(by, key, strict=True))
