@@ -148,7 +148,7 @@ def of_summary(found: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 def of_differences(found: pd.DataFrame) -> pd.DataFrame:
     """Errors with and without the known differences of the versions that ran, by source and counter."""
-    both = found[found["error"].notna() & found["plain_error"].notna()]
+    both = found[found["error"].notna() & found["plain_error"].notna() & found["quantity"].isin(MEMORY)]
     lines = []
     for (title, kind), mine in both.groupby(["title", "kind"], sort=False):
         names = sorted({name for names in mine["differences"] for name in names})
@@ -242,11 +242,18 @@ def of_misses(found: pd.DataFrame, least: float = MISS) -> pd.DataFrame:
                 "predicted": gib(line["predicted"]),
                 "error": percent(line["error"]),
                 "at most": percent(line["most_error"]),
-                "why": " ".join(filter(None, (line["note"], line["reading_note"]))) or "not found",
+                "why": "; ".join(filter(None, (_bounded(line), line["note"], line["reading_note"]))) or "not found",
             }
             for _, line in missed.sort_values(["title", "kind"]).iterrows()
         ]
     )
+
+
+def _bounded(line: pd.Series[Any]) -> str:
+    """What the bounds say of a miss."""
+    if pd.isna(line["most_error"]) or line["most_error"] == line["error"]:
+        return ""
+    return "between the bounds" if line["error"] <= 0 <= line["most_error"] else "not between the bounds either"
 
 
 def of_readings(found: pd.DataFrame) -> pd.DataFrame:

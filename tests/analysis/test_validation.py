@@ -109,7 +109,13 @@ def test_others_are_judged_by_the_readings_that_they_speak_of() -> None:
 def test_misses_say_why() -> None:
     found = errors(reading(note="padded", reading_note="rounded"), reading(run="b"), reading(predicted=10.2 * GIB))
     missed = validation.of_misses(found)
-    assert missed["why"].tolist() == ["padded rounded", "not found"] and missed["error"].tolist() == ["+10.0 %"] * 2
+    assert missed["why"].tolist() == ["padded; rounded", "not found"] and missed["error"].tolist() == ["+10.0 %"] * 2
+
+
+def test_a_miss_between_the_bounds_says_so() -> None:
+    within, beyond = (reading(predicted=9.0 * GIB, predicted_most=most * GIB, run=str(most)) for most in (11.0, 9.5))
+    whys = validation.of_misses(errors(within, beyond))["why"].tolist()
+    assert whys == ["between the bounds", "not between the bounds either"]
 
 
 def test_page_and_figure(tmp_path: Path) -> None:
