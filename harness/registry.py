@@ -106,6 +106,16 @@ def _fsdp(trial: Trial) -> str | None:
             "sharding=fsdp1 flattens trained and frozen parameters together only with "
             "+runner.options.use_orig_params=true"
         )
+    return _one_dtype(trial)
+
+
+def _one_dtype(trial: Trial) -> str | None:
+    """FSDP1 makes one flat parameter of a block's weights, which torch refuses where they differ in dtype."""
+    if trial.sharding == "fsdp1" and trial.adapter != "none" and trial.precision == "bf16_pure":
+        return (
+            "sharding=fsdp1 flattens weights of one dtype only, and adapters are fp32 beside bf16 weights; use "
+            "precision=bf16 or sharding=fsdp2"
+        )
     return None
 
 
@@ -117,7 +127,7 @@ def _fsdp_trainer(trial: Trial) -> str | None:
         return None
     if trial.precision == "fp16" and trial.device.name == "simulated":
         return f"sharding={trial.sharding} in fp16 cannot be simulated; use precision=bf16, or measure on device=cuda"
-    return None
+    return _one_dtype(trial)
 
 
 # TrainingArguments that reach only DistributedDataParallel (transformers 5.23, Trainer._build_accelerator_args)

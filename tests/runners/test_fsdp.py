@@ -119,3 +119,14 @@ def test_offloaded_parameters_train_on_real_ranks(run_sweep: Run) -> None:
     )
     assert [row["outcome"] for row in rows] == ["ok"] * 4, [row["reason"] for row in rows]
     assert {row["parameters"] for row in rows} == {PARAMETERS}
+
+
+@pytest.mark.parametrize("runner", [{"name": "torch", "options": {"use_orig_params": True}}, {"name": "trainer"}])
+def test_what_torch_would_not_flatten_is_a_line(runner: dict[str, Any]) -> None:
+    simulated = {"name": "simulated", "gpu": "a100-80gb"}
+    values = tiny(
+        sharding="fsdp1", world_size=2, adapter="lora", precision="bf16_pure", runner=runner, device=simulated
+    )
+    with pytest.raises(trial.InvalidTrial, match="flattens weights of one dtype only"):
+        trial.parse(values)
+    trial.parse(values | {"precision": "bf16"})
