@@ -50,7 +50,8 @@ class Efficiency:
         """What it rests on, in a line."""
         where = "all cards, as none is known for this one" if self.gpu == ANY else self.gpu
         off = "" if self.error is None else f"; sources left out were off by {self.error:.0%} (median)"
-        return f"{self.readings} published speeds of {len(self.sources)} sources on {where}, {self.kind}{off}"
+        sources = f"{len(self.sources)} source{'s' * (len(self.sources) > 1)}"
+        return f"{self.readings} published speeds of {sources} on {where}, {self.kind}{off}"
 
 
 def kind(precision: str) -> str:
