@@ -24,12 +24,13 @@ _HEAD = """\
 # Predicted against what others published
 
 Each run below was measured by somebody else on a real GPU and published; `vramsweep validate` predicts it on
-`device=simulated`, from its settings alone. Nothing is fitted to a reading. This page is written by `make validate`,
-with {made}. [The format](../benchmarks/published/README.md) of the files, and how to add a run of your own.
+`device=simulated`, from its settings alone. Nothing else is fitted to a reading than milabench's contexts, below.
+This page is written by `make validate`, with {made}. [The format](../benchmarks/published/README.md) of the files,
+and how to add a run of your own.
 
 - Counters are never pooled: *allocated*, *active* and *reserved* are PyTorch's, *device* is what the driver reports,
-  predicted as reserved plus the CUDA context: as the source says it, or as its smallest reading shows it (milabench; that
-  reading is not counted), else 700 MiB.
+  predicted as reserved plus the CUDA context: as the source says it, or as one reading of each card shows it
+  (milabench; those are not counted), else 700 MiB.
 - A peak that is the optimizer's, or weights and gradients alone (*fixed*), can be counted without a tool; it stands
   apart from one that *moves* with batch and length: in the forward or backward phase, with 1 % of activations at least.
 - *between the bounds*: with several streams it is not known when a freed block comes back. The prediction is of a card

@@ -36,6 +36,7 @@ CARDS = (
     "h100-80gb", "h200-141gb",
 )  # fmt: skip
 SETTINGS = ("default", "expandable", "max_split_128")
+DECODER = ROOT / "benchmarks" / "published" / "targets" / "cs336.py"
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "zero3": ("model=qwen0.5b", "runner=deepspeed", "sharding=zero3", "precision=fp16"),
     "torch": ("model=qwen0.5b", "runner=torch"),
@@ -45,7 +46,7 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "fsdp2": ("model=qwen0.5b", "runner=torch", "sharding=fsdp2", "world_size=8"),
     "gpt2": ("model=gpt2", "runner=torch", "precision=fp32"),
     "llama3-8b": ("model=llama3-8b", "runner=torch", "sharding=fsdp2", "world_size=8"),
-    "custom": ("runner=custom", f"runner.target={ROOT / 'tests' / 'targets' / 'decoder_lm.py'}:build"),
+    "custom": ("runner=custom", f"runner.target={DECODER}:build", "+runner.options.rotary=own"),
 }
 APART = {
     "attempt", "duration_s", "exit_code", "git_commit", "host_load", "isolation", "overhead_s", "started_at", "sweep",

@@ -138,7 +138,9 @@ def test_against_recordings_of_a_decoder_model(tmp_path: Path, length: int, prec
     recorded = recording.load(path)
     measured = replay_as_recorded(recorded, restore.undo(recorded))
     values = tiny(seq_len=length, micro_batch=4, precision=precision, device=DEVICE)
-    values["runner"] = {"name": "custom", "target": f"{TARGETS / 'decoder_lm.py'}:build"}
+    target = ROOT / "benchmarks" / "published" / "targets" / "cs336.py"
+    options = {"rotary": "own", "clear": "first"}
+    values["runner"] = {"name": "custom", "target": f"{target}:build", "options": options}
     trace, details = tracing.trace_trial(trial.parse(values), gpus.named("a100-80gb"), tmp_path, custom)
     predicted = predict.replay(trace, AllocatorConfig(), None)
     assert predicted.peak["allocated"] == pytest.approx(measured.peak_allocated, rel=0.005)
