@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.plan import SETTINGS
 
 BYTES = {
     "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9,
@@ -78,16 +79,9 @@ class Run:
         return f"{self.file}:{self.line}"
 
 
-class Mistakes(UserError):
-    """What is wrong with a file, one text a mistake, each with file and line."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        super().__init__("\n".join(texts))
-        self.texts = tuple(texts)
-
-
 def read(path: Path) -> tuple[list[Run], list[str]]:
-    """The runs of a file, and what is wrong with others. Raises UserError for a file that holds no runs at all."""
+    """The runs of a file, and what is wrong with it; a wrong reading leaves the run's others. Raises UserError for a
+    file that holds no runs at all."""
     try:
         root = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -103,25 +97,27 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
     try:
         whole = _Node(root, str(path), 1)
         shared = _shared(whole)
-        entries = list(whole.nodes("runs"))
+        entries = whole.entries("runs")
     except _Wrong as error:
         raise UserError(str(error)) from None
     runs: dict[str, Run] = {}
     mistakes: list[str] = []
-    for entry in entries:
+    for value, line in entries:
         try:
-            run = _run(entry, shared)
-            if run.name in runs:
-                raise _Wrong(f"{entry.place}: there is a run {run.name!r} already; names are unique in a file")
-            runs[run.name] = run
-        except Mistakes as error:
-            mistakes += error.texts
+            entry = _Node(value, str(path), line)
+            run, wrong = _run(entry, shared)
+            mistakes += wrong
+            if run is not None and run.name in runs:
+                raise entry.wrong(f"there is a run {run.name!r} already; names are unique in a file")
+            if run is not None:
+                runs[run.name] = run
+        except _Wrong as error:
+            mistakes.append(str(error))
     return list(runs.values()), mistakes
 
 
-class _Wrong(Mistakes):
-    def __init__(self, text: str) -> None:
-        super().__init__([text])
+class _Wrong(UserError):
+    """What is wrong, with file and line."""
 
 
 class _Marked(dict[Any, Any]):
@@ -130,17 +126,37 @@ class _Marked(dict[Any, Any]):
     line = 1
 
 
+class _Lines(list[Any]):
+    """A list that knows the lines of what it holds."""
+
+    lines: Sequence[int] = ()
+
+
 class _Loader(yaml.SafeLoader):
-    """Plain values only; mappings know their lines, and a key that stands twice is a mistake."""
+    """Plain values only; mappings and lists know their lines, dates are text, and a key that stands twice is a
+    mistake."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:  # of Python's own conversions, which know of no line
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> _Marked:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # the others give way to these
+    keys = [loader.construct_object(key, deep=True) for key in own]
     for number, key in enumerate(keys):
         if key in keys[:number]:
-            raise yaml.constructor.ConstructorError(None, None, f"{key} stands twice", node.value[number][0].start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{key} stands twice", own[number].start_mark)
     found = _Marked(loader.construct_mapping(node, deep=True))
     found.line = node.start_mark.line + 1
+    return found
+
+
+def _sequence(loader: _Loader, node: yaml.SequenceNode) -> _Lines:
+    found = _Lines(loader.construct_sequence(node, deep=True))
+    found.lines = [one.start_mark.line + 1 for one in node.value]
     return found
 
 
@@ -156,7 +172,13 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> _Number:
     return found
 
 
+def _written(loader: _Loader, node: yaml.ScalarNode) -> str:
+    return str(node.value)
+
+
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:seq", _sequence)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _written)
 _Loader.add_constructor("tag:yaml.org,2002:float", _number)
 
 
@@ -182,22 +204,25 @@ class _Node:
                 raise self.wrong(f"{key} is no key here; keys: {', '.join(keys)}")
 
     def text(self, key: str, otherwise: str | None = None) -> str:
-        value = self._values.get(key, otherwise)
+        value = otherwise if self._values.get(key) is None else self._values[key]
         if value is None:
             raise self.wrong(f"{key} is missing")
         if isinstance(value, (Mapping, list)):
             raise self.wrong(f"{key} must be a text")
-        return str(value)
+        if isinstance(value, bool):
+            raise self.wrong(f"{key} must be a text, and YAML takes yes and no for true and false; put it in quotes")
+        return str(getattr(value, "text", value))
 
     def given(self, key: str) -> Any:
         return self._values.get(key)
 
     def words(self, key: str) -> tuple[str, ...]:
         value = self._values.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(word, str) and "=" in word for word in value):
+        if not isinstance(value, list) or not all(isinstance(word, str) and _is_word(word) for word in value):
             raise self.wrong(f"{key} must be a list of KEY=VALUE, as words of `vramsweep predict`")
-        here = str(Path(self.file).resolve().parent)
-        return tuple(word.replace(HERE, here) for word in value)
+        if of_sweep := next((word for word in value if _key(word) in SETTINGS), None):
+            raise self.wrong(f"{of_sweep} is of the whole command; take it out, and give it on the command line")
+        return tuple(_placed(word, str(Path(self.file).resolve().parent)) for word in value)
 
     def texts(self, key: str) -> dict[str, str]:
         value = self._values.get(key, {})
@@ -207,12 +232,41 @@ class _Node:
             raise self.wrong(f"{key}.{bad} must be a version, as 4.48.1")
         return {str(k): getattr(v, "text", str(v)) for k, v in value.items()}
 
-    def nodes(self, key: str) -> Iterator[_Node]:
+    def size(self, key: str) -> float:
+        number, _, unit = self.text(key).partition(" ")
+        with contextlib.suppress(ValueError):
+            if unit in BYTES and 0 < float(number) < math.inf:
+                return float(number) * BYTES[unit]
+        raise self.wrong(f"{key} {self.text(key)}: write a size above 0 with its unit, as 1343 MiB")
+
+    def entries(self, key: str) -> list[tuple[Any, int]]:
+        """What the list holds, each with its line."""
         value = self._values.get(key)
-        if not isinstance(value, list) or not value:
+        if not isinstance(value, _Lines) or not value:
             raise self.wrong(f"{key} is missing, or no list")
-        for one in value:
-            yield _Node(one, self.file, self.line)
+        return list(zip(value, value.lines, strict=True))
+
+
+def _is_word(text: str) -> bool:
+    return "=" in text and not text.startswith("-")
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
+
+
+def quoted(value: str) -> str:
+    """The value of an override that is to be taken as text, whatever stands in it."""
+    return '"' + value.replace('"', '\\"') + '"'
+
+
+def _placed(word: str, here: str) -> str:
+    """The word with the file's folder in it, as text, since its name may hold anything; what is quoted or in brackets
+    already stays so."""
+    key, _, value = word.partition("=")
+    whole = value.replace(HERE, here)
+    plain = HERE in value and (value.startswith(HERE) or value[0] not in "'\"[{")
+    return f"{key}={quoted(whole) if plain else whole}"
 
 
 @dataclass(frozen=True)
@@ -238,21 +292,19 @@ def _shared(whole: _Node) -> _Shared:
     )
 
 
-def _run(entry: _Node, shared: _Shared) -> Run:
+def _run(entry: _Node, shared: _Shared) -> tuple[Run | None, list[str]]:
+    """The run with those of its readings that are right, None where none is, and what is wrong with the others."""
     entry.known("name", "grade", "versions", "context", "overrides", "measured", "note", "cannot")
     if entry.given("grade") is None and shared.grade is None:
         raise entry.wrong("grade is missing, here and for the file; allowed is A or B")
     readings: list[Reading] = []
     mistakes: list[str] = []
-    for node in entry.nodes("measured"):
+    for value, line in entry.entries("measured"):
         try:
-            readings.append(_reading(node))
+            readings.append(_reading(_Node(value, entry.file, line)))
         except _Wrong as error:
-            mistakes += error.texts
-    if mistakes:
-        raise Mistakes(mistakes)
-    cannot = entry.given("cannot")
-    return Run(
+            mistakes.append(str(error))
+    run = Run(
         entry.file,
         entry.line,
         shared.source,
@@ -262,15 +314,16 @@ def _run(entry: _Node, shared: _Shared) -> Run:
         later([*shared.overrides, *entry.words("overrides")]),
         entry.texts("versions") if entry.given("versions") is not None else shared.versions,
         shared.context if entry.given("context") is None else _context(entry),
-        None if cannot is None else entry.text("cannot"),
+        None if entry.given("cannot") is None else entry.text("cannot"),
         entry.text("note", ""),
         tuple(readings),
     )
+    return run if readings else None, mistakes
 
 
 def later(words: Sequence[str]) -> tuple[str, ...]:
     """Of words with the same key the last one, where the first stood."""
-    return tuple({word.lstrip("+").partition("=")[0]: word for word in words}.values())
+    return tuple({_key(word): word for word in words}.values())
 
 
 def _grade(node: _Node) -> str:
@@ -281,12 +334,7 @@ def _grade(node: _Node) -> str:
 
 
 def _context(node: _Node) -> int | None:
-    if node.given("context") is None:
-        return None
-    number, _, unit = node.text("context").partition(" ")
-    if unit not in BYTES or not number.replace(".", "", 1).isdigit():
-        raise node.wrong(f"context {node.text('context')}: write a size with its unit, as 1343 MiB")
-    return round(float(number) * BYTES[unit])
+    return None if node.given("context") is None else round(node.size("context"))
 
 
 def _reading(node: _Node) -> Reading:
@@ -309,11 +357,7 @@ def _reading(node: _Node) -> Reading:
             value = float(value)  # 1e9, which YAML takes for a text
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise node.wrong(f"value {value}: a number above 0 is needed")
-    if unit == "percent":
-        number, _, of = node.text("of").partition(" ")
-        if of not in BYTES or not number.replace(".", "", 1).isdigit():
-            raise node.wrong(f"of {node.text('of')}: write the size that percent are of, as 95.04 GiB")
-        scale = float(number) * BYTES[of] / 100
-    else:
-        scale = BYTES.get(unit) or SECONDS.get(unit, 1.0)
+    if unit == "percent" and value > 100:
+        raise node.wrong(f"value {value}: at most 100 percent are allowed")
+    scale = node.size("of") / 100 if unit == "percent" else BYTES.get(unit) or SECONDS.get(unit, 1.0)
     return Reading(quantity, phase, float(value) * scale, None, unit, note, node.line)

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from vramsweep import __main__ as front_door
-from vramsweep.harness import reference, validate
+from vramsweep.harness import launch, reference, validate
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.reference import Reading
 from vramsweep.harness.row import complete
@@ -54,7 +54,7 @@ runs:
         "project", "someone/project a.csv@0123", "one", "A", "why", "not today",
     )  # fmt: skip
     assert one.overrides == (
-        "model=gpt2", "+versions.deepspeed=0.14.2", "micro_batch=4", f"runner.target={tmp_path}/a.py:build",
+        "model=gpt2", "+versions.deepspeed=0.14.2", "micro_batch=4", f'runner.target="{tmp_path}/a.py:build"',
     )  # fmt: skip
     assert one.versions == {"torch": "2.10", "numpy": "2"} and two.versions == {"transformers": "4.40.0"}
     assert one.context == two.context == 3 << 29
@@ -87,7 +87,15 @@ runs:
         ("{name: a, measured: [{quantity: allocated, value: .nan, unit: GB}]}", "5: value nan: a number above 0"),
         ("{name: a, measured: [{quantity: allocated, value: yes, unit: GB}]}", "5: value True: a number above 0"),
         ("{name: a, measured: [{quantity: allocated, value: 1, unit: percent}]}", "5: of is missing"),
-        ("{name: a, measured: [{quantity: allocated, value: 1, unit: percent, of: much}]}", "write the size"),
+        (
+            "{name: a, measured: [{quantity: allocated, value: 1, unit: percent, of: much}]}",
+            "5: of much: write a size above 0",
+        ),
+        (
+            "{name: a, measured: [{quantity: allocated, value: 1, unit: percent, of: 0 GiB}]}",
+            "5: of 0 GiB: write a size",
+        ),
+        ("{name: a, measured: [{quantity: allocated, value: 101, unit: percent, of: 1 GiB}]}", "5: value 101: at most"),
         ("{name: a, measured: [{quantity: active, phase: load, value: 1, unit: GB}]}", "5: phase load: allocated and"),
         ("{name: a, measured: [{quantity: outcome, value: died}]}", "5: outcome died: allowed is ok or oom"),
         ("{name: a, measured: []}", "5: measured is missing, or no list"),
@@ -98,15 +106,18 @@ runs:
         (f"{{name: a, overrides: [model], measured: [{READING}]}}", "5: overrides must be a list of KEY=VALUE"),
         (f"{{name: a, versions: {{torch: }}, measured: [{READING}]}}", "5: versions.torch must be a version"),
         (f"{{name: a, context: 3, measured: [{READING}]}}", "5: context 3: write a size"),
-        ("3", "3 is no mapping"),
+        (f"{{name: a, context: ² MiB, measured: [{READING}]}}", "5: context ² MiB: write a size"),
+        (f"{{name: a, context: 1e999 MiB, measured: [{READING}]}}", "5: context 1e999 MiB: write a size"),
+        (f"{{name: a, cannot: no, measured: [{READING}]}}", "5: cannot must be a text, and YAML takes"),
+        (f"{{name: a, overrides: [--json=1], measured: [{READING}]}}", "5: overrides must be a list of KEY=VALUE"),
+        (f"{{name: a, overrides: [timeout_s=9], measured: [{READING}]}}", "5: timeout_s=9 is of the whole command"),
+        (f"{{name: a, overrides: [+name=b], measured: [{READING}]}}", "5: +name=b is of the whole command"),
+        ("{name: a, measured: [7]}", "5: 7 is no mapping"),
+        ("3", "5: 3 is no mapping"),
     ],
 )
 def test_a_mistake_is_named_with_its_line_and_the_others_run(tmp_path: Path, run: str, said: str) -> None:
     good = f"  - {{name: good, measured: [{READING}]}}\n"
-    if run == "3":
-        with pytest.raises(UserError, match=said):
-            reference.read(file(tmp_path, f"{HEAD}  - {run}\n{good}"))
-        return
     runs, (mistake,) = reference.read(file(tmp_path, f"{HEAD}  - {run}\n{good}"))
     assert [one.name for one in runs] == ["good"]
     assert said in mistake and mistake.startswith(str(tmp_path / "runs.yaml"))
@@ -122,6 +133,8 @@ def test_a_mistake_is_named_with_its_line_and_the_others_run(tmp_path: Path, run
         ("source: a\nsource: b\nruns: []\n", ":2: source stands twice"),
         ("source: a\nsurplus: 1\nruns: []\n", "surplus is no key here"),
         ("source: !!python/object:os.system a\n", "runs.yaml:1"),
+        ("source: a\ngrade: !!int many\n", "runs.yaml:2: invalid literal"),
+        ("source: a\noverrides: [results=here]\nruns: [{}]\n", ":1: results=here is of the whole command"),
     ],
 )
 def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
@@ -129,6 +142,40 @@ def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
         reference.read(file(tmp_path, text))
     with pytest.raises(UserError, match="No such file"):
         reference.read(tmp_path / "nothing.yaml")
+
+
+def test_a_wrong_reading_leaves_the_others(tmp_path: Path) -> None:
+    wrong = "{quantity: step, value: 1, unit: min}"
+    text = f"{HEAD}  - name: a\n    measured:\n      - {READING}\n      - {wrong}\n"
+    (run,), (mistake,) = reference.read(file(tmp_path, text))
+    assert [one.quantity for one in run.readings] == ["allocated"]
+    assert "runs.yaml:8: unit min of step" in mistake
+
+
+def test_dates_and_numbers_are_texts_as_they_were_written(tmp_path: Path) -> None:
+    text = f"source: 2024-02-31\ntitle: 1.10\ngrade: A\nruns: [{{name: 2024-01-01, measured: [{READING}]}}]\n"
+    (run,), mistakes = reference.read(file(tmp_path, text))
+    assert (run.source, run.title, run.name, mistakes) == ("2024-02-31", "1.10", "2024-01-01", [])
+
+
+def test_merge_keys_give_way_to_the_run_s_own(tmp_path: Path) -> None:
+    text = f"{HEAD}  - &one {{name: one, note: both, measured: [{READING}]}}\n  - {{<<: *one, name: two}}\n"
+    (one, two), mistakes = reference.read(file(tmp_path, text))
+    assert (one.name, two.name, two.note, two.line, mistakes) == ("one", "two", "both", 6, [])
+    assert two.readings == one.readings
+
+
+def test_the_file_s_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / 'a (copy), "b"'
+    folder.mkdir()
+    (folder / "a.py").touch()
+    words = """["runner.target={here}/a.py:build", "data='{here}/a'", "runner.options={a: 1}"]"""
+    text = f"{HEAD}  - {{name: a, overrides: {words}, measured: [{READING}]}}\n"
+    (run,), _ = reference.read(file(folder, text))
+    target, data, options = run.overrides[-3:]
+    assert (data, options) == (f"data='{folder}/a'", "runner.options={a: 1}")
+    (item,), _ = launch.resolve(["device=simulated", "runner=custom", target])
+    assert item.trial is not None and item.trial.runner.target == f"{folder}/a.py:build"
 
 
 def test_names_are_unique(tmp_path: Path) -> None:
