@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,10 @@ from vramsweep.harness.trial import Trial
 READINGS = "readings.json"
 PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
 OTHERS = "others.jsonl"
+GIB = 1 << 30
+PREDICTED = (Outcome.OK, Outcome.OOM, Outcome.HOST_OOM)
+TOLD = 50  # runs that are planned from one line to the next
+UNTIMED = "no estimated times"  # how a row's note on it begins
 TRACKED = 1  # runs of a source that MemTracker is asked about
 SPEED = ("world_size", "estimated_compute_s", "estimated_memory_s", "estimated_launch_s", "estimated_communication_s",
          "estimated_launches")  # fmt: skip
@@ -46,20 +50,19 @@ predict runs that others measured and published, and show how far the prediction
   vramsweep validate my-run.yaml --out validation.md --figure validation.png
 
 benchmarks/published/README.md describes the files. Words such as timeout_s=1200, name= or results= go to every run.
-The same command goes on where one was interrupted. Status: 0; 1, where a file or a run could not be read or predicted;
-2, a mistake; 130, interrupted."""
+The same command goes on where one was interrupted. Status: 0; 1, where a file or a run could not be read or predicted,
+unless it says so itself (cannot); 2, a mistake, or nothing can be predicted; 130, interrupted."""
 
 
 @dataclass(frozen=True)
 class Asked:
     """A run and what is to be predicted of it; `plain` is the same without known differences, None where there are
-    none. `reason` says why nothing is; it is a `mistake` where the overrides mean nothing."""
+    none. `reason` says why nothing is: what the file itself says, or what is wrong with its words."""
 
     run: Run
     item: Planned | None = None
     plain: Planned | None = None
     reason: str | None = None
-    mistake: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,12 +87,14 @@ def main(argv: Sequence[str]) -> int:
     if not files:
         raise UserError("validate which runs? Name files, as benchmarks/published/*.yaml")
     runs, mistakes = read(files)
-    asked, settings = resolve(runs, words)
-    mistakes += [f"{one.run.place}: {one.run.name}: {one.reason}" for one in asked if one.mistake]
-    folder = Path(settings.results) / (settings.name or "validation")
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        asked, settings = resolve(runs, words)
+        if all(one.item is None for one in asked):
+            raise UserError("\n".join(["none of the runs can be predicted:", *mistakes, *reasons(asked, {})]))
+        folder = Path(settings.results) / (settings.name or "validation")
         rows, status = predict(asked, settings, folder)
-    said, sources = others(asked, rows, folder) if arguments.others else ({}, {})
+        said, sources = others(asked, rows, folder) if arguments.others else ({}, {})
+    mistakes += reasons([one for one in asked if one.run.cannot is None], rows)
     record = {
         "made": {name: machine.version(name) for name in PACKAGES},
         "mistakes": mistakes,
@@ -107,10 +112,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs of all files, and what is wrong with any; the other files count. Raises UserError if no run is left."""
+    """The runs of all files, and what is wrong with any; the other files count, each once. Raises UserError if no run
+    is left."""
     runs: list[Run] = []
     mistakes: list[str] = []
+    seen: set[Path] = set()
     for file in files:
+        if file.resolve() in seen:
+            print(f"{file} is named twice; it is read once", file=sys.stderr)
+            continue
+        seen.add(file.resolve())
         try:
             found, wrong = reference.read(file)
         except UserError as error:
@@ -123,44 +134,67 @@ def read(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def resolve(runs: Sequence[Run], words: Sequence[str]) -> tuple[list[Asked], Settings]:
-    """What is to be predicted of each run. Raises UserError if that is nothing."""
+    """What is to be predicted of each run. Raises UserError for words of the command line that are mistaken."""
+    settings = _settings(runs, words)
     asked: list[Asked] = []
-    settings: Settings | None = None
-    for run in runs:
+    for run in _told(runs):
         if run.cannot is not None:
             asked.append(Asked(run, reason=run.cannot))
             continue
         try:
-            all_words = reference.later(["device=simulated", *run.overrides, *_versions(run), *words])
-            planned, mine = launch.resolve(all_words)
-            item = _only(planned)
+            item, _ = _planned(_words(run, words))
         except UserError as error:
-            asked.append(Asked(run, reason=str(error), mistake=True))
+            asked.append(Asked(run, reason=str(error)))
             continue
-        if item.trial is None:
-            asked.append(Asked(run, reason=item.reason))
-            continue
-        settings = settings or mine
-        asked.append(Asked(run, item, _plain(item)))
-    if settings is None:
-        reasons = "\n".join(f"{one.run.place}: {one.run.name}: {one.reason}" for one in asked)
-        raise UserError(f"none of the runs can be predicted:\n{reasons}")
+        asked.append(Asked(run, reason=item.reason) if item.trial is None else Asked(run, item, _plain(item)))
     return asked, replace(settings, report=False, action="run")
 
 
-def _versions(run: Run) -> list[str]:
-    """Words for the versions of a run that known differences are about."""
+def _told(runs: Sequence[Run]) -> Iterator[Run]:
+    """The runs, and now and then a line that says how far it is: planning takes some tenths of a second a run."""
+    for number, run in enumerate(runs):
+        if number % TOLD == 0:
+            print(f"planning: {number} of {len(runs)} runs", flush=True)
+        yield run
+
+
+def _settings(runs: Sequence[Run], words: Sequence[str]) -> Settings:
+    """What the command line says of the sweep. Raises UserError where its words are mistaken, before that is said of
+    every run: alone and, as some need a run's, with those of the first."""
+    alone, settings = _tried(["device=simulated", *words])
+    first = next((run for run in runs if run.cannot is None), None)
+    beside, theirs = (alone, settings) if alone is None or first is None else _tried(_words(first, words))
+    found = theirs if beside is None else settings
+    if found is None or (beside is not None and beside == alone):
+        raise UserError(str(alone))
+    return found
+
+
+def _tried(words: Sequence[str]) -> tuple[str | None, Settings | None]:
+    """Why these words are no trial, and what they say of the sweep if anything."""
+    try:
+        item, settings = _planned(words)
+    except UserError as error:
+        return str(error), None
+    return item.reason, settings
+
+
+def _words(run: Run, words: Sequence[str]) -> Sequence[str]:
+    """The run's words, with the versions that known differences are about, and those of the command line."""
     known = {one.package for one in differences.DIFFERENCES}
-    return [f"+versions.{package}={version}" for package, version in run.versions.items() if package in known]
+    versions = [f"+versions.{name}={reference.quoted(text)}" for name, text in run.versions.items() if name in known]
+    return reference.later(["device=simulated", *run.overrides, *versions, *words])
 
 
-def _only(planned: Sequence[Planned]) -> Planned:
-    if len(planned) != 1:
+def _planned(words: Sequence[str]) -> tuple[Planned, Settings]:
+    """The one trial of these words. Raises UserError where they are none, or one that is not predicted."""
+    planned, settings = launch.resolve(words)
+    if len(planned) != 1 or settings is None:
         raise UserError(f"its overrides name {len(planned)} trials; a reference run is one")
-    item = planned[0]
+    (item,) = planned
     if item.trial is not None and item.trial.device.name != "simulated":
         raise UserError(f"device={item.trial.device.name}: reference runs are predicted, on device=simulated")
-    return item
+    return item, settings
 
 
 def _plain(item: Planned) -> Planned | None:
@@ -179,13 +213,35 @@ def predict(asked: Sequence[Asked], settings: Settings, folder: Path) -> tuple[d
     return sweep.run(list(wanted.values()), settings, folder, progress=bar if Console().is_terminal else Few)
 
 
+def why(one: Asked, rows: Mapping[str, Row]) -> str | None:
+    """Why nothing is predicted of a run."""
+    if one.item is None:
+        return one.reason
+    row = rows.get(one.item.trial_id)
+    if row is None:
+        return "not predicted"
+    return None if row["outcome"] in PREDICTED else f"{row['outcome']}: {row['reason']}"
+
+
+def reasons(asked: Sequence[Asked], rows: Mapping[str, Row]) -> list[str]:
+    """Why runs are not predicted, what several of a file share once, with the place of the first."""
+    found: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for one in asked:
+        if (reason := why(one, rows)) is not None:
+            found[one.run.file, reason].append(one.run)
+    return [
+        f"{mine[0].place}: {mine[0].name}{f' and {len(mine) - 1} more' if len(mine) > 1 else ''}: {reason}"
+        for (_, reason), mine in found.items()
+    ]
+
+
 def others(
     asked: Sequence[Asked], rows: Mapping[str, Row], folder: Path
 ) -> tuple[dict[str, dict[str, int | None]], dict[str, str]]:
     """What other tools say that the predicted runs need, in bytes by trial id and tool, and where each tool is from.
 
-    What is in the folder already is not asked for again. The tool that takes minutes is asked about `TRACKED` runs of
-    each source, of those whose peak moves.
+    What was asked before, in this folder, is not asked again, nor what had no answer within the deadline. The tool that
+    takes minutes is asked about `TRACKED` runs of each source, of those whose peak moves.
     """
     wanted: dict[str, Any] = {}
     by_title: dict[str, list[str]] = defaultdict(list)
@@ -204,16 +260,21 @@ def others(
     tracked = [ids[len(ids) * n // TRACKED] for ids in by_title.values() for n in range(min(TRACKED, len(ids)))]
     file = folder / OTHERS
     found, complete, sources = _said(file)
-    left = {name: values for name, values in wanted.items() if name not in found or name in set(tracked) - complete}
+    slow = set(tracked)
+    left = {name: values for name, values in wanted.items() if name not in found or name in slow - complete}
     if left:
         request = folder / "others.json"
         request.write_text(json.dumps({"trials": left, "tracked": tracked}))
         print(f"asking other tools about {len(left)} runs; they say it in {file}", flush=True)
         with (folder / "others.log").open("a") as log:
-            subprocess.run(
+            done = subprocess.run(
                 [sys.executable, "-m", "vramsweep.runners.others", str(request), str(file)],
                 env=environment("", "simulated", os.environ), stdout=log, stderr=log, check=False,
             )  # fmt: skip
+        if done.returncode == 0:  # all had their time
+            with file.open("a") as answers:
+                for name in left:
+                    answers.write(json.dumps({"trial_id": name, "tracked": name in slow, "others": {}}) + "\n")
         found, _, sources = _said(file)
     return found, sources
 
@@ -234,17 +295,15 @@ def _said(file: Path) -> tuple[dict[str, dict[str, int | None]], set[str], dict[
 
 
 def lines(one: Asked, rows: Mapping[str, Row]) -> list[dict[str, Any]]:
-    """Each reading of a run beside its predictions, in bytes and seconds a step; null where there is none, `reason`
-    says why."""
+    """Each reading of a run beside its predictions, in bytes and seconds a step; where there is none `reason` says why,
+    and `mistake` whether the run could not be predicted though its file does not say so."""
     row = rows.get(one.item.trial_id) if one.item is not None else None
     plain = rows.get(one.plain.trial_id) if one.plain is not None else None
-    reason = one.reason
-    if reason is None and (row is None or row["outcome"] not in (Outcome.OK, Outcome.OOM, Outcome.HOST_OOM)):
-        reason = "not predicted" if row is None else f"{row['outcome']}: {row['reason']}"
-    run = one.run
+    run, reason = one.run, why(one, rows)
     shared = {
         "source": run.source, "title": run.title, "place": run.place, "run": run.name, "grade": run.grade,
-        "note": run.note, "reason": reason, "outcome": None if row is None else row["outcome"],
+        "note": run.note, "mistake": reason is not None and run.cannot is None,
+        "outcome": None if row is None else row["outcome"],
         "trial_id": None if one.item is None else one.item.trial_id,
         "label": None if one.item is None or one.item.trial is None else one.item.trial.label(),
         "versions": dict(run.versions), "differences": (row or {}).get("differences") or [],
@@ -260,6 +319,7 @@ def lines(one: Asked, rows: Mapping[str, Row]) -> list[dict[str, Any]]:
         | {key: value for key, value in asdict(reading).items() if key not in ("value", "text", "note")}
         | {
             "reading_note": reading.note,
+            "reason": reason or unpredicted(reading, run, row),
             "measured": measured(reading, trial),
             "measured_outcome": reading.text,
             "predicted": predicted(reading, run, row, most=False),
@@ -296,19 +356,43 @@ def measured(reading: Reading, trial: Trial | None) -> float | None:
 
 
 def predicted(reading: Reading, run: Run, row: Row | None, most: bool) -> float | None:
-    """In bytes, or seconds a step as estimated; with `most` the upper bound, where there is another."""
-    if row is None or row["outcome"] != Outcome.OK or reading.quantity == "outcome":
+    """In bytes, or seconds a step as estimated; with `most` the upper bound, where there is another.
+
+    Where memory runs out, what is reserved is what it would be without a limit; nothing else is known there.
+    """
+    column = None if row is None else _column(reading, str(row["outcome"]), most)
+    value: float | None = None if row is None or column is None else row.get(column)
+    context = run.context if run.context is not None else CONTEXT_BYTES
+    return value if value is None or reading.quantity != "device" else value + context
+
+
+def _column(reading: Reading, outcome: str, most: bool) -> str | None:
+    """The column of a row with this outcome that predicts the reading."""
+    counter = "reserved" if reading.quantity == "device" else reading.quantity
+    if outcome == Outcome.OOM and counter == "reserved" and reading.phase is None and not most:
+        return "unlimited_peak_reserved_bytes"
+    if outcome != Outcome.OK or reading.quantity == "outcome":
         return None
+    if reading.quantity not in reference.MEMORY:
+        return "estimated_step_no_overlap_s" if most else "estimated_step_s"
+    if reading.phase is not None:
+        return None if most else f"{reading.phase}_peak_{counter}_bytes"
+    return f"peak_{counter}_most_bytes" if most else f"peak_{counter}_bytes"
+
+
+def unpredicted(reading: Reading, run: Run, row: Row | None) -> str | None:
+    """Why there is nothing to compare a reading with, of a run that is predicted."""
+    if row is None or reading.quantity == "outcome" or predicted(reading, run, row, most=False) is not None:
+        return None
+    if row["outcome"] == Outcome.HOST_OOM:
+        return "predicted to run out of the host's memory"
+    if row["outcome"] == Outcome.OOM:
+        needed = row["unlimited_peak_reserved_bytes"]
+        would = "" if needed is None else f": without a limit it would reserve {needed / GIB:,.2f} GiB"
+        return f"predicted to run out of memory{would}"
     if reading.quantity in reference.MEMORY:
-        counter = "reserved" if reading.quantity == "device" else reading.quantity
-        column = f"{reading.phase}_peak_{counter}_bytes" if reading.phase else f"peak_{counter}_bytes"
-        if most:
-            column = "" if reading.phase else f"peak_{counter}_most_bytes"
-        value: float | None = row.get(column)
-        context = run.context if run.context is not None else CONTEXT_BYTES
-        return value if value is None or reading.quantity != "device" else value + context
-    found: float | None = row["estimated_step_no_overlap_s" if most else "estimated_step_s"]
-    return found
+        return f"no {_column(reading, Outcome.OK, most=False)} is predicted"
+    return next((note for note in row["notes"] or () if note.startswith(UNTIMED)), UNTIMED)
 
 
 def show(folder: Path, out: Path | None, figure: Path | None) -> None:

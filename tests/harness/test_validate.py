@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TARGETS
 
 from vramsweep import __main__ as front_door
 from vramsweep.harness import launch, reference, validate
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.plan import Planned
 from vramsweep.harness.reference import Reading
 from vramsweep.harness.row import complete
+from vramsweep.harness.validate import Asked
 
 HEAD = "source: someone/project a.csv@0123\ngrade: A\noverrides: [model=tiny, seq_len=16, micro_batch=1]\nruns:\n"
 READING = "{quantity: allocated, value: 2, unit: MiB}"
@@ -277,13 +282,11 @@ def test_predictions_beside_what_was_published(tmp_path: Path, capsys: pytest.Ca
     }.items():
         line = lines[name, "outcome"]
         assert reason in line["reason"] and line["predicted"] is None
-        assert (f": {name}: " in told.err) == (name in ("no model", "two trials", "measured"))
+        assert line["mistake"] == (f": {name}: " in told.err) == (name != "theirs")
     assert lines["too much", "outcome"]["outcome"] == "oom"
 
     assert front_door.main(command) == 1  # goes on where it was: nothing is predicted again
     assert "4 finished before, 0 to do" in capsys.readouterr().err
-    with pytest.raises(UserError, match="none of the runs can be predicted"):
-        validate.resolve([run for run in reference.read(tmp_path / "runs.yaml")[0] if run.name == "compiled"], [])
 
 
 def test_status_and_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,6 +295,146 @@ def test_status_and_mistakes_of_the_command(tmp_path: Path, capsys: pytest.Captu
     assert "none.yaml: No such file" in capsys.readouterr().err
     assert front_door.main(["errors", str(tmp_path / "none.json")]) == 2
     assert "holds no readings" in capsys.readouterr().err
+
+
+Said = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+    """What `validate FILE... --json` answers where each trial's row has these values: status, record, stderr."""
+
+    def run(*words: str, **values: Any) -> tuple[int, dict[str, Any], str]:
+        def predict(asked: Any, settings: Any, folder: Path) -> tuple[dict[str, Any], int]:
+            folder.mkdir(exist_ok=True)
+            return {one.item.trial_id: row(**values) for one in asked if one.item is not None}, 0
+
+        monkeypatch.setattr(validate, "predict", predict)
+        status = front_door.main(["validate", *words, f"results={tmp_path}", "--json"])
+        told = capsys.readouterr()
+        return status, json.loads(told.out or "{}"), told.err
+
+    return run
+
+
+def test_a_run_that_is_refused_is_named_and_makes_the_status_1(tmp_path: Path, said: Said) -> None:
+    text = f"""{HEAD}  - {{name: good, measured: [{READING}]}}
+  - {{name: theirs, cannot: closed source, measured: [{READING}]}}
+"""
+    assert said(str(file(tmp_path, text)))[0] == 0
+    bad = f"""  - {{name: card, overrides: [device.gpu=gtx-9], measured: [{READING}]}}
+  - {{name: divided, overrides: [sharding=zero3], measured: [{READING}]}}
+  - {{name: target, overrides: [runner=custom, "runner.target={{here}}/no.py:build"], measured: [{READING}]}}
+  - {{name: later, versions: {{transformers: 99.0}}, measured: [{READING}]}}
+"""
+    status, record, err = said(str(file(tmp_path, text + bad)))
+    assert status == 1
+    for line, name, reason in (
+        (7, "card", "device.gpu is gtx-9"),
+        (8, "divided", "sharding=zero3"),
+        (9, "target", "runner.target: there is no file"),
+        (10, "later", "versions.transformers=99.0 is later than"),
+    ):
+        (told,) = (one for one in err.splitlines() if f"left out: {tmp_path}/runs.yaml:{line}: {name}: " in one)
+        assert reason in told
+    assert {one["run"]: one["mistake"] for one in record["readings"]} == {
+        "good": False, "theirs": False, "card": True, "divided": True, "target": True, "later": True,
+    }  # fmt: skip
+
+
+def test_what_ends_in_no_prediction_is_named_too(tmp_path: Path, said: Said) -> None:
+    path = file(tmp_path, f"{HEAD}  - {{name: good, measured: [{READING}]}}\n")
+    status, _, err = said(str(path), outcome="invalid", reason="model.path a: no config.json")
+    assert status == 1 and f"left out: {path}:5: good: invalid: model.path a: no config.json" in err
+
+
+def test_a_version_of_two_parts_is_text() -> None:
+    run = replace(RUN, overrides=("model=tiny",), versions={"transformers": "4.50", "numpy": "2"})
+    (one,), _ = validate.resolve([run], [])
+    assert one.item is not None and one.item.trial is not None
+    assert one.item.trial.versions == {"transformers": "4.50"}
+
+
+def test_mistaken_words_of_the_command_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = "".join(f"  - {{name: {n}, measured: [{READING}]}}\n" for n in range(3))
+    path = str(file(tmp_path, HEAD + runs))
+    for word, told in (("timeuot_s=9", "did you mean timeout_s?"), ("device.gpu=gtx-9", "device.gpu is gtx-9")):
+        assert front_door.main(["validate", path, word]) == 2
+        out, err = capsys.readouterr()
+        assert err.count(told) == 1 and "planning" not in out
+    custom = replace(RUN, overrides=("runner=custom",), cannot=None)
+    target = f"runner.target={TARGETS}/none.py:build"  # a word that only some runners have
+    (one,), _ = validate.resolve([custom], [target, "timeout_s=7"])
+    assert one.reason is not None and "there is no file" in one.reason
+
+
+def test_a_mistake_of_several_runs_is_said_once(tmp_path: Path, said: Said) -> None:
+    bad = "".join(f"  - {{name: b{n}, overrides: [model=nothing], measured: [{READING}]}}\n" for n in range(3))
+    path = file(tmp_path, f"{HEAD}  - {{name: good, measured: [{READING}]}}\n{bad}")
+    status, record, err = said(str(path))
+    assert status == 1 and err.count("there is no such model") == 1 and f"{path}:6: b0 and 2 more: model=nothing" in err
+    assert len(record["mistakes"]) == 1
+
+
+def test_where_nothing_can_be_predicted_every_mistake_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = f"  - {{name: theirs, cannot: closed, measured: [{READING}]}}\n  - {{name: x, measured: []}}\n"
+    assert front_door.main(["validate", str(file(tmp_path, HEAD + runs))]) == 2
+    told = capsys.readouterr().err
+    assert ":6: measured is missing" in told and ":5: theirs: closed" in told
+
+
+def test_a_file_named_twice_is_read_once(tmp_path: Path, said: Said) -> None:
+    path = file(tmp_path, f"{HEAD}  - {{name: good, measured: [{READING}]}}\n")
+    (tmp_path / "link.yaml").symlink_to(path)
+    status, record, err = said(str(path), str(tmp_path / "link.yaml"))
+    assert status == 0 and len(record["readings"]) == 1 and "link.yaml is named twice; it is read once" in err
+
+
+def test_planning_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    validate.resolve([replace(RUN, name=str(n), cannot="closed") for n in range(120)], [])
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"planning: {n} of 120 runs" for n in (0, 50, 100)]
+
+
+def test_every_reading_without_a_prediction_says_why() -> None:
+    kinds = [of("allocated"), of("reserved"), of("device"), of("reserved", "forward"), of("step", unit="s")]
+    run = replace(RUN, readings=tuple(kinds))
+    item = Planned("1", {}, None, None)
+
+    def found(**values: Any) -> list[tuple[Any, Any]]:
+        return [(one["predicted"], one["reason"]) for one in validate.lines(Asked(run, item), {"1": row(**values)})]
+
+    full = "predicted to run out of memory: without a limit it would reserve 3.00 GiB"
+    assert found(outcome="oom", unlimited_peak_reserved_bytes=3 << 30) == [
+        (None, full), (3 << 30, None), ((3 << 30) + 100, None), (None, full), (None, full),
+    ]  # fmt: skip
+    assert {why for _, why in found(outcome="host_oom")} == {"predicted to run out of the host's memory"}
+    paged = "no estimated times: where the pages of paged_adamw_8bit are decides"
+    known = found(peak_reserved_bytes=5, notes=["other", paged])
+    assert known[:3] == [(100, None), (5, None), (105, None)]
+    assert known[3:] == [(None, "no forward_peak_reserved_bytes is predicted"), (None, paged)]
+    assert found()[-1] == (None, "no estimated times")
+
+
+def test_what_had_no_answer_in_time_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(words: list[str], **_: Any) -> Any:
+        wanted = json.loads(Path(words[-2]).read_text())
+        asked.append([*wanted["trials"]])
+        with Path(words[-1]).open("a") as answers:
+            answers.write(json.dumps({"trial_id": "1", "tracked": False, "others": {"rule": 5}}) + "\n")
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    runs = [Asked(RUN, Planned("1", {}, None, None)), Asked(RUN, Planned("2", {}, None, None))]
+    rows = {"1": row(parameters=7, peak_activations_bytes=50), "2": row(parameters=7)}
+    for _ in range(2):
+        found, _sources = validate.others(runs, rows, tmp_path)
+        assert found == {"1": {"rule": 5}, "2": {}}
+    assert asked == [["1", "2"]]
 
 
 def test_every_file_of_ours_can_be_read() -> None:
