@@ -68,7 +68,7 @@ def figure(found: pd.DataFrame) -> go.Figure | None:
         margin={"t": 40, "r": 16, "b": 80, "l": 160},
     )  # fmt: skip
     plot.add_annotation(
-        text="filled: the peak moves with batch and length; open: it is fixed",
+        text="filled: the peak moves with batch and length; open: it is fixed, or does not fit",
         showarrow=False, xref="paper", yref="paper", x=0, y=0, yshift=-62, xanchor="left", font={"size": 11},
     )  # fmt: skip
     return plot

@@ -23,8 +23,11 @@ from vramsweep.harness.errors import UserError
 MEMORY = ("allocated", "active", "reserved", "device")
 SPEED = ("step", "tokens/s", "samples/s")
 MISS = 0.03  # errors above this are listed one by one
+NEAR = 0.001  # beyond a bound by no more is between the bounds too
 GIB = 1 << 30
 MOVES, FIXED = "moves", "fixed"  # with batch and length, or not: the optimizer's, loading, gradients
+FULL = "does not fit"  # memory that was measured, of a run that is predicted to run out
+RUN = ["place", "run"]  # file and line, and the name, which is unique in its file alone
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ def load(path: Path) -> Validation:
 
 
 def errors(frame: pd.DataFrame) -> pd.DataFrame:
-    """The readings with `kind` (which counter, of which phase), `moving`, and `error` of each prediction."""
+    """The readings with `kind` (which counter, of which phase), `moving`, `error` of each prediction, `between` (null
+    without two bounds of memory), and `again`: the same trial, counter and value stood in its source before."""
     found = frame.copy()
     whole = found["phase"].isna()
     found["kind"] = found["quantity"].where(whole, found["quantity"] + ", " + found["phase"].astype(str) + " phase")
@@ -67,7 +71,18 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
     own = memory & (whole | found["phase"].eq(found["peak_phase"]))  # of other phases it is not known what they hold
     found["share"] = ((numbers["predicted"] - numbers["measured"]) / above).where(own & (above > 0))
     found["moving"] = found["moves"].where(whole, found["phase"].isin(["forward", "backward"])).astype("boolean")
+    bounded = memory & found["most_error"].notna() & found["most_error"].ne(found["error"])
+    inside = found["error"].le(NEAR) & found["most_error"].ge(-NEAR)
+    found["between"] = inside.astype("boolean").where(bounded)
+    found["again"] = found["error"].notna() & found.duplicated(["title", "trial_id", "kind", "measured"])
+    if "mistake" not in found:
+        found["mistake"] = False
     return found
+
+
+def once(found: pd.DataFrame) -> pd.DataFrame:
+    """What errors are counted of."""
+    return found[~found["again"]]
 
 
 def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -75,26 +90,24 @@ def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
     `median` is of the signed errors, `typical` and `p90` are of their sizes; `share` and `share_p90` of the sizes of
     the share above the states, null where it is not known. Of `bounded` readings an upper bound is predicted too;
-    `between` are those that lie between the two, a thousandth more or less.
+    `between` are those that lie between the two.
     """
     lines = []
     known = found[found["error"].notna()]
     for key, mine in known.groupby(list(by), sort=False, dropna=False):
-        memory = mine[mine["quantity"].isin(MEMORY)]
-        bounds = memory[memory["most_error"].notna() & memory["most_error"].ne(memory["error"])]
         error, share = mine["error"].to_numpy(float), mine["share"].dropna().abs().to_numpy(float)
         lines.append(
             dict(zip(by, key, strict=True))
             | {
                 "readings": len(mine),
-                "runs": int(mine.groupby(["source", "run"]).ngroups),
+                "runs": int(mine.groupby(RUN).ngroups),
                 "sources": int(mine["title"].nunique()),
                 "median": float(np.median(error)),
                 "typical": float(np.median(np.abs(error))),
                 "p90": float(np.quantile(np.abs(error), 0.9)),
                 "worst": float(error[np.argmax(np.abs(error))]),
-                "bounded": len(bounds),
-                "between": int((bounds["error"].le(0.001) & bounds["most_error"].ge(-0.001)).sum()),
+                "bounded": int(mine["between"].notna().sum()),
+                "between": int(mine["between"].sum()),
                 "share": float(np.median(share)) if len(share) else np.nan,
                 "share_p90": float(np.quantile(share, 0.9)) if len(share) else np.nan,
             }
@@ -116,8 +129,8 @@ def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def of_class(found: pd.DataFrame) -> pd.DataFrame:
-    """The readings with `class`: whether the peak moves, in words; empty for speed, which has none."""
-    named = found["moving"].map({True: MOVES, False: FIXED})
+    """The readings with `class`: whether the peak moves or does not fit, in words; empty for speed, which has none."""
+    named = found["moving"].map({True: MOVES, False: FIXED}).mask(found["outcome"].ne("ok"), FULL)
     return found.assign(**{"class": named.where(found["quantity"].isin(MEMORY), "")})
 
 
@@ -195,11 +208,11 @@ def of_others(found: pd.DataFrame, sources: Mapping[str, str]) -> pd.DataFrame:
 
 def of_outcomes(found: pd.DataFrame) -> pd.DataFrame:
     """What fitted and what did not, published and predicted, by source."""
-    runs = found.drop_duplicates(["source", "run"]).copy()
-    said = found[found["quantity"].eq("outcome")].drop_duplicates(["source", "run"])
-    spoken = said.set_index(["source", "run"])["measured_outcome"]
-    runs["was"] = [spoken.get((source, run), "ok") for source, run in zip(runs["source"], runs["run"], strict=True)]
+    runs = found.drop_duplicates(RUN).copy()
+    spoken = found[found["quantity"].eq("outcome")].drop_duplicates(RUN).set_index(RUN)["measured_outcome"]
+    runs["was"] = [spoken.get((place, run), "ok") for place, run in zip(runs["place"], runs["run"], strict=True)]
     runs = runs[runs["outcome"].isin(["ok", "oom", "host_oom"])]
+    runs = runs.drop_duplicates(["title", "trial_id", "was"])  # two runs that are one trial are told apart by nothing
     runs["is"] = runs["outcome"].replace("host_oom", "oom")
     lines = []
     for title, mine in runs.groupby("title", sort=False):
@@ -219,8 +232,8 @@ def of_outcomes(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_left_out(found: pd.DataFrame) -> pd.DataFrame:
-    """What was not predicted, and why."""
-    gone = found[found["reason"].notna()]
+    """What was not predicted, and why; mistakes have a list of their own."""
+    gone = found[found["reason"].notna() & ~found["mistake"]]
     lines = []
     for (title, reason), mine in gone.groupby(["title", "reason"], sort=False):
         runs = list(dict.fromkeys(mine["run"]))
@@ -242,7 +255,8 @@ def of_misses(found: pd.DataFrame, least: float = MISS) -> pd.DataFrame:
                 "predicted": gib(line["predicted"]),
                 "error": percent(line["error"]),
                 "at most": percent(line["most_error"]),
-                "why": "; ".join(filter(None, (_bounded(line), line["note"], line["reading_note"]))) or "not found",
+                "why": "; ".join(filter(None, (_bounded(line), _full(line), line["note"], line["reading_note"])))
+                or "not found",
             }
             for _, line in missed.sort_values(["title", "kind"]).iterrows()
         ]
@@ -251,9 +265,13 @@ def of_misses(found: pd.DataFrame, least: float = MISS) -> pd.DataFrame:
 
 def _bounded(line: pd.Series[Any]) -> str:
     """What the bounds say of a miss."""
-    if pd.isna(line["most_error"]) or line["most_error"] == line["error"]:
+    if pd.isna(line["between"]):
         return ""
-    return "between the bounds" if line["error"] <= 0 <= line["most_error"] else "not between the bounds either"
+    return "between the bounds" if line["between"] else "not between the bounds either"
+
+
+def _full(line: pd.Series[Any]) -> str:
+    return "" if line["outcome"] == "ok" else "predicted to run out; this is what it would reserve without a limit"
 
 
 def of_readings(found: pd.DataFrame) -> pd.DataFrame:
@@ -264,14 +282,14 @@ def of_readings(found: pd.DataFrame) -> pd.DataFrame:
             {
                 "source": line["title"],
                 "grade": line["grade"],
-                "run": line["run"],
+                "run": line["run"] + (" (counted above)" if line["again"] else ""),
                 "counter": line["kind"],
                 "measured": _shown(line, "measured"),
                 "predicted": _shown(line, "predicted"),
                 "error": percent(line["error"]),
                 "above the states": percent(line["share"]),
                 "without differences": percent(line["plain_error"]),
-                "peak in": line["peak_phase"] or "–",
+                "peak in": FULL if line["outcome"] != "ok" else line["peak_phase"] or "–",
             }
             for _, line in known.iterrows()
         ]
@@ -312,7 +330,7 @@ def _tools(made: Validation) -> str:
 
 def tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
     """Every table with its title and a sentence that says what it shows."""
-    found = made.readings
+    found = once(made.readings)
     whole = found[found["phase"].isna()]
     return [
         ("By counter", "Errors are predicted / measured - 1. Grade A and B together.", of_summary(whole)),
@@ -321,8 +339,8 @@ def tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
         ("By phase", "Peaks of a step's phases.", of_summary(found[found["phase"].notna()], "title")),
         ("Next to other tools", _tools(made), of_others(whole, made.others)),
         ("Older versions", "As the versions that ran do it, and as the installed ones do.", of_differences(whole)),
-        ("What fits", "", of_outcomes(found)),
+        ("What fits", "", of_outcomes(made.readings)),
         ("Misses", f"Memory that was missed by more than {100 * MISS:.0f} %.", of_misses(found)),
         ("Not predicted", "", of_left_out(found)),
-        ("Every reading", "", of_readings(found)),
+        ("Every reading", "", of_readings(made.readings)),
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vramsweep.analysis import speed, tables
-from vramsweep.analysis.validation import Validation
+from vramsweep.analysis.validation import RUN, Validation, once
 from vramsweep.analysis.validation import tables as of_memory
 
 MOST = 8  # reasons in the terminal
@@ -33,8 +33,13 @@ and how to add a run of your own.
   (milabench; those are not counted), else 700 MiB.
 - A peak that is the optimizer's, or weights and gradients alone (*fixed*), can be counted without a tool; it stands
   apart from one that *moves* with batch and length: in the forward or backward phase, with 1 % of activations at least.
+- A run that is predicted to run out of memory though it fitted (*does not fit*) stands apart as well: what it reserved
+  is put beside what it would reserve without a limit; its other readings are listed as not predicted.
+- A reading is counted once where its source has the same value of the same counter for another run that is the same
+  trial here (milabench's fp32 and tf32); *every reading* has it again. So are such runs in *what fits*.
 - *between the bounds*: with several streams it is not known when a freed block comes back. The prediction is of a card
-  that keeps up with the host, the upper bound of a host that runs ahead as far as it may. So many lie between the two.
+  that keeps up with the host, the upper bound of a host that runs ahead as far as it may. So many lie between the two,
+  a thousandth more or less.
 - *above the states*: the same difference as a share of what was measured above weights, buffers, gradients and
   optimizer state.
 - Grade A: the script and its versions were published. B: the configuration is clear.
@@ -44,7 +49,7 @@ and how to add a run of your own.
 def all_tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
     """Every table with its title and what it shows, those of speed before the last, long one."""
     *short, every = of_memory(made)
-    return [*short, ("Speed", _SPEED, speed.of_speed(made.readings)), every]
+    return [*short, ("Speed", _SPEED, speed.of_speed(once(made.readings))), every]
 
 
 def text(made: Validation) -> str:
@@ -58,13 +63,20 @@ def text(made: Validation) -> str:
                 table.add_row(*(str(cell) for cell in row))
             console.print(table)
             console.print()
-    left = made.readings[made.readings["reason"].notna()]
+    gone = made.readings[made.readings["reason"].notna()]
+    left, wrong = gone[~gone["mistake"]], gone[gone["mistake"]]
     if len(left):
-        runs = left.drop_duplicates(["source", "run"])
-        console.print(f"{len(left):,} readings of {len(runs):,} runs were not predicted; --out OUT.md says why.")
+        runs = left.drop_duplicates([*RUN, "reason"])
+        console.print(f"{_counted(left)} were not predicted; --out OUT.md says why.")
         for reason, count in runs["reason"].value_counts().head(MOST).items():
             console.print(f"  {count:,}: {reason}", markup=False, highlight=False)
+    if len(wrong):
+        console.print(f"{_counted(wrong)} were left out as mistaken.")
     return stream.getvalue().rstrip()
+
+
+def _counted(readings: pd.DataFrame) -> str:
+    return f"{len(readings):,} readings of {len(readings.drop_duplicates(RUN)):,} runs"
 
 
 def write(made: Validation, out: Path, figure: Path | None) -> None:

@@ -17,6 +17,7 @@ GIB = 1 << 30
 def reading(**values: Any) -> dict[str, Any]:
     return {
         "source": "s", "title": "project", "place": "f:1", "run": "a", "grade": "A", "note": "", "reason": None,
+        "mistake": False,
         "outcome": "ok", "trial_id": "1", "label": "a", "versions": {}, "differences": [], "trace_basis": "traced",
         "context_bytes": GIB, "context_said": True, "peak_phase": "backward", "states_bytes": 6 * GIB, "moves": True,
         "quantity": "allocated", "phase": None, "unit": "GiB", "line": 1, "reading_note": "", "measured": 10.0 * GIB,
@@ -83,15 +84,58 @@ def test_what_fits_is_counted_both_ways() -> None:
     oom = {"quantity": "outcome", "measured": None, "predicted": None}
     found = errors(
         reading(run="fits"),
-        reading(run="wrongly fits", measured_outcome="oom", **oom),
-        reading(run="runs out", outcome="oom", measured_outcome="oom", **oom),
-        reading(run="wrongly out", outcome="oom", predicted=None),
-        reading(run="not known", outcome=None, reason="compile", predicted=None),
+        reading(run="the same trial"),
+        reading(run="wrongly fits", trial_id="2", measured_outcome="oom", **oom),
+        reading(run="runs out", trial_id="3", outcome="oom", measured_outcome="oom", **oom),
+        reading(run="wrongly out", trial_id="4", outcome="oom", predicted=None),
+        reading(run="not known", trial_id=None, outcome=None, reason="compile", predicted=None),
+        reading(run="wrong", trial_id=None, outcome=None, reason="no such model", mistake=True, predicted=None),
     )
     (line,) = validation.of_outcomes(found).to_dict("records")
     assert list(line.values())[1:] == ["1", "1", "1", "1", "wrongly fits; wrongly out"]
     (left,) = validation.of_left_out(found).to_dict("records")
     assert (left["runs"], left["why"]) == ("not known", "compile")
+
+
+def test_runs_of_one_name_in_two_files_of_a_source_are_two() -> None:
+    oom = {"quantity": "outcome", "measured": None, "predicted": None, "outcome": "oom", "measured_outcome": "oom"}
+    found = errors(reading(place="a:1", trial_id="1"), reading(place="b:1", trial_id="2", **oom))
+    (line,) = validation.of_outcomes(found).to_dict("records")
+    assert (line["fitted, and predicted to"], line["ran out, and predicted to"], line["which"]) == ("1", "1", "")
+    two = errors(reading(place="a:1"), reading(place="b:1", trial_id="2"))
+    assert validation.summary(two, ["kind"])["runs"].tolist() == [2]
+
+
+def test_the_same_reading_of_the_same_trial_counts_once() -> None:
+    found = errors(
+        reading(run="fp32"),
+        reading(run="tf32"),
+        reading(run="other value", measured=12.0 * GIB),
+        reading(run="other counter", quantity="reserved"),
+        reading(run="other trial", trial_id="2"),
+        reading(run="other source", title="elsewhere"),
+        reading(run="not predicted", predicted=None),
+        reading(run="unknown", trial_id=None, outcome=None, predicted=None, reason="compile"),
+    )
+    assert found[found["again"]]["run"].tolist() == ["tf32"]
+    made = validation.Validation(found, {}, [], {})
+    tables = {title: frame for title, _, frame in validation.tables(made)}
+    assert tables["By counter"].set_index("counter")["readings"].to_dict() == {"allocated": "4", "reserved": "1"}
+    assert "tf32 (counted above)" in tables["Every reading"]["run"].tolist()
+
+
+def test_memory_of_a_run_that_is_predicted_to_run_out_stays_in_the_errors() -> None:
+    full = {"outcome": "oom", "moves": None, "peak_phase": None, "states_bytes": None}
+    found = errors(
+        reading(quantity="reserved"),
+        reading(quantity="reserved", run="b", trial_id="2", predicted=12.0 * GIB, **full),
+        reading(run="b", trial_id="2", predicted=None, reason="predicted to run out of memory", **full),
+    )
+    lines = validation.of_summary(found).set_index("peak")
+    assert lines.loc[validation.FULL, "worst"] == "+20.0 %" and lines.loc["moves", "worst"] == "+10.0 %"
+    assert "without a limit" in validation.of_misses(found)["why"].tolist()[1]
+    assert validation.of_readings(found)["peak in"].tolist() == ["backward", validation.FULL]
+    assert validation.of_left_out(found)["why"].tolist() == ["predicted to run out of memory"]
 
 
 def test_others_are_judged_by_the_readings_that_they_speak_of() -> None:
@@ -113,30 +157,34 @@ def test_misses_say_why() -> None:
 
 
 def test_a_miss_between_the_bounds_says_so() -> None:
-    within, beyond = (reading(predicted=9.0 * GIB, predicted_most=most * GIB, run=str(most)) for most in (11.0, 9.5))
-    whys = validation.of_misses(errors(within, beyond))["why"].tolist()
-    assert whys == ["between the bounds", "not between the bounds either"]
+    sizes = (11.0, 9.995, 9.5)  # the second is short by less than a thousandth
+    found = errors(*(reading(predicted=9.0 * GIB, predicted_most=most * GIB, run=str(most)) for most in sizes))
+    whys = validation.of_misses(found)["why"].tolist()
+    assert whys == ["between the bounds", "between the bounds", "not between the bounds either"]
+    assert validation.of_summary(found)["between the bounds"].tolist() == ["2 of 3"]
 
 
 def test_page_and_figure(tmp_path: Path) -> None:
     far = reading(title="other | name", run="far", quantity="reserved", predicted=20.0 * GIB, moves=False)
     lost = reading(run="lost", predicted=None, outcome=None, reason="compile")
+    wrong = reading(run="wrong", predicted=None, outcome=None, reason="allowed: a, b, c", mistake=True)
     record = {
         "made": {"torch": "2.13.0", "deepspeed": None},
         "mistakes": ["f.yaml:3: unit"],
         "others": {},
-        "readings": [reading(), far, lost],
+        "readings": [reading(), far, lost, wrong],
     }
     path = tmp_path / "readings.json"
     path.write_text(json.dumps(record))
     made = validation.load(path)
     shown = validation_page.text(made)
     assert "+10.0 %" in shown and "1 readings of 1 runs were not predicted" in shown and "1: compile" in shown
+    assert "1 readings of 1 runs were left out as mistaken" in shown and "allowed:" not in shown
     figures_validation.write(made.readings, tmp_path / "a.html")
     validation_page.write(made, tmp_path / "page" / "a.md", tmp_path / "a.html")
     page = (tmp_path / "page" / "a.md").read_text()
     assert "torch 2.13.0" in page and "deepspeed" not in page and "](../a.html)" in page
-    assert "other \\| name" in page and "+100.0 %" in page and "- f.yaml:3: unit" in page
+    assert "other \\| name" in page and "+100.0 %" in page and "- f.yaml:3: unit" in page and "allowed:" not in page
     plot = figures_validation.figure(made.readings)
     assert plot is not None
     texts = [a.text for a in plot.layout.annotations]
