@@ -10,7 +10,7 @@ Options (`+runner.options.NAME=VALUE`) say what changed between commits:
 - `positions`: rows of the rotary table, as a number or as a multiple of the length (x2).
 - `norm`: own (five kernels) or torch (nn.RMSNorm).
 - `units`: stock (each layer, the rest), apart (also the embedding, and norm and output), never (stock, gathered
-  weights stay after the forward pass).
+  weights stay after the forward pass); of FSDP2. With sharding=fsdp1 each layer is a unit, and the rest.
 
 `checkpointing` is none, full or selective; selective keeps attention and every other matrix product,
 `checkpointing_every` leaves all but each so-manieth layer alone. `optimizer` is adamw_torch_foreach or
@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from vramsweep.harness.trial import Trial
+from vramsweep.runners import places
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,18 @@ def build(trial: Trial) -> Any:
     rows = str(options["positions"])
     positions = int(rows[1:]) * trial.seq_len if rows.startswith("x") else int(rows)
     norm = Norm if options["norm"] == "own" else partial(nn.RMSNorm, eps=1e-5)
-    with torch.device("meta"):
+    flat = trial.sharding == "fsdp1"
+    with places.host() if flat else torch.device("meta"), torch.device("meta"):
         model = Llama(sizes, norm, positions, bool(options["folded"]), options["logits"] != "late")
     recompute(model, trial)
-    shard(model, options["units"])
-    model.to_empty(device=trial.device.name)
+    if flat:
+        net: Any = flatten(model, torch.device(trial.device.name))
+    else:
+        shard(model, options["units"])
+        net = model.to_empty(device=trial.device.name)
     fused = trial.optimizer == "adamw_torch_fused"
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused, foreach=not fused
+        net.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused, foreach=not fused
     )
     kept: list[Tensor] = []
 
@@ -169,13 +174,16 @@ def build(trial: Trial) -> Any:
     def step(batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, labels = batch
         optimizer.zero_grad()
-        logits = model(tokens)
+        logits = net(tokens)
         if options["logits"] == "kept":
             kept[:] = [logits]
         loss = loss_of(logits, labels)
         del logits
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        if flat:
+            net.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=True)
         optimizer.step()
         return loss
 
@@ -184,7 +192,7 @@ def build(trial: Trial) -> Any:
         tokens, labels = (torch.randint(sizes.vocab, shape, device=trial.device.name) for _ in range(2))
         return tokens, labels
 
-    return model, optimizer, step, batches
+    return net, optimizer, step, batches
 
 
 def recompute(model: Llama, trial: Trial) -> None:
@@ -226,3 +234,21 @@ def shard(model: Llama, units: str) -> None:
         whole(model.tok_embeddings, reshard_after_forward=True)
         whole([model.norm, model.output], reshard_after_forward=False)
     whole(model, reshard_after_forward=False)
+
+
+def flatten(model: Llama, device: torch.device) -> FullyShardedDataParallel:
+    """The model divided as torchtitan did before #165."""
+
+    def empty(module: nn.Module) -> nn.Module:
+        return module.to_empty(device=device, recurse=False)
+
+    whole = partial(
+        FullyShardedDataParallel,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        use_orig_params=True,
+        device_id=device,
+        param_init_fn=empty,
+    )
+    for name, layer in model.layers.items():
+        model.layers[name] = whole(layer)
+    return whole(model)
