@@ -94,6 +94,8 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark is not None else ""
         raise UserError(f"{path}{where}: {getattr(error, 'problem', None) or 'no YAML'}") from None
+    except (ValueError, OverflowError, RecursionError) as error:  # of PyYAML itself: a character that is none, depth
+        raise UserError(f"{path} is no YAML that can be read: {error}") from None
     try:
         whole = _Node(root, str(path), 1)
         shared = _shared(whole)
@@ -235,8 +237,9 @@ class _Node:
     def size(self, key: str) -> float:
         number, _, unit = self.text(key).partition(" ")
         with contextlib.suppress(ValueError):
-            if unit in BYTES and 0 < float(number) < math.inf:
-                return float(number) * BYTES[unit]
+            size = float(number) * BYTES.get(unit, math.nan)
+            if 0 < size < math.inf:
+                return size
         raise self.wrong(f"{key} {self.text(key)}: write a size above 0 with its unit, as 1343 MiB")
 
     def entries(self, key: str) -> list[tuple[Any, int]]:
@@ -352,12 +355,13 @@ def _reading(node: _Node) -> Reading:
     unit = node.text("unit")
     if unit not in UNITS[quantity]:
         raise node.wrong(f"unit {unit} of {quantity}: allowed is {', '.join(UNITS[quantity])}")
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = float(value)  # 1e9, which YAML takes for a text
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    number = math.nan
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(value)  # YAML takes 1e9 for a text
+    if not 0 < number < math.inf:
         raise node.wrong(f"value {value}: a number above 0 is needed")
-    if unit == "percent" and value > 100:
+    if unit == "percent" and number > 100:
         raise node.wrong(f"value {value}: at most 100 percent are allowed")
     scale = node.size("of") / 100 if unit == "percent" else BYTES.get(unit) or SECONDS.get(unit, 1.0)
-    return Reading(quantity, phase, float(value) * scale, None, unit, note, node.line)
+    return Reading(quantity, phase, number * scale, None, unit, note, node.line)

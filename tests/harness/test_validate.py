@@ -112,6 +112,8 @@ runs:
         (f"{{name: a, versions: {{torch: }}, measured: [{READING}]}}", "5: versions.torch must be a version"),
         (f"{{name: a, context: 3, measured: [{READING}]}}", "5: context 3: write a size"),
         (f"{{name: a, context: ² MiB, measured: [{READING}]}}", "5: context ² MiB: write a size"),
+        (f"{{name: a, context: 1e308 MiB, measured: [{READING}]}}", "5: context 1e308 MiB: write a size"),
+        (f"{{name: a, measured: [{{quantity: step, value: {10**400}, unit: s}}]}}", "0: a number above 0 is needed"),
         (f"{{name: a, context: 1e999 MiB, measured: [{READING}]}}", "5: context 1e999 MiB: write a size"),
         (f"{{name: a, cannot: no, measured: [{READING}]}}", "5: cannot must be a text, and YAML takes"),
         (f"{{name: a, overrides: [--json=1], measured: [{READING}]}}", "5: overrides must be a list of KEY=VALUE"),
@@ -139,6 +141,8 @@ def test_a_mistake_is_named_with_its_line_and_the_others_run(tmp_path: Path, run
         ("source: a\nsurplus: 1\nruns: []\n", "surplus is no key here"),
         ("source: !!python/object:os.system a\n", "runs.yaml:1"),
         ("source: a\ngrade: !!int many\n", "runs.yaml:2: invalid literal"),
+        ('source: "\\UFFFFFFFF"\n', "runs.yaml is no YAML that can be read"),
+        ("[" * 5000, "runs.yaml is no YAML that can be read"),
         ("source: a\noverrides: [results=here]\nruns: [{}]\n", ":1: results=here is of the whole command"),
     ],
 )
