@@ -1,21 +1,30 @@
-"""lit-gpt's GPT (October 2023) as its fine-tuning scripts train it on one card, rebuilt for `runner=custom`.
+"""lit-gpt's GPT (October 2023) as its fine-tuning scripts train it, on one card or divided by FSDP1, rebuilt for
+`runner=custom`.
 
 Options (`+runner.options.NAME=VALUE`): `size` (a key of SIZES), `method` (lora, adapter, adapter_v2), `rank` (of
 lora), `quantized` (none, nf4, nf4_double: bitsandbytes 0.41's linear layers, the output layer among them), `norm`
-(own: RMSNorm in the precision of its input; fp32).
+(own: RMSNorm in the precision of its input; fp32), `later` (length of the passes after the first; with sharding=fsdp1).
 
 A step is the first forward and backward pass of a run, whose batch is the longest; weights are updated 128 samples
 later. Lightning Fabric hands out logits in fp32, whatever the model's precision.
+
+With sharding=fsdp1 a step is three passes, the second and third of length `later`: FSDP's no_sync keeps gradients of
+whole blocks, frozen weights' among them, until the third pass has divided them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
 from vramsweep.harness.trial import Trial
@@ -220,7 +229,7 @@ class Gpt(nn.Module):
     def forward(self, tokens: Tensor) -> list[Tensor]:
         x = self.wte(tokens)
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
+            x = block(x, self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
         return [self.lm_head(piece) for piece in self.ln_f(x).split(PIECE, dim=1)]
 
 
@@ -249,11 +258,13 @@ def build(trial: Trial) -> Any:
     trained["adapter_v2"] = (*trained["adapter"], "bias_added", "scale", "norm_1", "norm_2", "ln_f")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in trained[method]))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4, weight_decay=0.01)
+    divided = trial.sharding == "fsdp1"
+    net: nn.Module = divide(model, trial) if divided else model
+    trainable = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=3e-4, weight_decay=0.01)
 
-    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
-        tokens, labels = batch
-        logits = [piece.float() for piece in model(tokens)]
+    def passed(tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = [piece.float() for piece in net(tokens)]
         logits[-1] = logits[-1][..., :-1, :]
         flat = [piece.reshape(-1, piece.size(-1)) for piece in logits]
         pieces = zip(flat, labels[:, 1:].split(PIECE, dim=1), strict=True)
@@ -261,13 +272,46 @@ def build(trial: Trial) -> Any:
         loss = torch.cat(losses).mean()
         del flat, losses
         (loss / (128 // trial.micro_batch)).backward()
+        return loss
+
+    def step(batch: list[tuple[Tensor, Tensor]]) -> Tensor:
+        *accumulated, last = batch
+        with net.no_sync() if divided else contextlib.nullcontext():
+            for one in accumulated:
+                passed(*one)
+        loss = passed(*last)
+        if divided:
+            optimizer.step()
+            optimizer.zero_grad()
         for parameter in model.parameters():
             parameter.grad = None
         return loss
 
-    def batches(index: int) -> tuple[Tensor, Tensor]:
-        shape = (trial.micro_batch, trial.seq_len)
-        tokens, labels = (torch.randint(size.vocab, shape, device=trial.device.name) for _ in range(2))
-        return tokens, labels
+    def batches(index: int) -> list[tuple[Tensor, Tensor]]:
+        later = [int(options["later"])] * 2 if divided else []
+        shapes = [(trial.micro_batch, length) for length in (trial.seq_len, *later)]
+        return [tuple(torch.randint(size.vocab, shape, device=trial.device.name) for _ in "xy") for shape in shapes]
 
-    return model, optimizer, step, batches
+    return net, optimizer, step, batches
+
+
+def divide(model: Gpt, trial: Trial) -> nn.Module:
+    """The model as Lightning's FSDPStrategy divides it, blocks recomputed inside of FSDP's units."""
+    half = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    whole = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=half,
+        device_id=torch.device(trial.device.name),
+        limit_all_gathers=True,
+        use_orig_params=True,
+    )
+    if trial.checkpointing == "full":
+        wrapping.apply_activation_checkpointing(
+            whole,
+            checkpoint_wrapper_fn=partial(
+                wrapping.checkpoint_wrapper, checkpoint_impl=wrapping.CheckpointImpl.NO_REENTRANT
+            ),
+            check_fn=lambda module: isinstance(module, Block),
+        )
+    return whole
