@@ -7,8 +7,8 @@ logits, held until the step is over. `no_shard`: the same with NO_SHARD, which t
 Trainer's: adapters in fp32, use_orig_params, gradients clipped to a norm of 1, checkpointing around FSDP's units (as
 models of transformers 4.48 have it), and the loss of 4.46 to 4.48.
 
-Simulated only: rank 0 of two, whose other does not exist. Sharding is not the trial's axis here, as custom targets
-know no FSDP1. The trial's other axes say the rest.
+Simulated only: rank 0 of two, whose other does not exist. Sharding is not the trial's axis here: the target was there
+before custom targets knew FSDP1, and joins the ranks itself. The trial's other axes say the rest.
 """
 
 from __future__ import annotations
