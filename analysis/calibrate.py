@@ -7,6 +7,9 @@ are apart, as tensor cores and other units reach different shares of their peaks
 
 Rows of several ranks stay out of it: how far their communication overlaps is a question of its own.
 
+The user's own card's rows, as `fitted_step_s`. What published speeds say of a card is another thing and in every
+simulated row (`calibrated_step_s`: harness/efficiencies.py, speed.py).
+
 What comes out is an estimate still: it never enters a measured column, figure or fit.
 """
 
@@ -140,7 +143,7 @@ def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFram
         beyond |= mine & ~rows["estimated_step_s"].astype(float).between(*one.range)
     step = step.where(step > 0)
     tokens = (rows["estimated_tokens_per_s"] * rows["estimated_step_s"]).astype(float)
-    return rows.assign(calibrated_step_s=step, calibrated_tokens_per_s=tokens / step, extrapolated=beyond)
+    return rows.assign(fitted_step_s=step, fitted_tokens_per_s=tokens / step, extrapolated=beyond)
 
 
 def together(measured: Table, simulated: Table) -> tuple[Table, list[str]]:

@@ -133,7 +133,7 @@ def _errors(arguments: argparse.Namespace) -> int:
     made = validation.load(arguments.readings)
     print(validation_page.text(made))
     if arguments.efficiencies is not None:
-        speed.write(speed.readings(made.readings), arguments.efficiencies)
+        speed.write(speed.readings(validation.once(made.readings)), arguments.efficiencies)
     if arguments.figure is not None:
         figures_validation.write(made.readings, arguments.figure)
     if arguments.out is not None:

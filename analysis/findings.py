@@ -164,11 +164,11 @@ def calibrations(found: Sequence[Calibration], rows: pd.DataFrame) -> list[str]:
     sentences = []
     for one in found:
         mine = rows[rows["simulated_gpu"].eq(one.gpu) & rows["precision"].eq(one.precision)]
-        mine = mine[~mine["extrapolated"]].sort_values("calibrated_tokens_per_s", ascending=False)
+        mine = mine[~mine["extrapolated"]].sort_values("fitted_tokens_per_s", ascending=False)
         if len(mine):
             best = mine.iloc[0]
             sentences.append(
-                f"Not measured: {best['calibrated_tokens_per_s']:,.0f} tokens/s at {best['seq_len']:,} tokens, batch "
+                f"Not measured: {best['fitted_tokens_per_s']:,.0f} tokens/s at {best['seq_len']:,} tokens, batch "
                 f"{best['micro_batch']} ({one.text()})."
             )
     return sentences

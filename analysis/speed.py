@@ -1,9 +1,9 @@
 """Published speeds against estimates: factors by card and kind of arithmetic, judged by leaving out whole sources.
 
-The model is harness/efficiencies.py's. Factors are fitted to logarithms of measured over estimated seconds, robustly
-(soft L1), every source counting the same however many readings it has, and drawn towards those of all cards together:
-one card's readings rarely tell four factors apart. A roofline cannot be beaten, so the factors of compute and memory
-are 1 at least.
+The model is harness/efficiencies.py's; what a user's own rows say of a card is calibrate.py's. Factors are fitted to
+logarithms of measured over estimated seconds, robustly (soft L1), every source counting the same however many readings
+it has, and drawn towards those of all cards together: one card's readings rarely tell four factors apart. A roofline
+cannot be beaten, so the factors of compute and memory are 1 at least.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
     lines = []
     known = [group for group in groups if len(group.ok(*SECONDS))] if len(steps) else []
     for group in whatever(known, "allocator"):
-        links = ("estimated_tokens_per_s_no_overlap", "estimated_link")
+        links = ("estimated_tokens_per_s_no_overlap", "estimated_link", "calibrated_tokens_per_s")
         rows = group.ok(*SECONDS, "estimated_tokens_per_s", "seq_len", also=links).sort_values("seq_len")
         rows = rows.drop_duplicates("seq_len")
         rows = rows.iloc[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int))]
@@ -114,11 +114,13 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
             if pd.notna(row["estimated_link"]):
                 least = row["estimated_tokens_per_s_no_overlap"]
                 line["if nothing overlaps (tokens/s)"] = f"{least:,.0f} over {row['estimated_link']}"
-            if steps["calibrated_step_s"].notna().any():
+            if pd.notna(row["calibrated_tokens_per_s"]):
+                line["estimated, by published speeds (tokens/s)"] = f"{row['calibrated_tokens_per_s']:,.0f}"
+            if steps["fitted_step_s"].notna().any():
                 step = steps.loc[row["trial_id"]]
-                speed = step["calibrated_tokens_per_s"]
+                speed = step["fitted_tokens_per_s"]
                 mark = "°" if step["extrapolated"] else ""
-                line["estimated, calibrated (tokens/s)"] = "–" if pd.isna(speed) else f"{speed:,.0f}{mark}"
+                line["estimated, by your measurements (tokens/s)"] = "–" if pd.isna(speed) else f"{speed:,.0f}{mark}"
             lines.append(line)
     return pd.DataFrame(lines)
 

@@ -57,9 +57,25 @@ def _of(*models: str) -> Callable[[Trial], bool]:
     return lambda trial: model_type(trial) in models
 
 
+def _cache(trial: Trial) -> bool:
+    """Versions before 5.0 leave it on where the Trainer runs."""
+    return trial.use_cache == "on" or (trial.use_cache == "default" and trial.runner.name == "trainer")
+
+
+def _kept_cache(trial: Trial) -> bool:
+    return _cache(trial) and trial.checkpointing == "none"
+
+
+def _by_default(model: str) -> Callable[[Trial], bool]:
+    return lambda trial: model_type(trial) == model and trial.attention == "sdpa"
+
+
 def _with_loss(trial: Trial) -> bool:
     return trial.runner.name != "custom" and trial.loss == "default"
 
+
+LIKE_LLAMA = ("llama", "qwen2", "mistral", "mixtral", "gemma", "gemma2", "phi", "phi3")
+"""Models whose code in transformers follows Llama's."""
 
 DIFFERENCES = (
     Difference(
@@ -155,7 +171,7 @@ DIFFERENCES = (
         "the causal mask with padding is made once, in the model's precision; later each layer makes its own from "
         "booleans",
         ("masks", "additive"),
-        _of("llama", "qwen2", "mistral"),
+        _of(*LIKE_LLAMA, "gpt2"),
     ),
     Difference(
         "repeated_heads",
@@ -164,7 +180,50 @@ DIFFERENCES = (
         "models/llama/modeling_llama.py, repeat_kv (4.40.0); integrations/sdpa_attention.py, use_gqa_in_sdpa (4.54.0)",
         "shared key and value heads are copied for each query head, mask or not",
         ("masks", "repeated_heads"),
-        lambda trial: model_type(trial) in ("llama", "qwen2", "mistral") and trial.attention in ("default", "sdpa"),
+        lambda trial: model_type(trial) in LIKE_LLAMA and trial.attention == "sdpa",
+    ),
+    Difference(
+        "mask_without_padding",
+        "transformers",
+        ">=4.53.1,<5.0",
+        "masking_utils.py, find_packed_sequence_indices (4.53.3, 4.57.3; None for one sequence in 5.0.0)",
+        "where neither a padding mask nor a cache is given, attention gets a mask of booleans as if documents were "
+        "packed, so torch's flash kernel is not used (the Trainer gives one or the other)",
+        ("masks", "without_padding"),
+        lambda trial: (
+            model_type(trial) in (*LIKE_LLAMA, "gpt2", "gpt_neox", "gpt_bigcode", "qwen3")
+            and trial.runner.name != "trainer"
+            and trial.padding == 0
+            and not _kept_cache(trial)
+        ),
+    ),
+    Difference(
+        "contiguous_heads",
+        "transformers",
+        ">=4.48,<4.56",
+        "integrations/sdpa_attention.py, sdpa_attention_forward (4.48.0, 4.55.4; not in 4.56.2)",
+        "queries, keys and values are copied to be contiguous, so torch's flash kernel gives what is copied once more",
+        ("masks", "contiguous_heads"),
+        lambda trial: model_type(trial) in (*LIKE_LLAMA, "gpt2", "qwen3") and trial.attention == "sdpa",
+    ),
+    Difference(
+        "gpt_neox_contiguous_heads",
+        "transformers",
+        ">=4.49,<4.56",
+        "models/gpt_neox/modeling_gpt_neox.py, GPTNeoXAttention.forward (4.49.0: by integrations/sdpa_attention.py)",
+        "queries, keys and values are copied to be contiguous, so torch's flash kernel gives what is copied once more",
+        ("masks", "contiguous_heads"),
+        lambda trial: model_type(trial) == "gpt_neox" and trial.attention == "sdpa",
+    ),
+    Difference(
+        "gpt_bigcode_contiguous_heads",
+        "transformers",
+        ">=4.54,<4.56",
+        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeAttention.forward (4.54.1: by "
+        "integrations/sdpa_attention.py)",
+        "queries, keys and values are copied to be contiguous, so torch's flash kernel gives what is copied once more",
+        ("masks", "contiguous_heads"),
+        lambda trial: model_type(trial) == "gpt_bigcode" and trial.attention == "sdpa",
     ),
     Difference(
         "fp32_logits",
@@ -173,7 +232,9 @@ DIFFERENCES = (
         "models/llama/modeling_llama.py, LlamaForCausalLM.forward (4.40.0; loss/loss_utils.py from 4.46.0)",
         "logits are fp32 from the start: those of half precision are gone before the loss",
         ("loss", "fp32_logits"),
-        lambda trial: model_type(trial) in ("llama", "qwen2") and _with_loss(trial),
+        lambda trial: (
+            model_type(trial) in LIKE_LLAMA and model_type(trial) not in ("mistral", "gemma2") and _with_loss(trial)
+        ),
     ),
     Difference(
         "mistral_fp32_logits",
@@ -192,22 +253,22 @@ DIFFERENCES = (
         "(4.48.0; from 4.49.0 it shifts labels)",
         "the loss copies the logits of all positions but the last",
         ("loss", "shifted_logits"),
-        lambda trial: model_type(trial) in ("llama", "qwen2", "mistral") and _with_loss(trial),
+        lambda trial: model_type(trial) in LIKE_LLAMA and _with_loss(trial),
     ),
     Difference(
-        "gpt2_shifted_logits",
+        "own_loss_shifted_logits",
         "transformers",
-        ">=4.48,<4.49",
+        ">=4.48.3,<4.49",
         "loss/loss_utils.py, ForCausalLMLoss (4.48.3; from 4.49.0 it shifts labels)",
         "the loss copies the logits of all positions but the last",
         ("loss", "shifted_logits"),
-        lambda trial: model_type(trial) == "gpt2" and _with_loss(trial),
+        lambda trial: model_type(trial) in ("gpt2", "gpt_bigcode") and _with_loss(trial),
     ),
     Difference(
         "gpt2_own_loss",
         "transformers",
-        "<4.48",
-        "models/gpt2/modeling_gpt2.py, GPT2LMHeadModel.forward (4.40.0, 4.47.1; loss/loss_utils.py from 4.48.0)",
+        "<4.48.3",
+        "models/gpt2/modeling_gpt2.py, GPT2LMHeadModel.forward (4.40.0, 4.48.2; loss/loss_utils.py from 4.48.3)",
         "the loss is taken in the precision of the logits, of a copy of all positions but the last",
         ("loss", "own_precision"),
         lambda trial: model_type(trial) == "gpt2" and _with_loss(trial),
@@ -215,8 +276,9 @@ DIFFERENCES = (
     Difference(
         "gpt_bigcode_own_loss",
         "transformers",
-        "<4.49",
-        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeForCausalLM.forward (4.40.0, 4.48.1; not in 4.49.0)",
+        "<4.48.3",
+        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeForCausalLM.forward (4.40.0, 4.48.2; "
+        "loss/loss_utils.py from 4.48.3)",
         "the loss is taken in the precision of the logits, of a copy of all positions but the last",
         ("loss", "own_precision"),
         lambda trial: model_type(trial) == "gpt_bigcode" and _with_loss(trial),
@@ -240,20 +302,116 @@ DIFFERENCES = (
         _of("gpt_bigcode"),
     ),
     Difference(
+        "gpt_bigcode_cache",
+        "transformers",
+        "<4.54",
+        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeAttention.forward: present (4.40.2, 4.53.3; a Cache in "
+        "4.54.1)",
+        "the key-value cache is slices of what each layer's projection made, which stays whole with the model's output",
+        ("cache", "of_views"),
+        lambda trial: _cache(trial) and model_type(trial) == "gpt_bigcode" and trial.checkpointing == "none",
+    ),
+    Difference(
+        "gpt_bigcode_checkpointed_cache",
+        "transformers",
+        "<4.53",
+        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeModel.forward: presents (4.40.2, 4.52.4; use_cache is "
+        "False while checkpointing in 4.53.3)",
+        "the key-value cache, slices of what each layer's projection made, is kept while checkpointing too",
+        ("cache", "of_views"),
+        lambda trial: _cache(trial) and model_type(trial) == "gpt_bigcode" and trial.checkpointing != "none",
+    ),
+    Difference(
+        "gpt_bigcode_always_masked",
+        "transformers",
+        "<4.54",
+        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeModel.forward: self_attention_mask (4.40.2, 4.53.3; "
+        "masking_utils in 4.54.1)",
+        "attention gets a mask in the model's precision with padding or without, so torch's flash kernel is not used",
+        ("masks", "always_one"),
+        lambda trial: model_type(trial) == "gpt_bigcode" and trial.attention == "sdpa",
+    ),
+    Difference(
+        "gpt_bigcode_not_checkpointed",
+        "transformers",
+        ">=4.54,<5.0",
+        "models/gpt_bigcode/modeling_gpt_bigcode.py, GPTBigCodeBlock(nn.Module) (4.54.1, 4.57.3; a "
+        "GradientCheckpointingLayer in 4.53.3 and 5.0.0)",
+        "checkpointing that is asked for checkpoints nothing",
+        ("cache", "nothing_checkpointed"),
+        lambda trial: model_type(trial) == "gpt_bigcode" and trial.checkpointing != "none",
+    ),
+    Difference(
         "llama_mask_buffer",
         "transformers",
         ">=4.38,<4.39",
-        "models/llama/modeling_llama.py, LlamaModel.__init__: causal_mask (4.38.2; gone in 4.39.3)",
-        "the model keeps a mask of all positions as a buffer, a byte an element",
+        "models/llama/modeling_llama.py, LlamaModel.__init__: causal_mask (4.38.2; of eight bytes an element in 4.38.0 "
+        "and 4.38.1; gone in 4.39.3)",
+        "the model keeps a mask of all positions as a buffer",
         ("buffers", "llama"),
         _of("llama"),
+    ),
+    Difference(
+        "llama_always_masked",
+        "transformers",
+        ">=4.38,<4.40",
+        "models/llama/modeling_llama.py, LlamaModel._update_causal_mask (4.38.2, 4.39.3; None where torch's attention "
+        "needs none from 4.40.0)",
+        "attention gets a mask in the model's precision with padding or without, so torch's flash kernel is not used",
+        ("masks", "always"),
+        _of("llama"),
+    ),
+    Difference(
+        "llama_mask_of_all_positions",
+        "transformers",
+        ">=4.38,<4.39",
+        "models/llama/modeling_llama.py, LlamaModel._update_causal_mask, LlamaSdpaAttention.forward (4.38.2; of the "
+        "batch's length in 4.39.3)",
+        "that mask has all positions that the model knows, for each sample; every layer keeps a copy of its part",
+        ("masks", "of_all_positions"),
+        _of("llama"),
+    ),
+    *(
+        Difference(
+            f"{model}_without_sdpa",
+            "transformers",
+            f"<{first}",
+            f"models/{model}/modeling_{model}.py, _supports_sdpa ({last}; True in {first}.0)",
+            "attention, where none is chosen, makes its scores and keeps them",
+            ("scores", "made"),
+            _by_default(model),
+        )
+        for model, last, first in (
+            ("gpt2", "4.41.2", "4.42"),
+            ("gpt_neox", "4.41.2", "4.42"),
+            ("phi", "4.38.2", "4.39"),
+            ("phi3", "4.44.2", "4.45"),
+        )
+    ),
+    Difference(
+        "gpt2_masked_scores",
+        "transformers",
+        "<5.2",
+        "models/gpt2/modeling_gpt2.py, eager_attention_forward (4.57.3, 5.1.0; GPT2Attention._attn before 4.48)",
+        "attention that makes its scores makes them twice: without a mask and with",
+        ("scores", "masked"),
+        lambda trial: model_type(trial) == "gpt2" and trial.attention == "eager",
+    ),
+    Difference(
+        "cache_of_references",
+        "transformers",
+        "<4.56",
+        "cache_utils.py, DynamicCache.update (4.38.2, 4.53.3), DynamicLayer.update (4.55.4; a copy in 4.56.0)",
+        "the key-value cache refers to keys and values, it copies none",
+        ("cache", "of_references"),
+        _kept_cache,
     ),
     Difference(
         "trainer_cache",
         "transformers",
         "<5.0",
         "trainer.py, Trainer.__init__ (4.57.3; 5.0.0 sets the model's use_cache to that of TrainingArguments)",
-        "the Trainer leaves the key-value cache on, which keeps a copy of every key and value",
+        "the Trainer leaves the key-value cache on where the model's configuration has it so",
         ("cache", "left_on"),
         lambda trial: trial.runner.name == "trainer" and trial.use_cache == "default" and trial.checkpointing == "none",
     ),

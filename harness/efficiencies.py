@@ -28,8 +28,9 @@ class Efficiency:
     """Factors, in the order of `PARTS`, of a card (or `ANY`) and a kind of arithmetic; `host_s` is the host's time of a
     launch, in seconds.
 
-    `error` is the median size of the relative error on sources that were left out, `spread` its 90th percentile; None
-    where there was only one source.
+    `error` is the median size of the relative error when the source of a reading is left out, `spread` its 90th
+    percentile: of this card's readings, by factors of the other sources, which may be of other cards. None where no
+    other source has this kind of arithmetic.
     """
 
     gpu: str
@@ -49,7 +50,7 @@ class Efficiency:
     def text(self) -> str:
         """What it rests on, in a line."""
         where = "all cards, as none is known for this one" if self.gpu == ANY else self.gpu
-        off = "" if self.error is None else f"; sources left out were off by {self.error:.0%} (median)"
+        off = "" if self.error is None else f"; without their own source they were off by {self.error:.0%} (median)"
         sources = f"{len(self.sources)} source{'s' * (len(self.sources) > 1)}"
         return f"{self.readings} published speeds of {sources} on {where}, {self.kind}{off}"
 

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from packaging.version import Version
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeModel
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -25,16 +26,17 @@ def gpt_bigcode(trial: Trial) -> contextlib.AbstractContextManager[Any]:
 
 
 def llama(trial: Trial) -> contextlib.AbstractContextManager[Any]:
-    """One for the model."""
-    return _with_mask(LlamaModel)
+    """One for the model, of whole numbers at first."""
+    first = Version(trial.versions["transformers"]) < Version("4.38.2")
+    return _with_mask(LlamaModel, torch.int64 if first else torch.bool)
 
 
-def _with_mask(kind: Any) -> contextlib.AbstractContextManager[Any]:
+def _with_mask(kind: Any, dtype: torch.dtype = torch.bool) -> contextlib.AbstractContextManager[Any]:
     original = kind.__init__
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, config, *args, **kwargs)
         positions = config.max_position_embeddings
-        self.register_buffer("_earlier_mask", torch.ones((positions, positions), dtype=torch.bool), persistent=False)
+        self.register_buffer("_earlier_mask", torch.ones((positions, positions), dtype=dtype), persistent=False)
 
     return mock.patch.object(kind, "__init__", init)

@@ -101,13 +101,13 @@ def test_calibrated_rows_are_the_estimate_with_the_efficiencies() -> None:
     rows = calibrated(whole, calibrate(whole)[0]).set_index("trial_id")
     one = rows.loc["simulated-4-2048-0-bf16"]
     expected = sum(part / e for part, e in zip(parts(2048, 4), EFFICIENCIES, strict=True))
-    assert one["calibrated_step_s"] == pytest.approx(expected)
-    assert one["calibrated_tokens_per_s"] == pytest.approx(2048 * 4 / expected)
+    assert one["fitted_step_s"] == pytest.approx(expected)
+    assert one["fitted_tokens_per_s"] == pytest.approx(2048 * 4 / expected)
     assert not one["extrapolated"]
     assert rows.loc["simulated-4-65536-0-bf16", "extrapolated"]
     other = rows.loc["simulated-1-512-0-fp32"]
-    assert pd.isna(other["calibrated_step_s"])
-    assert pd.isna(other["calibrated_tokens_per_s"])
+    assert pd.isna(other["fitted_step_s"])
+    assert pd.isna(other["fitted_tokens_per_s"])
     assert other["estimated_tokens_per_s"] > 0
     assert len(rows) == len(LENGTHS) * 2 + 2  # measured rows have no estimate
 
@@ -209,8 +209,8 @@ def test_a_report_says_estimated_wherever_it_shows_one() -> None:
         if other is not figure:
             assert not any("estimated" in str(column) for column in other.data.columns)
     [frame] = [f for _, name, f in content.tables if name == "estimated_throughput"]
-    assert {"estimated, at most (tokens/s)", "estimated, calibrated (tokens/s)"} <= set(frame.columns)
+    assert {"estimated, at most (tokens/s)", "estimated, by your measurements (tokens/s)"} <= set(frame.columns)
     alone = collect(table([r for r in sweep() if r["device"] == "simulated"]))
     [frame] = [f for _, name, f in alone.tables if name == "estimated_throughput"]
-    assert "estimated, calibrated (tokens/s)" not in frame.columns
+    assert "estimated, by your measurements (tokens/s)" not in frame.columns
     assert not any("calibrat" in note for note in alone.warnings)

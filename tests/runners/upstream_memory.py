@@ -1,0 +1,120 @@
+"""Bytes that small models of transformers hold in a step on the CPU, by whichever version is installed.
+
+`python tests/runners/upstream_memory.py` prints a line of JSON for that version; tests/data/upstream_memory.jsonl holds
+those of several, which known differences are tested against (test_upstream_memory.py). An earlier version beside the
+installed torch: `pip install --no-deps --target DIR transformers==4.48.1 tokenizers==0.21.0 huggingface_hub==0.27.1`
+and `pip install --target DIR requests`, then PYTHONPATH=DIR.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+SMALL = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SHARED = SMALL | {"num_key_value_heads": 2}
+GPT2 = {
+    "vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SHARED,
+    "qwen2": SHARED,
+    "mistral": SHARED,
+    "gemma": SHARED | {"head_dim": 16},
+    "phi": SMALL,
+    "phi3": SHARED,
+    "gpt2": GPT2,
+    "gpt_bigcode": GPT2,
+}
+CASES: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "padding": {"padding": True},
+    "eager": {"eager": True},
+    "cache": {"cache": True},
+    "checkpoints": {"checkpoints": True},
+    "cache and checkpoints": {"cache": True, "checkpoints": True},
+}
+BATCH, LENGTH = 4, 128
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of the storages that operators give, as long as anything holds them; not those of `before`."""
+
+    def __init__(self, before: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: dict[int, Any] = {id(one.untyped_storage()): one.untyped_storage() for one in before}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in self.known:
+                self.add(tensor.untyped_storage())
+        return given
+
+    def add(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+
+        def gone(_: Any) -> None:
+            del self.known[key]
+            self.now -= size
+
+        self.known[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def held(
+    model: str, *, padding: bool = False, eager: bool = False, cache: bool = False, checkpoints: bool = False
+) -> list[int]:
+    """Bytes at most in the forward pass, when it has ended, and at most in the step."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model, **CONFIGS[model] | {"use_cache": cache})
+    net = AutoModelForCausalLM.from_config(config, **({"attn_implementation": "eager"} if eager else {}))
+    net.to(torch.bfloat16).train()
+    if checkpoints:
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        net.enable_input_require_grads()
+    ids = torch.randint(3, 512, (BATCH, LENGTH))
+    given = {"input_ids": ids, "labels": ids}
+    if padding:
+        mask = torch.ones_like(ids)
+        mask[:, 100:] = 0
+        given["attention_mask"] = mask
+    storages = Storages([*net.parameters(), *net.buffers()])
+    with storages:
+        made = net(**given)
+        forward, loss, after = storages.most, made["loss"], storages.now
+        del made
+        loss.backward()
+    return [forward, after, storages.most]
+
+
+def every() -> dict[str, dict[str, list[int] | None]]:
+    """By model and case; None where this version has no such model or cannot do it."""
+
+    def tried(model: str, case: dict[str, bool]) -> list[int] | None:
+        try:
+            return held(model, **case)
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return None
+
+    return {model: {name: tried(model, case) for name, case in CASES.items()} for model in CONFIGS}
+
+
+if __name__ == "__main__":
+    import transformers
+
+    print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__, "held": every()}))
