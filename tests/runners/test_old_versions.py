@@ -56,7 +56,7 @@ def traced_apart(folder: Path, chosen: trial.Trial) -> tuple[list[int], list[str
     (folder / "trial.json").write_text(chosen.model_dump_json())
     environ = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}", "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=170)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=400)
     found, applied = json.loads(done.stdout.splitlines()[-1])
     return found, applied or []
 
