@@ -24,7 +24,8 @@ _HEAD = """\
 # Predicted against what others published
 
 Each run below was measured by somebody else on a real GPU and published; `vramsweep validate` predicts it on
-`device=simulated`, from its settings alone. Nothing else is fitted to a reading than milabench's contexts, below.
+`device=simulated`, from its settings alone. What a reading told is never compared with that reading: milabench's
+contexts, below, the lengths of lit-gpt's later passes, and that the softmax of 2020 kept its input.
 This page is written by `make validate`, with {made}. [The format](../benchmarks/published/README.md) of the files,
 and how to add a run of your own.
 
