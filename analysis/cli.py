@@ -134,10 +134,10 @@ def _errors(arguments: argparse.Namespace) -> int:
     print(validation_page.text(made))
     if arguments.efficiencies is not None:
         speed.write(speed.readings(validation.once(made.readings)), arguments.efficiencies)
-    if arguments.figure is not None:
-        figures_validation.write(made.readings, arguments.figure)
     if arguments.out is not None:
         validation_page.write(made, arguments.out, arguments.figure)
+    if arguments.figure is not None:  # last, as it needs a browser
+        figures_validation.write(made.readings, arguments.figure)
     return 0
 
 

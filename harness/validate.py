@@ -403,4 +403,5 @@ def show(folder: Path, out: Path | None, figure: Path | None) -> None:
     sys.stdout.flush()
     done = subprocess.run([sys.executable, "-m", "vramsweep", "errors", str(folder / READINGS), *words], check=False)
     if done.returncode:
-        raise UserError(f"the tables could not be made from {folder / READINGS}")
+        again = f"vramsweep errors {folder / READINGS}"
+        raise UserError(f"not all tables and figures were made, for the reason above; make them again with: {again}")

@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from vramsweep.analysis import figures_validation, validation, validation_page
+from vramsweep.analysis import cli, figures_validation, validation, validation_page
+from vramsweep.harness.errors import UserError
 
 GIB = 1 << 30
 
@@ -192,3 +193,16 @@ def test_page_and_figure(tmp_path: Path) -> None:
     beyond = [x for trace in plot.data for x in trace.x if trace.yaxis == "y3" or trace.yaxis == "y4"]
     assert max(beyond) == figures_validation.REACH
     assert figures_validation.figure(made.readings[made.readings["error"].isna()]) is None
+
+
+def test_a_page_does_not_wait_for_a_figure_that_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_browser(*_: Any) -> None:
+        raise UserError("no browser")
+
+    monkeypatch.setattr(figures_validation, "write", no_browser)
+    path, out = tmp_path / "readings.json", tmp_path / "out.md"
+    path.write_text(json.dumps({"made": {}, "mistakes": [], "others": {}, "readings": [reading()]}))
+    assert cli.main(["errors", str(path), "--out", str(out), "--figure", str(tmp_path / "a.png")])
+    assert "+10.0 %" in out.read_text()
