@@ -66,6 +66,11 @@ def _kept_cache(trial: Trial) -> bool:
     return _cache(trial) and trial.checkpointing == "none"
 
 
+def _sdpa(trial: Trial) -> bool:
+    """torch's attention, whichever kernel of it is asked for."""
+    return trial.attention.startswith("sdpa")
+
+
 def _by_default(model: str) -> Callable[[Trial], bool]:
     return lambda trial: model_type(trial) == model and trial.attention == "sdpa"
 
@@ -180,7 +185,7 @@ DIFFERENCES = (
         "models/llama/modeling_llama.py, repeat_kv (4.40.0); integrations/sdpa_attention.py, use_gqa_in_sdpa (4.54.0)",
         "shared key and value heads are copied for each query head, mask or not",
         ("masks", "repeated_heads"),
-        lambda trial: model_type(trial) in LIKE_LLAMA and trial.attention == "sdpa",
+        lambda trial: model_type(trial) in LIKE_LLAMA and _sdpa(trial),
     ),
     Difference(
         "mask_without_padding",
@@ -204,7 +209,7 @@ DIFFERENCES = (
         "integrations/sdpa_attention.py, sdpa_attention_forward (4.48.0, 4.55.4; not in 4.56.2)",
         "queries, keys and values are copied to be contiguous, so torch's flash kernel gives what is copied once more",
         ("masks", "contiguous_heads"),
-        lambda trial: model_type(trial) in (*LIKE_LLAMA, "gpt2", "qwen3") and trial.attention == "sdpa",
+        lambda trial: model_type(trial) in (*LIKE_LLAMA, "gpt2", "qwen3") and _sdpa(trial),
     ),
     Difference(
         "gpt_neox_contiguous_heads",
@@ -213,7 +218,7 @@ DIFFERENCES = (
         "models/gpt_neox/modeling_gpt_neox.py, GPTNeoXAttention.forward (4.49.0: by integrations/sdpa_attention.py)",
         "queries, keys and values are copied to be contiguous, so torch's flash kernel gives what is copied once more",
         ("masks", "contiguous_heads"),
-        lambda trial: model_type(trial) == "gpt_neox" and trial.attention == "sdpa",
+        lambda trial: model_type(trial) == "gpt_neox" and _sdpa(trial),
     ),
     Difference(
         "gpt_bigcode_contiguous_heads",
@@ -223,7 +228,7 @@ DIFFERENCES = (
         "integrations/sdpa_attention.py)",
         "queries, keys and values are copied to be contiguous, so torch's flash kernel gives what is copied once more",
         ("masks", "contiguous_heads"),
-        lambda trial: model_type(trial) == "gpt_bigcode" and trial.attention == "sdpa",
+        lambda trial: model_type(trial) == "gpt_bigcode" and _sdpa(trial),
     ),
     Difference(
         "fp32_logits",
