@@ -197,6 +197,7 @@ DIFFERENCES = (
         ("masks", "without_padding"),
         lambda trial: (
             model_type(trial) in (*LIKE_LLAMA, "gpt2", "gpt_neox", "gpt_bigcode", "qwen3")
+            and trial.attention != "flash_attention_2"
             and trial.runner.name != "trainer"
             and trial.padding == 0
             and not _kept_cache(trial)

@@ -35,7 +35,7 @@ def _added(original: Any) -> Any:
         mask = original(*args, **kwargs)
         if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or mask.dim() != 4:
             return mask  # flash attention's, of two dimensions, is not added to anything
-        dtype = kwargs["inputs_embeds"].dtype
+        dtype = _embeds(kwargs).dtype
         return torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), torch.finfo(dtype).min)
 
     return create_mask
@@ -100,9 +100,15 @@ def _unless_flash(module: Any, made: Callable[[torch.Tensor, torch.Tensor | None
     def create_mask(*args: Any, **kwargs: Any) -> Any:
         if kwargs["config"]._attn_implementation not in ("sdpa", "eager"):
             return original(*args, **kwargs)
-        return made(kwargs["inputs_embeds"], kwargs["attention_mask"])
+        return made(_embeds(kwargs), kwargs["attention_mask"])
 
     return create_mask
+
+
+def _embeds(given: dict[str, Any]) -> torch.Tensor:
+    """Its name changed with transformers 5."""
+    found: torch.Tensor = given["inputs_embeds"] if "inputs_embeds" in given else given["input_embeds"]
+    return found
 
 
 def repeated_heads(trial: Trial) -> contextlib.AbstractContextManager[Any]:

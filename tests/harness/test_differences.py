@@ -62,7 +62,14 @@ def test_a_difference_of_transformers_ends_with_the_version_that_did(
 
 
 @pytest.mark.parametrize(
-    "over", [{"runner": {"name": "trainer"}}, {"padding": 0.5}, {"use_cache": "on"}, {"model": {"model_type": "mpt"}}]
+    "over",
+    [
+        {"runner": {"name": "trainer"}},
+        {"padding": 0.5},
+        {"use_cache": "on"},
+        {"model": {"model_type": "mpt"}},
+        {"attention": "flash_attention_2", "precision": "bf16"},
+    ],
 )
 def test_a_mask_that_nobody_needed_is_made_without_padding_and_cache_only(over: dict[str, Any]) -> None:
     assert "mask_without_padding" not in names(versions={"transformers": "4.57.3"}, **over)
