@@ -72,7 +72,7 @@ def _sdpa(trial: Trial) -> bool:
 
 
 def _by_default(model: str) -> Callable[[Trial], bool]:
-    return lambda trial: model_type(trial) == model and trial.attention == "sdpa"
+    return lambda trial: model_type(trial) == model and _sdpa(trial)
 
 
 def _with_loss(trial: Trial) -> bool:
@@ -335,7 +335,7 @@ DIFFERENCES = (
         "masking_utils in 4.54.1)",
         "attention gets a mask in the model's precision with padding or without, so torch's flash kernel is not used",
         ("masks", "always_one"),
-        lambda trial: model_type(trial) == "gpt_bigcode" and trial.attention == "sdpa",
+        lambda trial: model_type(trial) == "gpt_bigcode" and _sdpa(trial),
     ),
     Difference(
         "gpt_bigcode_not_checkpointed",
@@ -383,7 +383,7 @@ DIFFERENCES = (
             "transformers",
             f"<{first}",
             f"models/{model}/modeling_{model}.py, _supports_sdpa ({last}; True in {first}.0)",
-            "attention, where none is chosen, makes its scores and keeps them",
+            "attention makes its scores and keeps them, as there is no other",
             ("scores", "made"),
             _by_default(model),
         )

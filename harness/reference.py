@@ -135,8 +135,8 @@ class _Lines(list[Any]):
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values only; mappings and lists know their lines, dates are text, and a key that stands twice is a
-    mistake."""
+    """Plain values only; mappings and lists know their lines, dates and numbers are text as written, and a key that
+    stands twice is a mistake."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -162,26 +162,15 @@ def _sequence(loader: _Loader, node: yaml.SequenceNode) -> _Lines:
     return found
 
 
-class _Number(float):
-    """A number that knows how it was written: 2.10 is another version than 2.1."""
-
-    text = ""
-
-
-def _number(loader: _Loader, node: yaml.ScalarNode) -> _Number:
-    found = _Number(loader.construct_yaml_float(node))
-    found.text = node.value
-    return found
-
-
 def _written(loader: _Loader, node: yaml.ScalarNode) -> str:
+    """2.10 is another version than 2.1, and YAML takes 1:30 for 90 and 010 for 8."""
     return str(node.value)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 _Loader.add_constructor("tag:yaml.org,2002:seq", _sequence)
-_Loader.add_constructor("tag:yaml.org,2002:timestamp", _written)
-_Loader.add_constructor("tag:yaml.org,2002:float", _number)
+for _kind in ("timestamp", "float", "int"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _written)
 
 
 class _Node:
@@ -190,7 +179,7 @@ class _Node:
     def __init__(self, values: Any, file: str, line: int) -> None:
         self.file, self.line = file, getattr(values, "line", line)
         if not isinstance(values, Mapping):
-            raise _Wrong(f"{self.place}: {values!r} is no mapping; see benchmarks/published/README.md")
+            raise _Wrong(f"{self.place}: {values} is no mapping; see benchmarks/published/README.md")
         self._values = values
 
     @property
@@ -213,7 +202,7 @@ class _Node:
             raise self.wrong(f"{key} must be a text")
         if isinstance(value, bool):
             raise self.wrong(f"{key} must be a text, and YAML takes yes and no for true and false; put it in quotes")
-        return str(getattr(value, "text", value))
+        return str(value)
 
     def given(self, key: str) -> Any:
         return self._values.get(key)
@@ -232,7 +221,7 @@ class _Node:
             raise self.wrong(f"{key} must be a mapping, as {{transformers: 4.48.1}}")
         if bad := next((k for k, v in value.items() if v is None or isinstance(v, (bool, list, Mapping))), None):
             raise self.wrong(f"{key}.{bad} must be a version, as 4.48.1")
-        return {str(k): getattr(v, "text", str(v)) for k, v in value.items()}
+        return {str(k): str(v) for k, v in value.items()}
 
     def size(self, key: str) -> float:
         number, _, unit = self.text(key).partition(" ")
@@ -307,20 +296,23 @@ def _run(entry: _Node, shared: _Shared) -> tuple[Run | None, list[str]]:
             readings.append(_reading(_Node(value, entry.file, line)))
         except _Wrong as error:
             mistakes.append(str(error))
-    run = Run(
-        entry.file,
-        entry.line,
-        shared.source,
-        shared.title,
-        entry.text("name"),
-        _grade(entry) if entry.given("grade") is not None else str(shared.grade),
-        later([*shared.overrides, *entry.words("overrides")]),
-        entry.texts("versions") if entry.given("versions") is not None else shared.versions,
-        shared.context if entry.given("context") is None else _context(entry),
-        None if entry.given("cannot") is None else entry.text("cannot"),
-        entry.text("note", ""),
-        tuple(readings),
-    )
+    try:
+        run = Run(
+            entry.file,
+            entry.line,
+            shared.source,
+            shared.title,
+            entry.text("name"),
+            _grade(entry) if entry.given("grade") is not None else str(shared.grade),
+            later([*shared.overrides, *entry.words("overrides")]),
+            entry.texts("versions") if entry.given("versions") is not None else shared.versions,
+            shared.context if entry.given("context") is None else _context(entry),
+            None if entry.given("cannot") is None else entry.text("cannot"),
+            entry.text("note", ""),
+            tuple(readings),
+        )
+    except _Wrong as error:
+        return None, [*mistakes, str(error)]
     return run if readings else None, mistakes
 
 
@@ -356,9 +348,9 @@ def _reading(node: _Node) -> Reading:
     if unit not in UNITS[quantity]:
         raise node.wrong(f"unit {unit} of {quantity}: allowed is {', '.join(UNITS[quantity])}")
     number = math.nan
-    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            number = float(value)  # YAML takes 1e9 for a text
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            number = float(value)
     if not 0 < number < math.inf:
         raise node.wrong(f"value {value}: a number above 0 is needed")
     if unit == "percent" and number > 100:

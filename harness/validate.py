@@ -37,6 +37,7 @@ PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
 OTHERS = "others.jsonl"
 GIB = 1 << 30
 PREDICTED = (Outcome.OK, Outcome.OOM, Outcome.HOST_OOM)
+SOME = 5  # runs beside which words of the command are tried that are no trial alone
 TOLD = 50  # runs that are planned from one line to the next
 UNTIMED = "no estimated times"  # how a row's note on it begins
 TRACKED = 1  # runs of a source that MemTracker is asked about
@@ -160,14 +161,19 @@ def _told(runs: Sequence[Run]) -> Iterator[Run]:
 
 def _settings(runs: Sequence[Run], words: Sequence[str]) -> Settings:
     """What the command line says of the sweep. Raises UserError where its words are mistaken, before that is said of
-    every run: alone and, as some need a run's, with those of the first."""
+    every run: alone and, as some need a run's, with those of some runs."""
     alone, settings = _tried(["device=simulated", *words])
-    first = next((run for run in runs if run.cannot is None), None)
-    beside, theirs = (alone, settings) if alone is None or first is None else _tried(_words(first, words))
-    found = theirs if beside is None else settings
-    if found is None or (beside is not None and beside == alone):
+    if alone is None and settings is not None:
+        return settings
+    for run in [run for run in runs if run.cannot is None][:SOME]:
+        beside, theirs = _tried(_words(run, words))
+        if beside is None and theirs is not None:
+            return theirs
+        if beside == alone:
+            settings = None
+    if settings is None:
         raise UserError(str(alone))
-    return found
+    return settings
 
 
 def _tried(words: Sequence[str]) -> tuple[str | None, Settings | None]:

@@ -40,10 +40,17 @@ def of_references(trial: Trial) -> contextlib.AbstractContextManager[Any]:
 
 def of_views(trial: Trial) -> contextlib.AbstractContextManager[Any]:
     """GPTBigCode's is a list of slices of what each layer's c_attn made, so it keeps the queries too: as long as the
-    model's output is kept, and with checkpointing no less than without."""
-    original = GPTBigCodeModel.forward
+    model's output is kept, and with checkpointing no less than without. None where the model's configuration has no
+    cache and nobody asked for one."""
+    begin, original = GPTBigCodeModel.__init__, GPTBigCodeModel.forward
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, config, *args, **kwargs)
+        self._earlier_cache = config.use_cache or trial.use_cache == "on"  # before the installed Trainer sets it
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._earlier_cache:
+            return original(self, *args, **kwargs)
         kept: list[torch.Tensor] = []
         hooks = [
             block.attn.c_attn.register_forward_hook(lambda _module, _inputs, made: kept.append(made))
@@ -57,7 +64,10 @@ def of_views(trial: Trial) -> contextlib.AbstractContextManager[Any]:
         found.past_key_values = kept
         return found
 
-    return mock.patch.object(GPTBigCodeModel, "forward", forward)
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(GPTBigCodeModel, "__init__", init))
+    stack.enter_context(mock.patch.object(GPTBigCodeModel, "forward", forward))
+    return stack
 
 
 def nothing_checkpointed(trial: Trial) -> contextlib.AbstractContextManager[Any]:
