@@ -1,9 +1,9 @@
-"""How far real steps stay behind the roofline estimate: three efficiencies per card and precision, from measured rows.
+"""How far real steps stay behind the roofline estimate: four efficiencies per card and precision, from measured rows.
 
-A measured step is taken to be a / e_compute + b / e_memory + c / e_launch, where a, b and c are the estimate's compute,
-memory and launch seconds of the same trial. The factors 1 / e are fitted by non-negative least squares on relative
-errors (every step counts the same, long or short), and judged by leaving out one configuration at a time. Precisions
-are apart, as tensor cores and other units reach different shares of their peaks.
+A measured step is taken to be a / e_compute + b / e_attention + c / e_memory + d / e_launch, where a, b, c and d are
+the estimate's compute, attention, memory and launch seconds of the same trial. The factors 1 / e are fitted by
+non-negative least squares on relative errors (every step counts the same, long or short), and judged by leaving out one
+configuration at a time. Precisions are apart, as tensor cores and other units reach different shares of their peaks.
 
 Rows of several ranks stay out of it: how far their communication overlaps is a question of its own.
 
@@ -15,7 +15,7 @@ What comes out is an estimate still: it never enters a measured column, figure o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,9 +28,9 @@ from vramsweep.analysis.groups import ASKED
 from vramsweep.analysis.load import Table, from_frame
 from vramsweep.analysis.residuals import EXTRAS_APART, KEYS, pair
 
-PARTS = ("compute", "memory", "launch")
+PARTS = ("compute", "attention", "memory", "launch")
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)
-FEWEST = 4  # configurations: with one left out as many as there are factors
+FEWEST = 5  # configurations: with one left out as many as there are factors
 NOISE = 0.01  # standard error of a measured step that is taken for granted, relative; repeats agree to about that
 WIDE = 0.5  # a factor whose 95 % interval reaches further than this share of it counts as unknown
 
@@ -42,7 +42,7 @@ _HELD = {f"trial.{path}{key}" for key in ASKED for path in ("", "runner.")} | {"
 
 @dataclass(frozen=True)
 class Calibration:
-    """One card and precision. `factors` are 1 / efficiency of compute, memory and launch.
+    """One card and precision. `factors` are 1 / efficiency of the `PARTS`, None of one that no pair has any of.
 
     `margins` are half the widths of their 95 % intervals, `range` is the estimated step seconds of the pairs. Errors
     are relative, of configurations that were left out.
@@ -52,16 +52,16 @@ class Calibration:
     precision: str
     rows: int
     configurations: int
-    factors: tuple[float, ...]
-    margins: tuple[float, ...]
+    factors: tuple[float | None, ...]
+    margins: tuple[float | None, ...]
     range: tuple[float, float]
     median_error: float
     worst_error: float
 
     def efficiencies(self) -> list[tuple[float, float] | None]:
-        """Of compute, memory and launch, with half the width of a 95 % interval; None where these pairs do not tell."""
+        """Of the `PARTS`, with half the width of a 95 % interval; None where these pairs do not tell."""
         return [
-            (1 / factor, margin / factor**2) if factor > 0 and margin <= WIDE * factor else None
+            (1 / factor, margin / factor**2) if factor and margin is not None and margin <= WIDE * factor else None
             for factor, margin in zip(self.factors, self.margins, strict=True)
         ]
 
@@ -70,7 +70,9 @@ class Calibration:
         reasons: dict[str, list[str]] = {}
         for part, factor, efficiency in zip(PARTS, self.factors, self.efficiencies(), strict=True):
             if efficiency is None:
-                why = "at its bound of 0 seconds" if factor == 0 else "too small a part, or moves with the others"
+                why = "too small a part, or moves with the others"
+                if not factor:
+                    why = "at its bound of 0 seconds" if factor == 0 else "no row has any"
                 reasons.setdefault(why, []).append(part)
         return "; ".join(f"{', '.join(parts)} not identifiable ({why})" for why, parts in reasons.items())
 
@@ -139,7 +141,8 @@ def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFram
     beyond = pd.Series(False, index=rows.index)
     for one in calibrations:
         mine = rows["simulated_gpu"].eq(one.gpu) & rows["precision"].eq(one.precision) & rows["world_size"].eq(1)
-        step = step.mask(mine, rows[list(SECONDS)].to_numpy(float) @ np.array(one.factors))
+        fitted = _seconds(rows[list(SECONDS)].to_numpy(float), np.array(one.factors, float))
+        step = step.mask(mine, pd.Series(fitted, index=rows.index))
         beyond |= mine & ~rows["estimated_step_s"].astype(float).between(*one.range)
     step = step.where(step > 0)
     tokens = (rows["estimated_tokens_per_s"] * rows["estimated_step_s"]).astype(float)
@@ -157,7 +160,9 @@ def together(measured: Table, simulated: Table) -> tuple[Table, list[str]]:
 
 
 def _calibration(gpu: str, precision: str, mine: pd.DataFrame) -> Calibration:
-    seconds, step = mine[list(SECONDS)].to_numpy(float), mine["step_s"].to_numpy(float)
+    whole, step = mine[list(SECONDS)].to_numpy(float), mine["step_s"].to_numpy(float)
+    known = [bool(part.any()) for part in whole.T]
+    seconds = whole[:, known]
     factors = _fit(seconds, step)
     errors = []
     for left_out in range(len(step)):
@@ -169,12 +174,24 @@ def _calibration(gpu: str, precision: str, mine: pd.DataFrame) -> Calibration:
         precision=precision,
         rows=int(mine["rows"].sum()),
         configurations=len(mine),
-        factors=tuple(map(float, factors)),
-        margins=tuple(map(float, _margins(seconds, step, factors))),
+        factors=_of_parts(factors, known),
+        margins=_of_parts(_margins(seconds, step, factors), known),
         range=(float(totals.min()), float(totals.max())),
         median_error=float(np.median(errors)),
         worst_error=float(np.max(errors)),
     )
+
+
+def _of_parts(values: Array, known: Iterable[bool]) -> tuple[float | None, ...]:
+    """One of each of the `PARTS`, None of those that are not known."""
+    each = iter(values)
+    return tuple(float(next(each)) if one else None for one in known)
+
+
+def _seconds(parts: Array, factors: Array) -> Array:
+    """Seconds of a step from its parts; not a number where it has one that no factor is known of."""
+    found: Array = np.where(parts > 0, parts * factors, 0.0).sum(axis=1)
+    return found
 
 
 def _fit(seconds: Array, step: Array) -> Array:
@@ -190,7 +207,7 @@ def _margins(seconds: Array, step: Array, factors: Array) -> Array:
     """
     design = seconds / step[:, None]
     residuals = design @ factors - 1
-    freedom = len(step) - len(PARTS)
+    freedom = len(step) - len(factors)
     scatter = max(NOISE, float(np.sqrt(residuals @ residuals / freedom)))
     _, singular, directions = np.linalg.svd(design, full_matrices=False)
     singular = np.maximum(singular, singular[0] * np.finfo(float).eps)

@@ -2,8 +2,8 @@
 
 The model is harness/efficiencies.py's; what a user's own rows say of a card is calibrate.py's. Factors are fitted to
 logarithms of measured over estimated seconds, robustly (soft L1), every source counting the same however many readings
-it has, and drawn towards those of all cards together: one card's readings rarely tell four factors apart. A roofline
-cannot be beaten, so the factors of compute and memory are 1 at least.
+it has, and drawn towards those of all cards together: one card's readings rarely tell five factors apart. A roofline
+cannot be beaten, so the factors of compute, attention and memory are 1 at least.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vramsweep.harness.efficiencies import ANY, PARTS, Efficiency, kind
 Array = np.ndarray[Any, np.dtype[np.float64]]
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)
 LAUNCHES = "estimated_launches"
-START = np.array([1.5, 1.3, 1.5, 0.5, 8e-6])  # where nothing is known; the last is the host's seconds a launch
-LEAST = np.array([1.0, 1.0, 0.1, 0.01, 1e-6])
-MOST = np.array([20.0, 20.0, 20.0, 20.0, 1e-4])
+START = np.array([1.5, 2.0, 1.3, 1.5, 0.5, 8e-6])  # where nothing is known; the last is the host's seconds a launch
+LEAST = np.array([1.0, 1.0, 1.0, 0.1, 0.01, 1e-6])
+MOST = np.array([20.0, 20.0, 20.0, 20.0, 20.0, 1e-4])
 LOOSE, TIGHT = 0.02, 0.2  # how strongly all cards' factors are drawn to START, and one card's to those of all cards
 
 

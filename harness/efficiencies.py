@@ -1,8 +1,9 @@
 """How much slower than the roofline cards really are: factors learnt from published speeds, for a calibrated estimate.
 
-A step is taken to last f_compute C + f_memory M + f_launch L + f_communication X, where C, M and L are the roofline's
-compute, memory and launch seconds (roofline.py) and X those of collectives (links.py): what of X is hidden behind the
-computation makes its factor smaller than 1; and h for each launch at least, the time of the host. `efficiencies.json`
+A step is taken to last f_compute C + f_attention A + f_memory M + f_launch L + f_communication X, where C, A, M and L
+are the roofline's seconds of what the peak bounds, of fused attention, of what memory bounds and of launches
+(roofline.py) and X those of collectives (links.py): what of X is hidden behind the computation makes its factor smaller
+than 1; and h for each launch at least, the time of the host. `efficiencies.json`
 holds factors for each card and kind of arithmetic that somebody published speeds of, and for any card ("any"); it is
 written by `vramsweep errors READINGS --efficiencies` (analysis/speed.py) from reference runs, and says which sources
 they are from and how far left-out sources were off.
@@ -19,7 +20,7 @@ from functools import cache
 from importlib import resources
 
 ANY = "any"
-PARTS = ("compute", "memory", "launch", "communication")
+PARTS = ("compute", "attention", "memory", "launch", "communication")
 FILE = "efficiencies.json"
 
 

@@ -21,14 +21,15 @@ from vramsweep.harness.links import Collective
 # every card: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.
 LAUNCH_S = 4e-6
 UNKNOWN = "unknown"  # the kind of arithmetic of an operator whose FLOPs nobody can tell
+ATTENTION = "attention in "  # begins the kind of a fused attention kernel, whose seconds are a part of their own
 
 
 @dataclass(frozen=True)
 class Work:
     """What one operator asks of the card. `kind` names the arithmetic its `flops` are done in, "" where there are none.
 
-    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. `nbytes` is
-    what is read and written.
+    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. After
+    `ATTENTION` they are a fused attention kernel's. `nbytes` is what is read and written.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Estimate:
     """Seconds of a step by what bounds each kernel, and the totals they come from. They sum to `step_s`."""
 
     compute_s: float
+    attention_s: float
     memory_s: float
     launch_s: float
     flops: int
@@ -51,7 +53,7 @@ class Estimate:
     @property
     def step_s(self) -> float:
         """Seconds of the whole step: its kernels one after the other."""
-        return self.compute_s + self.memory_s + self.launch_s
+        return self.compute_s + self.attention_s + self.memory_s + self.launch_s
 
 
 Called = TypeVar("Called", Work, Collective)
@@ -71,14 +73,14 @@ def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estim
     `tf32` says that fp32 matrix products run on tensor cores, as torch.backends.cuda.matmul.allow_tf32 does.
     """
     peaks = _peaks(gpu, tf32)
-    seconds = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
+    seconds = {"compute": 0.0, "attention": 0.0, "memory": 0.0, "launch": 0.0}
     flops = nbytes = launches = 0
     for work, count in kernels:
-        peak = peaks.get(work.kind)
+        peak = peaks.get(work.kind.removeprefix(ATTENTION))
         if peak is None:
             return None
-        bounds = {
-            "compute": work.flops / peak,
+        bounds = {  # of fused attention the part is its own: such a kernel gets less of the peak than a product does
+            "attention" if work.kind.startswith(ATTENTION) else "compute": work.flops / peak,
             "memory": work.nbytes / gpu.bandwidth,
             "launch": work.launches * LAUNCH_S,
         }
@@ -87,7 +89,9 @@ def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estim
         flops += count * work.flops
         nbytes += count * work.nbytes
         launches += count * work.launches
-    return Estimate(seconds["compute"], seconds["memory"], seconds["launch"], flops, nbytes, launches)
+    return Estimate(
+        **{f"{name}_s": found for name, found in seconds.items()}, flops=flops, nbytes=nbytes, launches=launches
+    )
 
 
 def total_flops(kernels: Iterable[tuple[Work, int]]) -> int | None:

@@ -41,8 +41,8 @@ SOME = 5  # runs beside which words of the command are tried that are no trial a
 TOLD = 50  # runs that are planned from one line to the next
 UNTIMED = "no estimated times"  # how a row's note on it begins
 TRACKED = 1  # runs of a source that MemTracker is asked about
-SPEED = ("world_size", "estimated_compute_s", "estimated_memory_s", "estimated_launch_s", "estimated_communication_s",
-         "estimated_launches")  # fmt: skip
+SPEED = ("world_size", "estimated_compute_s", "estimated_attention_s", "estimated_memory_s", "estimated_launch_s",
+         "estimated_communication_s", "estimated_launches")  # fmt: skip
 MOVING = 0.01  # share of the peak that activations must be for it to count as moving with batch and length
 HELP = """\
 predict runs that others measured and published, and show how far the predictions are off

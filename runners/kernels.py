@@ -20,7 +20,7 @@ import torch
 
 from vramsweep.harness.gpus import Capability
 from vramsweep.harness.links import Collective
-from vramsweep.harness.roofline import UNKNOWN, Work
+from vramsweep.harness.roofline import ATTENTION, UNKNOWN, Work
 from vramsweep.runners.dispatch import FORMULAS
 
 # fmt: off
@@ -40,6 +40,9 @@ KINDS = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
+
+# What names of fused attention operators have in them: torch's, and flash-attn's (techniques/flash_attention.py).
+FUSED_ATTENTION = ("attention", "flash")
 
 # A multi-tensor kernel takes chunks of 65,536 elements, at most 320 of them and as many tensors as its arguments hold,
 # by the number of lists (aten/src/ATen/native/cuda/MultiTensorApply.cuh, 4 KiB of arguments; CUDA 13 takes more).
@@ -154,6 +157,8 @@ def _arithmetic(
     causal = at is not None and (args[at] if at < len(args) else kwargs.get("is_causal", False))
     if kind == "fp32" and capability >= (8, 0) and "efficient_attention" in _name(func):
         kind = "3xtf32"
+    if any(word in _name(func) for word in FUSED_ATTENTION):
+        kind = ATTENTION + kind
     return kind, flops // 2 if causal else flops
 
 

@@ -200,10 +200,11 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
         "estimated_step_s": shortest,
         "estimated_tokens_per_s": trial.tokens_per_step() / shortest,
         "estimated_compute_s": found.compute_s,
+        "estimated_attention_s": found.attention_s,
         "estimated_memory_s": found.memory_s,
         "estimated_launch_s": found.launch_s,
     }
-    parts = (found.compute_s, found.memory_s, found.launch_s, sent.seconds)
+    parts = (found.compute_s, found.attention_s, found.memory_s, found.launch_s, sent.seconds)
     known = efficiencies.found(card.name, trial.precision)
     if known is not None:
         step = known.seconds(parts, row["estimated_launches"])

@@ -34,7 +34,7 @@ from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer, generation, on
 
-FORMAT = 8  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
+FORMAT = 9  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
 KEPT_ON = (8, 0)  # the compute capability of the card whose workspaces a kept trace has, whichever card came first
 COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold

@@ -19,7 +19,7 @@ from vramsweep.analysis.load import Table, from_frame
 from vramsweep.harness.row import Row, complete
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-EFFICIENCIES = (0.62, 0.81, 0.35)
+EFFICIENCIES = (0.62, 0.4, 0.81, 0.35)
 CARD = {"simulated": "h100-80gb", "cuda": "NVIDIA H100 80GB HBM3"}
 
 
@@ -36,19 +36,20 @@ def row(device: str, length: int, batch: int, repeat: int = 0, **over: Any) -> R
     return complete(values | over)
 
 
-def parts(length: int, batch: int) -> tuple[float, float, float]:
-    """A roofline: products of the tokens and of attention, the optimizer's traffic and the activations', launches."""
+def parts(length: int, batch: int) -> tuple[float, ...]:
+    """A roofline: products of the tokens, attention, the optimizer's traffic and the activations', launches.
+
+    Each sequence moves something of its own, else moving would be products and launches together.
+    """
     tokens = length * batch
-    return 3e-6 * tokens + 2e-10 * tokens * length, 4e-3 + 1.5e-6 * tokens, 6e-3
+    return 3e-6 * tokens, 6e-10 * tokens * length, 4e-3 + 8e-3 * batch + 1.5e-6 * tokens, 6e-3
 
 
 def estimated(length: int, batch: int, **over: Any) -> Row:
-    compute, memory, launch = parts(length, batch)
-    step = compute + memory + launch
-    return row(
-        "simulated", length, batch, estimated_compute_s=compute, estimated_memory_s=memory, estimated_launch_s=launch,
-        estimated_step_s=step, estimated_tokens_per_s=length * batch / step, **over,
-    )  # fmt: skip
+    each = dict(zip(SECONDS, parts(length, batch), strict=True))
+    step = sum(each.values())
+    speed = {"estimated_step_s": step, "estimated_tokens_per_s": length * batch / step}
+    return row("simulated", length, batch, **each | speed | over)
 
 
 def measured(
@@ -121,17 +122,34 @@ def test_what_the_rows_cannot_tell_is_said() -> None:
         return [estimate, real]
 
     [found], _ = calibrate(table([r for factor in (1.0, 2.0, 3.0, 5.0, 8.0) for r in scaled(factor)]))
-    assert found.efficiencies() == [None] * 3
+    assert found.efficiencies() == [None] * len(PARTS)
     assert found.median_error < 1e-6
     assert all(part in found.remark() for part in PARTS)
 
     # launches would have to cost less than nothing, so their factor is at its bound
     free = [r for r in sweep() if r["device"] == "simulated"]
-    free += [measured(length, b, efficiencies=(0.5, 0.5, -10)) for length in LENGTHS for b in (1, 4)]
+    free += [measured(length, b, efficiencies=(0.5, 0.5, 0.5, -10)) for length in LENGTHS for b in (1, 4)]
     [found], _ = calibrate(table(free))
     assert "launch not identifiable (at its bound of 0 seconds)" in found.remark()
     assert found.as_json()["launch_efficiency"] is None
     assert found.as_json()["compute_efficiency"] == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_part_that_no_row_has_is_not_known_and_neither_are_steps_with_it() -> None:
+    eager = [one | {"estimated_attention_s": 0.0} for one in sweep() if one["device"] == "simulated"]
+    ran = {}
+    for one in eager:
+        step = sum(one[name] / e for name, e in zip(SECONDS, EFFICIENCIES, strict=True))
+        ran[one["seq_len"], one["micro_batch"]] = step
+    rows = [*eager, *(measured(*shape) | {"step_median_s": step} for shape, step in ran.items())]
+    whole = table([*rows, estimated(16_384, 1)])
+    [found], _ = calibrate(whole)
+    assert found.remark() == "attention not identifiable (no row has any)"
+    assert found.as_json()["attention_efficiency"] is None
+    assert [f for f in found.factors if f is not None] == pytest.approx([1 / e for e in EFFICIENCIES if e != 0.4])
+    fitted = calibrated(whole, [found]).set_index("trial_id")["fitted_step_s"]
+    assert fitted["simulated-4-2048-0-bf16"] == pytest.approx(ran[2048, 4])
+    assert pd.isna(fitted["simulated-1-16384-0-bf16"])
 
 
 def test_pairs_are_of_equal_settings_on_the_same_card() -> None:

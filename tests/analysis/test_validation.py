@@ -23,7 +23,8 @@ def reading(**values: Any) -> dict[str, Any]:
         "context_bytes": GIB, "context_said": True, "peak_phase": "backward", "states_bytes": 6 * GIB, "moves": True,
         "quantity": "allocated", "phase": None, "unit": "GiB", "line": 1, "reading_note": "", "measured": 10.0 * GIB,
         "measured_outcome": None, "predicted": 11.0 * GIB, "predicted_most": None, "predicted_plain": None,
-        "others": None, "gpu": "a100-80gb", "precision": "bf16", "world_size": 1, "estimated_compute_s": None,
+        "others": None, "gpu": "a100-80gb", "precision": "bf16", "world_size": 1,
+        "estimated_compute_s": None, "estimated_attention_s": None,
         "estimated_memory_s": None, "estimated_launch_s": None, "estimated_communication_s": None,
         "estimated_launches": None,
     } | values  # fmt: skip

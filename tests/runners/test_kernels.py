@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vramsweep.harness import gpus, trial
-from vramsweep.harness.roofline import Work, estimate
+from vramsweep.harness.roofline import ATTENTION, Work, estimate
 from vramsweep.runners import cuda_like, kernels, simulated, torch_loop, tracing
 from vramsweep.runners.kernels import work
 from vramsweep.runners.trace import Trace
@@ -91,7 +91,7 @@ def test_attention_is_one_kernel_and_the_causal_one_half_of_it(dtype: torch.dtyp
 
     full = run(causal=False)
     assert full.flops == 4 * batch * heads * length * length * width
-    assert (full.kind, full.launches) == (kind, 1)
+    assert (full.kind, full.launches) == (f"{ATTENTION}{kind}", 1)
     assert full.nbytes == pytest.approx(4 * batch * heads * length * width * dtype.itemsize, rel=0.03)
     assert run(causal=True).flops == full.flops // 2
 
