@@ -9,6 +9,7 @@ and `pip install --target DIR requests`, then PYTHONPATH=DIR.
 from __future__ import annotations
 
 import json
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -103,15 +104,16 @@ def held(
 
 
 def every() -> dict[str, dict[str, list[int] | None]]:
-    """By model and case; None where this version has no such model or cannot do it."""
+    """By model and case; None where this version has no such model or cannot do it, and why on standard error."""
 
-    def tried(model: str, case: dict[str, bool]) -> list[int] | None:
+    def tried(model: str, name: str) -> list[int] | None:
         try:
-            return held(model, **case)
-        except (ValueError, KeyError, AttributeError, TypeError):
+            return held(model, **CASES[name])
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            print(f"{model}, {name}: {error!r}", file=sys.stderr)
             return None
 
-    return {model: {name: tried(model, case) for name, case in CASES.items()} for model in CONFIGS}
+    return {model: {name: tried(model, name) for name in CASES} for model in CONFIGS}
 
 
 if __name__ == "__main__":
