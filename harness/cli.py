@@ -158,6 +158,12 @@ def _timeline(argv: Sequence[str]) -> int:
     return timeline.main(argv)
 
 
+def _explain(argv: Sequence[str]) -> int:
+    from vramsweep.harness import explain
+
+    return explain.main(argv)
+
+
 def _validate(argv: Sequence[str]) -> int:
     from vramsweep.harness import validate
 
@@ -173,6 +179,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "columns": _columns,
     "techniques": _techniques,
     "replay": _replay,
+    "explain": _explain,
     "timeline": _timeline,
     "validate": _validate,
 }

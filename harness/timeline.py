@@ -1,7 +1,7 @@
 """`vramsweep timeline`: what a predicted step holds from event to event, of one trial or of a sweep's rows.
 
-Traces are replayed in a process of the runners (runners/timeline_worker.py), the figure is drawn in one of the
-analysis. What comes of a sweep's trial is kept beside its traces, in `timelines/`, as long as its row is the same.
+The figure is drawn in a process of the analysis. What comes of a sweep's trial is kept beside its traces, in
+`timelines/`, as long as its row is the same.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import journal, launch
-from vramsweep.harness import trial as trials
-from vramsweep.harness.attempt import environment
+from vramsweep.harness import look
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import Row
 from vramsweep.harness.trial import SIMULATION, Trial
 
 FORMAT = 1  # of what is kept; raise it when a timeline's layout changes
 MOST = 4  # timelines of a sweep whose trials nobody named
-SECONDS = 1800.0
 _USAGE = (
     "vramsweep timeline model=NAME seq_len=N device=simulated ... | vramsweep timeline results/SWEEP [TRIAL_ID ...]"
 )
@@ -59,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         raise UserError(f"timeline of what? {_USAGE}")
     if "=" in words[0] or words[0].startswith("-"):
-        planned, _ = launch.resolve(words)
-        if not planned:
+        found = look.one("timeline", words)
+        if found is None:
             return 0
-        records, place = [of_trial(*_only(planned))], Path()
+        records, place = [of_trial(*found)], Path()
     else:
         place = Path(words[0])
         records = of_sweep(place, words[1:], trace=not arguments.kept)
@@ -79,55 +76,40 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _only(planned: Sequence[Any]) -> tuple[str, Trial]:
-    if len(planned) != 1:
-        raise UserError(f"timeline draws one trial, and these are {len(planned)}; give each setting one value")
-    if planned[0].trial is None:
-        raise UserError(planned[0].reason)
-    return planned[0].trial_id, planned[0].trial
-
-
 def of_trial(trial_id: str, trial: Trial) -> Record:
     """The timeline of a trial that is traced for it. Raises UserError."""
-    _simulated(trial)
-    with tempfile.TemporaryDirectory() as folder:
-        found = _ask([trial], Path(folder), trace=True)[0]
+    [found] = look.ask("timeline", [trial], None, trace=True)
     if found is None:
         raise UserError("the step allocates nothing, so it has no timeline")
-    return Record(trial_id, about(trial), found)
+    return Record(trial_id, look.about(trial), found)
 
 
 def of_sweep(folder: Path, ids: Sequence[str], trace: bool) -> list[Record]:
     """Timelines of a sweep's trials, or of those that `chosen` takes; a trial without a kept trace is left out, or
     traced. Raises UserError."""
-    rows = journal.terminal(journal.read(folder)[0])
-    if unknown := [one for one in ids if one not in rows]:
-        raise UserError(f"{folder} has no finished trial {unknown[0]}; `vramsweep report {folder}` lists the ids")
-    wanted = [rows[one] for one in ids] if ids else chosen(rows.values())
-    own = [(row, trials.parse(row["trial"])) for row in wanted]
-    for _, trial in own:
-        _simulated(trial)
+    own = [(row, look.trial_of("timeline", row)) for row in look.finished(folder, ids, chosen)]
     found = [_kept(folder, row) for row, _ in own]
     missing = [i for i, one in enumerate(found) if one is None]
     if missing:
-        answers = _ask([own[i][1] for i in missing], folder / "traces", trace=False)
+        answers = look.ask("timeline", [own[i][1] for i in missing], folder / "traces", trace=False)
         for i, answer in zip(missing, answers, strict=True):
             if answer is None and trace:
-                answer = _ask([own[i][1]], folder / "traces", trace=True)[0]
+                [answer] = look.ask("timeline", [own[i][1]], folder / "traces", trace=True)
             if answer is not None:
                 _keep(folder, own[i][0], answer)
             found[i] = answer
     return [
-        Record(row["trial_id"], about(trial), one)
+        Record(row["trial_id"], look.about(trial), one)
         for (row, trial), one in zip(own, found, strict=True)
         if one is not None
     ]
 
 
 def chosen(rows: Iterable[Row]) -> list[Row]:
-    """For each model and runner, the predicted row with the largest peak that fits and the one that misses by least."""
-    predicted = [row for row in rows if row.get("device") == "simulated" and isinstance(row.get("trial"), dict)]
-    found = []
+    """Of predicted rows, for each model and runner that with the largest peak that fits and the one that misses by
+    least."""
+    predicted = list(rows)
+    found: list[Row] = []
     for kind in dict.fromkeys((row.get("model"), row.get("runner")) for row in predicted):
         own = [row for row in predicted if (row.get("model"), row.get("runner")) == kind]
         fits = [row for row in own if row.get("outcome") == "ok" and row.get("peak_reserved_bytes")]
@@ -135,21 +117,6 @@ def chosen(rows: Iterable[Row]) -> list[Row]:
         found += sorted(fits, key=lambda row: -row["peak_reserved_bytes"])[:1]
         found += sorted(full, key=lambda row: row["unlimited_peak_reserved_bytes"])[:1]
     return found[:MOST]
-
-
-def about(trial: Trial) -> dict[str, Any]:
-    """What a reader of the figure wants to know of the trial."""
-    return {
-        "model": trial.model.name,
-        "seq_len": trial.seq_len,
-        "micro_batch": trial.micro_batch,
-        "precision": trial.precision,
-        "runner": trial.runner.name,
-        "sharding": trial.sharding,
-        "world_size": trial.world_size,
-        "allocator": trial.allocator.name,
-        "gpu": trial.device.gpu,
-    }
 
 
 def draw(data: Sequence[Mapping[str, Any]], out: Path) -> None:
@@ -160,41 +127,7 @@ def draw(data: Sequence[Mapping[str, Any]], out: Path) -> None:
         command = [sys.executable, "-m", "vramsweep", "draw", str(file), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise UserError(f"the figure could not be drawn: {_last(done.stderr)}")
-
-
-def _simulated(trial: Trial) -> None:
-    if trial.device.name != "simulated":
-        raise UserError(
-            "a timeline is of a predicted step: give device=simulated device.gpu=NAME; of a GPU's own recording "
-            "(record=true): vramsweep replay FILE --figure OUT.html"
-        )
-
-
-def _ask(asked: Sequence[Trial], traces: Path, trace: bool) -> list[dict[str, Any] | None]:
-    with tempfile.TemporaryDirectory() as folder:
-        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
-        values = [trial.model_dump(mode="json") for trial in asked]
-        request.write_text(json.dumps({"trials": values, "traces": str(traces.absolute()), "trace": trace}))
-        command = [sys.executable, "-m", "vramsweep.runners.timeline_worker", str(request), str(answer)]
-        try:
-            done = subprocess.run(
-                command,
-                env=environment("", "simulated", os.environ),
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise UserError(f"no timeline within {SECONDS:.0f} s; take a smaller trial") from None
-        if done.returncode != 0 or not answer.is_file():
-            raise UserError(f"the step could not be traced: {_last(done.stderr)}")
-        said = json.loads(answer.read_text())
-    if "error" in said:
-        raise UserError(said["error"])
-    timelines: list[dict[str, Any] | None] = said["timelines"]
-    return timelines
+        raise UserError(f"the figure could not be drawn: {look.last_line(done.stderr)}")
 
 
 def _place(folder: Path, row: Row) -> Path:
@@ -223,7 +156,3 @@ def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:
         aside.rename(place)
     except OSError:
         pass  # a folder that is only read; it is made again next time
-
-
-def _last(text: str) -> str:
-    return next(reversed(text.strip().splitlines()), "no reason given")

@@ -197,21 +197,7 @@ def _parts(trace: Trace, blocks: dict[int, int], moments: Sequence[int]) -> Iter
 
 
 def _peak(trace: Trace, until: int, event: int, phases: Sequence[Phase], allocated: int, rounding: int) -> Peak:
-    alive: dict[int, Mark] = {}
-    for begin, mark in _spans(trace.marks):
-        for one in trace.events[begin : min(mark.end, until)]:
-            if one > 0:
-                alive[one - 1] = mark
-            elif one < 0:
-                del alive[-one - 1]
-    largest = sorted(alive, key=lambda number: (-trace.sizes[number], number))
-
-    def held(number: int) -> Held:
-        module, operator = trace.makers[trace.origins[number]]
-        mark = alive[number]
-        return Held(trace.sizes[number], trace.categories[number], module, operator, mark.step, mark.phase)
-
-    every = [held(number) for number in largest]
+    every = holders(trace, until)
     return Peak(
         event,
         _phase(phases, event),
@@ -220,14 +206,31 @@ def _peak(trace: Trace, until: int, event: int, phases: Sequence[Phase], allocat
         sum(one.bytes for one in every[LARGEST:]),
         len(every[LARGEST:]),
         rounding,
-        _alike(every),
+        alike(every)[:LARGEST],
     )
 
 
-def _alike(every: Sequence[Held]) -> tuple[Alike, ...]:
-    """The first kinds of storages, in the order of these."""
+def holders(trace: Trace, until: int) -> list[Held]:
+    """The storages that are alive after the first `until` events, the largest first."""
+    alive: dict[int, Mark] = {}
+    for begin, mark in _spans(trace.marks):
+        for one in trace.events[begin : min(mark.end, until)]:
+            if one > 0:
+                alive[one - 1] = mark
+            elif one < 0:
+                del alive[-one - 1]
+
+    def held(number: int) -> Held:
+        module, operator = trace.makers[trace.origins[number]]
+        mark = alive[number]
+        return Held(trace.sizes[number], trace.categories[number], module, operator, mark.step, mark.phase)
+
+    return [held(number) for number in sorted(alive, key=lambda number: (-trace.sizes[number], number))]
+
+
+def alike(every: Sequence[Held]) -> tuple[Alike, ...]:
+    """The kinds of storages, layers as one, in the order of these."""
     kinds: dict[Held, list[Held]] = {}
     for one in every:
         kinds.setdefault(replace(one, module=_LAYER.sub("*", one.module)), []).append(one)
-    first = itertools.islice(kinds.items(), LARGEST)
-    return tuple(Alike(own[0] if len(set(own)) == 1 else kind, len(own)) for kind, own in first)
+    return tuple(Alike(own[0] if len(set(own)) == 1 else kind, len(own)) for kind, own in kinds.items())

@@ -17,7 +17,7 @@ from conftest import ROOT, Run, tiny
 from vramsweep.analysis import cli, figures
 from vramsweep.analysis.draw import draw
 from vramsweep.analysis.figures_timeline import PARTS, held, of_timeline
-from vramsweep.harness import timeline
+from vramsweep.harness import look, timeline
 from vramsweep.harness.errors import UserError
 
 MIB = 1 << 20
@@ -195,8 +195,6 @@ def test_the_largest_that_fits_and_the_smallest_that_does_not_are_chosen() -> No
              ("b", "torch", "ok", 3), ("b", "trainer", "oom", 4), ("c", "torch", "ok", 1))
     )  # fmt: skip
     assert [row["trial_id"] for row in found] == ["1", "3", "4", "5"]
-    measured = [row | {"device": "cuda"} for row in rows(("a", "torch", "ok", 5))]
-    assert timeline.chosen(measured) == []
 
 
 @pytest.mark.slow
@@ -216,7 +214,7 @@ def test_a_sweep_s_timelines_are_in_its_report_and_kept(
     def no_process(*_: Any, **__: Any) -> Any:
         raise AssertionError("what is kept is asked for again")
 
-    monkeypatch.setattr(timeline, "_ask", no_process)
+    monkeypatch.setattr(look, "ask", no_process)
     capsys.readouterr()
     assert timeline.main([str(folder), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -244,7 +242,7 @@ def test_one_trial_by_its_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model=tiny", "seq_len=32", "device=cpu"], "a timeline is of a predicted step"),
+        (["model=tiny", "seq_len=32", "device=cpu"], "timeline is of a predicted step"),
         (["-m", "model=tiny", "seq_len=32,64", "device=simulated"], "these are 2"),
         (["no-such-folder"], "cannot read no-such-folder"),
         ([], "timeline of what?"),

@@ -1,8 +1,8 @@
-"""A process that makes timelines: `python -m vramsweep.runners.timeline_worker REQUEST ANSWER`, both JSON files.
+"""A process that looks into traces: `python -m vramsweep.runners.look_worker REQUEST ANSWER`, both JSON files.
 
-REQUEST has `trials` (resolved), `traces` (the folder where traces are kept) and `trace`: whether a trial whose trace is
-not there is traced, at most one, as some libraries remember the first. ANSWER has `timelines`, for each trial its
-timeline or null, or `error`, one line for the user.
+REQUEST has `question` (a name of `QUESTIONS`), `trials` (resolved), `traces` (the folder where traces are kept) and
+`trace`: whether a trial whose trace is not there is traced, at most one, as some libraries remember the first. ANSWER
+has `answers`, for each trial its answer or null, or `error`, one line for the user.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,22 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import memory_limit, named
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import tracing
+from vramsweep.runners.explain import explanation
 from vramsweep.runners.timeline import timeline
 
+# Each takes a trace, a setting of the allocator and a limit in bytes, and gives a dataclass, or None of an empty trace.
+QUESTIONS: dict[str, Callable[..., Any]] = {"timeline": timeline, "explanation": explanation}
 
-def of_trial(trial: Trial, traces: Path, trace: bool) -> dict[str, Any] | None:
-    """The trial's timeline, in bytes; None where its trace is not kept and `trace` is false. Raises UserError."""
+
+def of_trial(question: str, trial: Trial, traces: Path, trace: bool) -> dict[str, Any] | None:
+    """The trial's answer, in bytes; None where its trace is not kept and `trace` is false. Raises UserError."""
     card = named(trial.device.gpu)
     if not trace and not (traces / f"{tracing.trace_key(trial, card)}.json").is_file():
         return None
     runner = importlib.import_module(registry.runner(trial.runner.name).module)
     with tempfile.TemporaryDirectory() as folder:
         traced, _ = tracing.kept(trial, card, Path(folder), runner, traces)
-    found = timeline(traced, allocator_config.parse(trial.allocator.conf), memory_limit(card))
+    found = QUESTIONS[question](traced, allocator_config.parse(trial.allocator.conf), memory_limit(card))
     return None if found is None else asdict(found)
 
 
@@ -41,7 +46,8 @@ def main(request: Path, answer: Path) -> None:
     asked = json.loads(request.read_text())
     trials = [Trial.model_validate(values) for values in asked["trials"]]
     try:
-        said = {"timelines": [of_trial(trial, Path(asked["traces"]), asked["trace"]) for trial in trials]}
+        traces, trace = Path(asked["traces"]), bool(asked["trace"])
+        said = {"answers": [of_trial(asked["question"], trial, traces, trace) for trial in trials]}
     except UserError as error:
         said = {"error": str(error)}  # type: ignore[dict-item]
     answer.write_text(json.dumps(said))

@@ -1,0 +1,224 @@
+"""`vramsweep explain`: what takes the memory of a predicted run, part by part, and why it does not fit.
+
+Not covered: how it is found (runners/explain.py), every event of a step (timeline.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vramsweep.harness import look
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import CONTEXT_BYTES, memory_limit, named
+from vramsweep.harness.timeline import chosen
+from vramsweep.harness.trial import Trial
+
+MIB = 1 << 20
+GIB = 1 << 30
+STATES = ("parameters", "buffers", "gradients", "optimizer_state")
+_USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
+HELP = """\
+what takes the memory of a predicted run: its parts in each phase, the largest storages with module and operator, and
+what lies between weights and card. Of a run that does not fit: the request for which there was no room.
+
+  vramsweep explain model=gpt2 runner=trainer seq_len=512 precision=fp32 device.gpu=l4-24gb
+  vramsweep explain results/SWEEP                      # of each model the largest that fits, the smallest that does not
+  vramsweep explain results/SWEEP TRIAL_ID --json      # bytes
+
+Words are those of `vramsweep sweep --help`; device=simulated is understood."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb; returns the exit status. Raises UserError for what the user can mend."""
+    parser = argparse.ArgumentParser(
+        prog="vramsweep explain",
+        usage=_USAGE,
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print the data, in bytes")
+    arguments, words = parser.parse_known_args(argv)
+    if not words:
+        raise UserError(f"explain what? {_USAGE}")
+    if "=" in words[0] or words[0].startswith("-"):
+        found = look.one("explain", words)
+        if found is None:
+            return 0
+        asked, traces = [found], None
+    else:
+        traces = Path(words[0]) / "traces"
+        rows = look.finished(Path(words[0]), words[1:], chosen)
+        asked = [(str(row["trial_id"]), look.trial_of("explain", row)) for row in rows]
+        if not asked:
+            raise UserError(f"{words[0]} has no predicted row; name a trial: {_USAGE}")
+    console = Console()
+    records = []
+    for trial_id, trial in asked:
+        [answer] = look.ask("explanation", [trial], traces, trace=True)
+        if answer is None:
+            raise UserError(f"{trial.label()} allocates nothing, so there is nothing to explain")
+        if arguments.json:
+            records.append(record(trial_id, trial, answer))
+        else:
+            show(trial, answer, console)
+    if arguments.json:
+        print(json.dumps(records))
+    return 0
+
+
+def record(trial_id: str, trial: Trial, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--json` prints of a trial; sizes are in bytes."""
+    limit = memory_limit(named(trial.device.gpu))
+    return {
+        "trial_id": trial_id,
+        "about": look.about(trial),
+        "memory_limit_bytes": limit,
+        "from_states_to_card": dict(to_card(answer)),
+        "explanation": answer,
+    }
+
+
+def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """What adds up from the states, which an estimate from weights alone knows, to what the card's driver shows.
+
+    `unknown` is what lies between the two.
+    """
+    peak, most = answer["peak"], answer["most"]
+    states = sum(most[name] for name in STATES)
+    yield "states", states
+    yield "states_not_there_at_the_peak", sum(peak["parts"][name] for name in STATES) - states
+    yield from ((name, size) for name, size in peak["parts"].items() if name not in STATES)
+    yield "peak_allocated", peak["allocated"]
+    yield "reserved_beyond_allocated", answer["peak_reserved"] - peak["allocated"]
+    yield "peak_reserved", answer["peak_reserved"]
+    yield "context", CONTEXT_BYTES
+    yield "device", answer["peak_reserved"] + CONTEXT_BYTES
+    yield "unknown", answer["peak_reserved"] + CONTEXT_BYTES - states
+
+
+def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
+    """Print an explanation."""
+    card = named(trial.device.gpu)
+    limit = memory_limit(card)
+    console.print(f"\n[bold]{escape(trial.label())}[/]  {card.name}, predicted; MiB")
+    refused = answer["refused"]
+    if refused is None:
+        share = answer["peak_reserved"] / limit
+        console.print(f"fits: {_mib(answer['peak_reserved'])} of {_mib(limit)} MiB reserved at most, {share:.0%}")
+    else:
+        console.print(
+            f"[red]does not fit[/]: {_where(refused)} {_mib(refused['request'])} MiB are asked for "
+            f"({_maker(refused['held'])}), {_mib(refused['allocated'])} are held and {_mib(refused['reserved'])} of "
+            f"{_mib(limit)} reserved; what follows is without the limit"
+        )
+    console.print(_phases(answer))
+    peak = answer["peak"]
+    last = max((one["step"] for one in answer["phases"] if one["step"] is not None), default=None)
+    if peak["step"] is not None and peak["step"] != last:
+        console.print(f"The run's peak, {_mib(peak['allocated'])} MiB, is earlier, {_where(peak)}.")
+    console.print(_holders(answer))
+    console.print(_steps_to_card(answer))
+
+
+def _phases(answer: Mapping[str, Any]) -> Table:
+    phases, refused, most = answer["phases"], answer["refused"], answer["most"]
+    table = Table(title="What each phase holds when it holds most", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("")
+    for one in phases:
+        table.add_column("loading" if one["step"] is None else one["phase"], justify="right")
+    table.add_column("at its own most", justify="right", style="dim")
+    if refused is not None:
+        table.add_column("when it ran out", justify="right", style="red")
+    kinds = [name for name in most if most[name]]
+    for name in kinds:
+        held = [one["parts"][name] for one in phases]
+        cells = [*map(_or_dash, held), _mib(most[name])]
+        table.add_row(name.replace("_", " "), *cells, *([] if refused is None else [_or_dash(refused["parts"][name])]))
+    table.add_section()
+    blank = [] if refused is None else [""]
+    if refused is not None:
+        table.add_row("asked for", *[""] * (len(phases) + 1), _mib(refused["request"]))
+    whole = [] if refused is None else [_mib(refused["allocated"] + refused["request"])]
+    table.add_row("= allocated", *(_mib(one["allocated"]) for one in phases), "", *whole, style="bold")
+    table.add_row("reserved", *(_mib(one["reserved"]) for one in phases), "", *blank)
+    return table
+
+
+def _holders(answer: Mapping[str, Any]) -> Table:
+    peak = answer["peak"]
+    title = f"The largest at the peak, {_where(peak)}; layers count as one"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("MiB", "share", "storages"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("part", no_wrap=True)
+    table.add_column("asked for by", overflow="fold")
+    for one in answer["largest"]:
+        held, count = one["held"], one["count"]
+        size = held["bytes"] * count
+        each = f"{count} x {_mib(held['bytes'])}" if count > 1 else ""
+        own = (held["step"], held["phase"]) == (peak["step"], peak["phase"])
+        made = "" if own else f"  [dim]{'loading' if held['step'] is None else held['phase']}[/]"
+        table.add_row(
+            _mib(size),
+            f"{size / peak['allocated']:.0%}",
+            each,
+            held["category"].replace("_", " "),
+            f"{escape(held['module'])} {escape(held['operator'])}".strip() + made,
+        )
+    if answer["rest_count"]:
+        rest = answer["rest"]
+        table.add_row(
+            _mib(rest), f"{rest / peak['allocated']:.0%}", f"{answer['rest_count']:,}", "others", "", style="dim"
+        )
+    return table
+
+
+def _steps_to_card(answer: Mapping[str, Any]) -> Table:
+    sums = dict(to_card(answer))
+    table = Table(title="From the states to the card", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("")
+    table.add_column("MiB", justify="right")
+    texts = {
+        "states": "weights, buffers, gradients and optimizer state, each at its most",
+        "states_not_there_at_the_peak": "of them not there at the peak",
+        "peak_allocated": "= peak allocated",
+        "reserved_beyond_allocated": "reserved by the allocator beyond that",
+        "peak_reserved": "= peak reserved",
+        "context": "CUDA context, an assumption",
+        "device": "= what nvidia-smi shows",
+        "unknown": "of which an estimate from the states alone does not know",
+    }
+    for name, size in sums.items():
+        if size:
+            bold = "bold" if name in ("states", "peak_allocated", "peak_reserved", "device") else None
+            table.add_row(texts.get(name, name.replace("_", " ")), _mib(size), style=bold)
+    return table
+
+
+def _where(one: Mapping[str, Any]) -> str:
+    return "while loading" if one["step"] is None else f"in the {one['phase']} phase of step {one['step']}"
+
+
+def _maker(held: Mapping[str, Any]) -> str:
+    return " by ".join(filter(None, (held["category"].replace("_", " "), escape(held["module"]), held["operator"])))
+
+
+def _mib(size: int) -> str:
+    """With a digit behind the point below ten."""
+    if 0 < size < MIB / 20:
+        return "<0.1"
+    return f"{size / MIB:,.1f}" if abs(size) < 10 * MIB else f"{size / MIB:,.0f}"
+
+
+def _or_dash(size: int) -> str:
+    return _mib(size) if size else "–"

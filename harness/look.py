@@ -1,0 +1,126 @@
+"""Questions about a predicted trial's trace, answered by a process of the runners (runners/look_worker.py).
+
+Not covered: what is asked (runners/timeline.py, explain.py), and what is shown of it (timeline.py, explain.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness import journal, launch
+from vramsweep.harness import trial as trials
+from vramsweep.harness.attempt import environment
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import Row
+from vramsweep.harness.trial import Trial
+
+SECONDS = 1800.0
+Answer = dict[str, Any]
+
+
+def one(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
+    """The one predicted trial that these words name, and its id; None where they only ask for help. Raises UserError.
+
+    device=simulated is understood where no other is named.
+    """
+    given = any(word.partition("=")[0] == "device" for word in words)
+    planned, _ = launch.resolve([*([] if given else ["device=simulated"]), *words])
+    if not planned:
+        return None
+    if len(planned) != 1:
+        raise UserError(f"{verb} takes one trial, and these are {len(planned)}; give each setting one value")
+    if planned[0].trial is None:
+        raise UserError(planned[0].reason)
+    simulated(verb, planned[0].trial)
+    return planned[0].trial_id, planned[0].trial
+
+
+def simulated(verb: str, trial: Trial) -> None:
+    """Raises UserError for a trial that is measured."""
+    if trial.device.name != "simulated":
+        raise UserError(
+            f"{verb} is of a predicted step: leave device={trial.device.name} out, device.gpu=NAME says which card; of "
+            "a GPU's own recording (record=true): vramsweep replay FILE --figure OUT.html"
+        )
+
+
+def finished(folder: Path, ids: Sequence[str], chosen: Callable[[Iterable[Row]], list[Row]]) -> list[Row]:
+    """The rows of a sweep's trials of these ids; without any, what `chosen` takes of those that are predicted.
+
+    Raises UserError.
+    """
+    rows = journal.terminal(journal.read(folder)[0])
+    if unknown := [one for one in ids if one not in rows]:
+        raise UserError(f"{folder} has no finished trial {unknown[0]}; `vramsweep report {folder}` lists the ids")
+    if ids:
+        return [rows[one] for one in ids]
+    return chosen(
+        row for row in rows.values() if row.get("device") == "simulated" and isinstance(row.get("trial"), dict)
+    )
+
+
+def trial_of(verb: str, row: Row) -> Trial:
+    """A row's trial. Raises UserError where it was not predicted."""
+    found = trials.parse(row["trial"])
+    simulated(verb, found)
+    return found
+
+
+def about(trial: Trial) -> dict[str, Any]:
+    """What a reader of an answer wants to know of the trial."""
+    return {
+        "model": trial.model.name,
+        "seq_len": trial.seq_len,
+        "micro_batch": trial.micro_batch,
+        "precision": trial.precision,
+        "runner": trial.runner.name,
+        "sharding": trial.sharding,
+        "world_size": trial.world_size,
+        "allocator": trial.allocator.name,
+        "gpu": trial.device.gpu,
+    }
+
+
+def ask(question: str, asked: Sequence[Trial], traces: Path | None, trace: bool) -> list[Answer | None]:
+    """The answers, in order; None of a trial that allocates nothing, or whose trace is not in the folder `traces` while
+    `trace` is false. Without a folder it is traced for this once. Raises UserError."""
+    with tempfile.TemporaryDirectory() as folder:
+        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
+        values = {
+            "question": question,
+            "trials": [trial.model_dump(mode="json") for trial in asked],
+            "traces": str((traces or Path(folder)).absolute()),
+            "trace": trace,
+        }
+        request.write_text(json.dumps(values))
+        command = [sys.executable, "-m", "vramsweep.runners.look_worker", str(request), str(answer)]
+        try:
+            done = subprocess.run(
+                command,
+                env=environment("", "simulated", os.environ),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"no answer within {SECONDS:.0f} s; take a smaller trial") from None
+        if done.returncode != 0 or not answer.is_file():
+            raise UserError(f"the step could not be traced: {last_line(done.stderr)}")
+        said = json.loads(answer.read_text())
+    if "error" in said:
+        raise UserError(said["error"])
+    answers: list[Answer | None] = said["answers"]
+    return answers
+
+
+def last_line(text: str) -> str:
+    """What a process said last."""
+    return next(reversed(text.strip().splitlines()), "no reason given")

@@ -1,0 +1,138 @@
+"""`explain`: what is said of an explanation, its sums, and of mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, tiny
+from rich.console import Console
+
+from vramsweep.harness import explain, trial
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import CONTEXT_BYTES
+
+MIB = 1 << 20
+
+
+def parts(**mib: float) -> dict[str, int]:
+    names = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "communication", "temporaries",
+             "workspaces", "rounding")  # fmt: skip
+    return {name: int(mib.get(name, 0) * MIB) for name in names}
+
+
+def moment(step: int | None, phase: str, **mib: float) -> dict[str, Any]:
+    held = parts(**mib)
+    return {"step": step, "phase": phase, "allocated": sum(held.values()), "reserved": sum(held.values()) + 64 * MIB,
+            "parts": held}  # fmt: skip
+
+
+def held(size: int, module: str, operator: str) -> dict[str, Any]:
+    return {"bytes": size, "category": "activations", "module": module, "operator": operator, "step": 2,
+            "phase": "forward"}  # fmt: skip
+
+
+def answer(**over: Any) -> dict[str, Any]:
+    backward = moment(2, "backward", parameters=400, optimizer_state=800, activations=3000, temporaries=0.01)
+    made = {
+        "phases": [moment(None, "load", parameters=400), moment(2, "forward", parameters=400, optimizer_state=800,
+                   activations=2500), backward],
+        "peak": backward,
+        "peak_reserved": backward["reserved"],
+        "most": parts(parameters=400, gradients=400, optimizer_state=800, activations=3000, temporaries=7),
+        "largest": [{"held": held(125 * MIB, "model.layers.*.mlp", "aten.mm"), "count": 24}],
+        "rest": 0,
+        "rest_count": 0,
+        "refused": None,
+    }  # fmt: skip
+    return made | over
+
+
+def said(found: dict[str, Any], width: int = 100) -> str:
+    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "t4-16gb"}))
+    out = StringIO()
+    explain.show(chosen, found, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_from_the_states_to_the_card_it_adds_up() -> None:
+    found = dict(explain.to_card(answer()))
+    states = 1600 * MIB
+    assert found["states"] == states
+    assert found["states_not_there_at_the_peak"] == -400 * MIB  # gradients
+    upto = list(found).index("peak_allocated")
+    assert sum(list(found.values())[:upto]) == found["peak_allocated"] == answer()["peak"]["allocated"]
+    assert found["peak_allocated"] + found["reserved_beyond_allocated"] == found["peak_reserved"]
+    assert found["device"] == found["peak_reserved"] + CONTEXT_BYTES == found["unknown"] + states
+
+
+def test_what_is_printed_of_a_run_that_fits() -> None:
+    text = said(answer())
+    assert "fits: 4,264 of 14,212 MiB reserved at most, 30%" in text
+    assert "24 x 125" in text and "model.layers.*.mlp aten.mm" in text
+    assert "<0.1" in text  # ten kilobytes are not nothing
+    assert "communication" not in text  # nothing of it anywhere
+    assert "does not fit" not in text and "ran out" not in text
+    assert "is earlier" not in text
+
+
+def test_a_peak_of_an_earlier_step_is_pointed_out() -> None:
+    first = moment(0, "optimizer", parameters=400, temporaries=5000)
+    text = said(answer(peak=first, peak_reserved=first["reserved"]))
+    assert "The run's peak, 5,400 MiB, is earlier, in the optimizer phase of step 0." in text
+
+
+def test_what_is_printed_where_memory_ran_out() -> None:
+    live = parts(parameters=400, activations=9000)
+    request = held(5000 * MIB, "lm_head", "aten.mm")
+    refused = {"step": 0, "phase": "forward", "request": 5000 * MIB, "allocated": 9400 * MIB, "reserved": 9500 * MIB,
+               "limit": 14212 * MIB, "parts": live, "held": request}  # fmt: skip
+    text = " ".join(said(answer(refused=refused)).split())
+    assert "does not fit: in the forward phase of step 0 5,000 MiB are asked for (activations by lm_head by" in text
+    assert "9,400 are held and 9,500 of 14,212 reserved" in text
+    assert "when it ran out" in text
+    assert "14,400" in text  # what was held and what was asked for
+
+
+def test_names_are_no_markup() -> None:
+    odd = {"held": held(MIB, "model[red]", "aten.[bold]mm"), "count": 1}
+    assert "model[red] aten.[bold]mm" in said(answer(largest=[odd]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "explain what?"),
+        (["model=tiny", "seq_len=32", "device=cpu"], "explain is of a predicted step: leave device=cpu out"),
+        (["-m", "model=tiny", "seq_len=32,64"], "explain takes one trial, and these are 2"),
+        (["no-such-folder"], "cannot read no-such-folder"),
+    ],
+)
+def test_mistakes_are_explained(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        explain.main(words)
+
+
+def test_a_folder_without_predictions_has_nothing_to_explain(tmp_path: Path) -> None:
+    row = {"trial_id": "a", "terminal": True, "device": "cuda", "outcome": "ok", "model": "m", "runner": "torch",
+           "peak_reserved_bytes": 5, "trial": {}}  # fmt: skip
+    (tmp_path / "journal.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match="has no predicted row; name a trial"):
+        explain.main([str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_one_trial_by_its_settings() -> None:
+    command = [sys.executable, "-m", "vramsweep", "explain", "model=tiny", "seq_len=32", "device.gpu=t4-16gb"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)
+    assert found["about"]["gpu"] == "t4-16gb"
+    card = found["from_states_to_card"]
+    assert card["peak_reserved"] == found["explanation"]["peak_reserved"] < found["memory_limit_bytes"]
+    assert card["states"] > 0 and card["device"] == card["states"] + card["unknown"]
