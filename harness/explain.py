@@ -117,8 +117,8 @@ def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
         console.print(f"fits: {_mib(answer['peak_reserved'])} of {_mib(limit)} MiB reserved at most, {share:.0%}")
     else:
         console.print(
-            f"[red]does not fit[/]: {_where(refused)} {_mib(refused['request'])} MiB are asked for "
-            f"({_maker(refused['held'])}), {_mib(refused['allocated'])} are held and {_mib(refused['reserved'])} of "
+            f"[red]does not fit[/]: {_where(answer['asked'])} {_mib(refused['request'])} MiB are asked for "
+            f"({_maker(answer['asked'])}), {_mib(refused['allocated'])} are held and {_mib(refused['reserved'])} of "
             f"{_mib(limit)} reserved; what follows is without the limit"
         )
     console.print(_phases(answer))
@@ -138,7 +138,7 @@ def _phases(answer: Mapping[str, Any]) -> Table:
         table.add_column("loading" if one["step"] is None else one["phase"], justify="right")
     table.add_column("at its own most", justify="right", style="dim")
     if refused is not None:
-        table.add_column("when it ran out", justify="right", style="red")
+        table.add_column("asked for when it ran out", justify="right", style="red")
     kinds = [name for name in most if most[name]]
     for name in kinds:
         held = [one["parts"][name] for one in phases]
@@ -146,8 +146,6 @@ def _phases(answer: Mapping[str, Any]) -> Table:
         table.add_row(name.replace("_", " "), *cells, *([] if refused is None else [_or_dash(refused["parts"][name])]))
     table.add_section()
     blank = [] if refused is None else [""]
-    if refused is not None:
-        table.add_row("asked for", *[""] * (len(phases) + 1), _mib(refused["request"]))
     whole = [] if refused is None else [_mib(refused["allocated"] + refused["request"])]
     table.add_row("= allocated", *(_mib(one["allocated"]) for one in phases), "", *whole, style="bold")
     table.add_row("reserved", *(_mib(one["reserved"]) for one in phases), "", *blank)

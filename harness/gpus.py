@@ -471,6 +471,12 @@ def smallest(memory_gib: float) -> Gpu | None:
     return min([gpu for gpu in cards if gpu.reported_mib is not None] or cards, key=memory_limit, default=None)
 
 
+def enough(nbytes: int) -> Gpu | None:
+    """Of the cards whose allocator can have as many bytes the one with the least, the oldest first; None: there is
+    none."""
+    return min((gpu for gpu in reversed(GPUS) if memory_limit(gpu) >= nbytes), key=memory_limit, default=None)
+
+
 def card_table() -> str:
     """The cards as a Markdown table for the documentation."""
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
-from vramsweep.runners.predict import replay
-from vramsweep.runners.timeline import LARGEST, STEP, Alike, Held, alike, holders
+from vramsweep.runners.predict import Refused, replay
+from vramsweep.runners.timeline import LARGEST, STEP, Alike, Held, alike, held, holders
 from vramsweep.runners.trace import CATEGORIES, Mark, Trace
 
 ROUNDING = "rounding"
@@ -35,29 +35,12 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """The request for which there is no room: `request` + `allocated`, which `parts` sum to, is what was to be held.
-
-    The allocator had `reserved` of `limit` then; `held` says what the request was for.
-    """
-
-    step: int | None
-    phase: str
-    request: int
-    allocated: int
-    reserved: int
-    limit: int
-    parts: Parts
-    held: Held
-
-
-@dataclass(frozen=True)
 class Explanation:
     """The phases of loading and of the last step, and `peak`, that of the run, which may be of an earlier step.
 
     `most` is the most that each part holds at any moment of the run, whenever that is; `largest` are the storages that
     hold most of the peak, layers as one, `rest` bytes are in `rest_count` others. Where memory runs out, `refused` says
-    how; all else goes on without the limit.
+    how, and `asked` what the request was for; all else goes on without the limit.
     """
 
     phases: tuple[Moment, ...]
@@ -68,6 +51,7 @@ class Explanation:
     rest: int
     rest_count: int
     refused: Refused | None
+    asked: Held | None
 
 
 def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Explanation | None:
@@ -75,12 +59,7 @@ def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Exp
 
     Raises UserError for settings that cannot be simulated.
     """
-    refused = None
-    if limit is not None:
-        watch = _Watch(trace)
-        limited = replay(trace, config, limit, look=watch.look)
-        if limited.failed is not None:
-            refused = _refused(trace, watch, limited.final.reserved, limited.failed, limit)
+    refused = None if limit is None else replay(trace, config, limit).refused
     watch = _Watch(trace)
     whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=watch.look)
     if not whole.phases or not watch.moments:
@@ -101,6 +80,7 @@ def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Exp
         rest=sum(kind.held.bytes * kind.count for kind in rest),
         rest_count=sum(kind.count for kind in rest),
         refused=refused,
+        asked=None if refused is None else held(trace, refused.storage, refused.mark),
     )
 
 
@@ -112,7 +92,7 @@ class _Watch:
         self.held = dict.fromkeys((*CATEGORIES, ROUNDING), 0)
         self.most = self.held.copy()
         self.moments: dict[int, Moment] = {}  # by the number of the mark
-        self.done = self.allocated = 0
+        self.allocated = 0
         self._mark = 0
 
     def look(self, index: int, simulator: Simulator) -> None:
@@ -127,7 +107,6 @@ class _Watch:
             self.held[self.trace.categories[number]] += sign * self.trace.sizes[number]
         self.allocated = simulator.allocated
         self.held[ROUNDING] += self.allocated - sum(self.held.values())
-        self.done = index + 1
         for name, size in self.held.items():
             if size > self.most[name]:
                 self.most[name] = size
@@ -143,15 +122,6 @@ class _Watch:
     def _take(self, event: int) -> None:
         mark = self.trace.marks[self._mark]
         self.moments[self._mark] = Moment(mark.step, mark.phase, self.allocated, 0, self.held.copy(), event)
-
-
-def _refused(trace: Trace, watch: _Watch, reserved: int, failed: Mark, limit: int) -> Refused:
-    number = trace.events[watch.done] - 1
-    module, operator = trace.makers[trace.origins[number]]
-    held = Held(trace.sizes[number], trace.categories[number], module, operator, failed.step, failed.phase)
-    return Refused(
-        failed.step, failed.phase, trace.sizes[number], watch.allocated, reserved, limit, watch.held.copy(), held
-    )
 
 
 def _merged(moments: Sequence[Moment]) -> Iterator[Moment]:

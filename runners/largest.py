@@ -187,7 +187,7 @@ def _tried(trace: Trace, config: AllocatorConfig, known: Need, free: int) -> Nee
     if not known.least <= free < known.enough:
         return known
     replayed = replay(trace, config, free)
-    if replayed.failed is not None:
+    if replayed.refused is not None:
         return replace(known, least=free + 1)
     # with room to spare it reserves the same; a setting that collects garbage reserves as the limit has it
     spare = replayed.final.num_alloc_retries == 0 and config.garbage_collection_threshold is None

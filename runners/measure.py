@@ -341,6 +341,7 @@ class Meter:
             *[recorded] * trial.record,
         )
         self.index = 0
+        self._training = False
         self.row: Columns | None = None  # once it is published
         self._to_publish = publish
         self._load: Peaks = {}
@@ -355,6 +356,7 @@ class Meter:
         self._describe = describe
         if skipped is not None:
             self.measured.skipped = skipped
+        self._training = True
         self._record({"event": "train"})
 
     def step_begin(self) -> None:
@@ -364,6 +366,11 @@ class Meter:
         self._record({"step": self.index, "at_s": time.perf_counter()})
         self.plan[self.index].leave(loss)
         self.index += 1
+
+    def stopped(self, phase: str) -> None:
+        """Note the phase of the step in which training ended, if it had begun."""
+        if self._training:
+            self._record({"phase": phase, "at_step": self.index})
 
     def seen(self) -> Columns:
         """What tells of the device and of others on it, at any moment: also where memory ran out."""

@@ -22,20 +22,35 @@ Look = Callable[[int, Simulator], None]
 
 
 @dataclass(frozen=True)
+class Refused:
+    """The request for which there is no room: the phase's mark, the storage's number, bytes asked for, allocated and
+    reserved.
+
+    `parts` are what was to be held, by category as in Prediction.breakdown: they sum to `allocated` + `request`.
+    """
+
+    mark: Mark
+    storage: int
+    request: int
+    allocated: int
+    reserved: int
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Peaks of each phase in order, of the whole run, what the peak allocated was made of, and where memory ran out.
 
     `breakdown` sums to `peak["allocated"]`: what was asked for, by category, and under "rounding" what the allocator
     made of it (multiples of 512, and blocks whose rest was too small to split off). `phases` ends with the phase in
-    which memory ran out, if it did; `failed` is that phase's mark.
+    which memory ran out, if it did, as `refused` says.
     """
 
     phases: tuple[tuple[Mark, Peaks], ...]
     peak: Peaks
     breakdown: dict[str, int]
     final: Stats
-    failed: Mark | None
-    failed_request: int | None
+    refused: Refused | None
 
 
 @dataclass(frozen=True)
@@ -71,27 +86,30 @@ def replay(
     phases: list[tuple[Mark, Peaks]] = []
     peak = dict.fromkeys(COUNTERS, 0)
     busiest = 0  # the storage whose request led to the peak allocated, from 1
-    failed_request = None
+    refused = None
     done = 0
     for mark, operations in order.phases:
         _restart_peaks(simulator)
-        highest, failed_request = _run(simulator, operations, trace, peak["allocated"], look, done)
+        highest, asked = _run(simulator, operations, trace, peak["allocated"], look, done)
         busiest = highest or busiest
         done += len(operations)
         peaks = {c: getattr(simulator, f"peak_{c}") for c in COUNTERS}
         peak = {c: max(peak[c], peaks[c]) for c in COUNTERS}
         phases.append((mark, peaks))
-        if failed_request is not None:
+        if asked:
+            request, allocated = trace.sizes[asked - 1], simulator.allocated
+            parts = _breakdown(trace, order, asked, allocated + request)
+            refused = Refused(mark, asked - 1, request, allocated, simulator.reserved, parts)
             break
     breakdown = _breakdown(trace, order, busiest, peak["allocated"])
-    failed = phases[-1][0] if phases and failed_request is not None else None
-    return Prediction(tuple(phases), peak, breakdown, simulator.stats(), failed, failed_request if failed else None)
+    return Prediction(tuple(phases), peak, breakdown, simulator.stats(), refused)
 
 
 def _run(
     simulator: Simulator, operations: Sequence[int], trace: Trace, highest: int, look: Look | None, first: int
-) -> tuple[int, int | None]:
-    """Replay a phase: the storage (from 1) that took allocated highest above `highest`, and the request that failed."""
+) -> tuple[int, int]:
+    """Replay a phase: the storage that took allocated highest above `highest`, and the one for which there was no room;
+    both from 1, 0 where there is none."""
     sizes, streams, storages = trace.sizes, trace.streams, len(trace.streams)
     malloc, free = simulator.malloc, simulator.free
     found = operation = 0
@@ -114,8 +132,8 @@ def _run(
             if look is not None:
                 look(number, simulator)
     except OutOfMemory:
-        return found, sizes[operation - 1]
-    return found, None
+        return found, operation
+    return found, 0
 
 
 def host_replay(storages: HostStorages, config: AllocatorConfig, workers: int = 0) -> HostPrediction:

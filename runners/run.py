@@ -14,7 +14,7 @@ from vramsweep.harness import machine, registry, variables
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, result, simulated, techniques
+from vramsweep.runners import build, ran_out, result, simulated, techniques
 from vramsweep.runners.measure import Meter
 from vramsweep.runners.over_ranks import Columns, over_ranks
 
@@ -65,7 +65,10 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
             torch.distributed.barrier()  # a rank that is gone takes along what collectives of others still wait for
     except Exception as error:
         if meter.row is None:
-            error.columns = about | meter.seen()  # type: ignore[attr-defined] # others may be why memory ran out
+            full = ran_out.columns(error)
+            if full:
+                meter.stopped(ran_out.phase(error))
+            error.columns = about | meter.seen() | full  # type: ignore[attr-defined] # others may be why memory ran out
             raise
         text = meter.failed(error)
         if trial.world_size > 1:

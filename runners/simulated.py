@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness import efficiencies, links, machine, node, registry
+from vramsweep.harness import efficiencies, gpus, links, machine, node, registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.differences import DIFFERENCES
@@ -23,7 +23,8 @@ from vramsweep.harness.roofline import estimate, merged, total_flops
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import tracing
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
-from vramsweep.runners.predict import HostPrediction, Peaks, Prediction, host_replay, replay
+from vramsweep.runners.predict import HostPrediction, Peaks, Prediction, Refused, host_replay, replay
+from vramsweep.runners.timeline import Held, held
 from vramsweep.runners.trace import Mark, Trace
 
 GIB = 1 << 30
@@ -77,7 +78,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     predicted = replay(trace, config, limit)
     host = host_replay(trace.host, config, node.loader_workers(trial) * node.LOADER_WORKER)
     full = host_full(trial, host)
-    if full is not None and predicted.failed is not None and full >= len(predicted.phases):
+    if full is not None and predicted.refused is not None and full >= len(predicted.phases):
         full = None  # the card is full before
     phases = predicted.phases if full is None else predicted.phases[: full + 1]
     about = {
@@ -94,10 +95,12 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     if full is not None:
         text = _host_refused(trial, host, host.phases[full][0], about)
         return Predicted(about, phases, SimulatedHostOutOfMemoryError(text, about))
-    if predicted.failed is not None:
+    if predicted.refused is not None:
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
-        about |= {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
-        return Predicted(about, phases, SimulatedOutOfMemoryError(_refused(predicted, card, whole), about))
+        about |= oom_columns(predicted.refused) | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
+        asked = held(trace, predicted.refused.storage, predicted.refused.mark)
+        text = _refused(predicted.refused, asked, card, whole)
+        return Predicted(about, phases, SimulatedOutOfMemoryError(text, about))
     estimated, untimed = speed(trial, trace, card)
     found = columns(predicted) | lagging(trace, config, limit) | estimated | details | about
     notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
@@ -244,14 +247,29 @@ def unheeded(trial: Trial, applied: Sequence[str]) -> Iterator[str]:
             yield f"versions.{package}={version} changes nothing: no known difference from the installed code applies"
 
 
-def _refused(predicted: Prediction, card: Gpu, without_limit: Prediction) -> str:
-    assert predicted.failed is not None and predicted.failed_request is not None
-    step, phase = predicted.failed.step, predicted.failed.phase
-    where = "while loading" if step is None else f"in the {phase} phase of step {step}"
+def oom_columns(refused: Refused) -> dict[str, Any]:
+    """The row's columns on the request for which there is no room."""
+    return {
+        "oom_request_bytes": refused.request,
+        "oom_allocated_bytes": refused.allocated,
+        "oom_reserved_bytes": refused.reserved,
+        "oom_parts_bytes": refused.parts,
+    }
+
+
+def _refused(refused: Refused, asked: Held, card: Gpu, without_limit: Prediction) -> str:
+    where = "while loading" if asked.step is None else f"in the {asked.phase} phase of step {asked.step}"
+    who = " ".join(filter(None, (asked.module, asked.operator)))
+    beside = refused.parts | {asked.category: refused.parts[asked.category] - refused.request}
+    largest = sorted(filter(beside.get, beside), key=lambda name: -beside[name])[:3]
+    parts = ", ".join(f"{name.replace('_', ' ')} {beside[name] / MIB:,.0f}" for name in largest)
+    need = without_limit.peak["reserved"]
+    enough = gpus.enough(need)
     return (
         f"{card.name} ({memory_limit(card) / GIB:.2f} GiB without the CUDA context) is too small: a request of "
-        f"{predicted.failed_request / MIB:,.1f} MiB fails {where}; without a limit the run would reserve "
-        f"{without_limit.peak['reserved'] / GIB:,.2f} GiB"
+        f"{refused.request / MIB:,.1f} MiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
+        f"{refused.allocated / MIB:,.0f} MiB ({parts}); without a limit the run would reserve {need / GIB:,.2f} GiB"
+        f"{', which ' + enough.name + ' has' if enough else ', more than any listed card has'}"
     )
 
 

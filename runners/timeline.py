@@ -127,7 +127,7 @@ def timeline(trace: Trace, config: AllocatorConfig, limit: int | None) -> Timeli
     limited = replay(trace, config, limit, look=look)
     if not limited.phases:
         return None
-    failed = reached if limited.failed is not None else None  # the index of the event
+    failed = reached if limited.refused is not None else None  # the index of the event
     if failed is not None:
         del states[1:]
         replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=look)
@@ -142,9 +142,8 @@ def timeline(trace: Trace, config: AllocatorConfig, limit: int | None) -> Timeli
     parts = list(_parts(trace, blocks, [first + moment for moment in moments]))
     peak = max(range(len(shown)), key=lambda i: shown[i][0])
     failure = None
-    if failed is not None:
-        request = limited.failed_request or 0
-        failure = Failure(failed + 1 - first, _phase(phases, failed + 1 - first), request)
+    if failed is not None and limited.refused is not None:
+        failure = Failure(failed + 1 - first, _phase(phases, failed + 1 - first), limited.refused.request)
     return Timeline(
         step=step,
         events=last - first,
@@ -220,12 +219,14 @@ def holders(trace: Trace, until: int) -> list[Held]:
             elif one < 0:
                 del alive[-one - 1]
 
-    def held(number: int) -> Held:
-        module, operator = trace.makers[trace.origins[number]]
-        mark = alive[number]
-        return Held(trace.sizes[number], trace.categories[number], module, operator, mark.step, mark.phase)
+    largest = sorted(alive, key=lambda number: (-trace.sizes[number], number))
+    return [held(trace, number, alive[number]) for number in largest]
 
-    return [held(number) for number in sorted(alive, key=lambda number: (-trace.sizes[number], number))]
+
+def held(trace: Trace, number: int, mark: Mark) -> Held:
+    """What there is to say of a storage that was asked for in this phase."""
+    module, operator = trace.makers[trace.origins[number]]
+    return Held(trace.sizes[number], trace.categories[number], module, operator, mark.step, mark.phase)
 
 
 def alike(every: Sequence[Held]) -> tuple[Alike, ...]:

@@ -49,6 +49,7 @@ def answer(**over: Any) -> dict[str, Any]:
         "rest": 0,
         "rest_count": 0,
         "refused": None,
+        "asked": None,
     }  # fmt: skip
     return made | over
 
@@ -88,14 +89,14 @@ def test_a_peak_of_an_earlier_step_is_pointed_out() -> None:
 
 
 def test_what_is_printed_where_memory_ran_out() -> None:
-    live = parts(parameters=400, activations=9000)
     request = held(5000 * MIB, "lm_head", "aten.mm")
-    refused = {"step": 0, "phase": "forward", "request": 5000 * MIB, "allocated": 9400 * MIB, "reserved": 9500 * MIB,
-               "limit": 14212 * MIB, "parts": live, "held": request}  # fmt: skip
-    text = " ".join(said(answer(refused=refused)).split())
-    assert "does not fit: in the forward phase of step 0 5,000 MiB are asked for (activations by lm_head by" in text
+    refused = {"mark": {"step": 2, "phase": "forward", "end": 9}, "storage": 7, "request": 5000 * MIB,
+               "allocated": 9400 * MIB, "reserved": 9500 * MIB,
+               "parts": parts(parameters=400, activations=14000)}  # fmt: skip
+    text = " ".join(said(answer(refused=refused, asked=request), width=120).split())
+    assert "does not fit: in the forward phase of step 2 5,000 MiB are asked for (activations by lm_head by" in text
     assert "9,400 are held and 9,500 of 14,212 reserved" in text
-    assert "when it ran out" in text
+    assert "asked for when it ran out" in text
     assert "14,400" in text  # what was held and what was asked for
 
 

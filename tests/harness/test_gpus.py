@@ -145,5 +145,15 @@ def test_a_size_stands_for_the_smallest_card_that_has_it() -> None:
     assert gpus.smallest(23) is None
 
 
+def test_the_least_card_that_has_room() -> None:
+    names = [getattr(gpus.enough(gib << 30), "name", None) for gib in (12, 20, 60, 150, 500)]
+    assert names[0] in ("t4-16gb", "v100-16gb", "v100-pcie-16gb", "rtx5080-16gb", "rtx4080-16gb", "a4000-16gb")
+    for gib, name in zip((12, 20, 60, 150), names, strict=False):
+        limit = gpus.memory_limit(gpus.named(name))
+        assert limit >= gib << 30
+        assert all(not gib << 30 <= gpus.memory_limit(one) < limit for one in gpus.GPUS)
+    assert names[-1] is None
+
+
 def test_the_documentation_has_the_table() -> None:
     assert gpus.card_table() in DOCS.read_text(), "docs/simulated.md is out of step: paste the output of card_table()"

@@ -99,22 +99,25 @@ def test_what_was_asked_for_and_what_was_held_sum(tmp_path: Path) -> None:
     trace = traced(tmp_path, seq_len=512)
     whole = of(trace)
     limit = whole.peak_reserved - (1 << 20)
-    found, row = of(trace, limit=limit), replay(trace, AllocatorConfig(), limit)
-    refused = found.refused
-    assert row.failed is not None and refused is not None
-    assert (refused.step, refused.phase, refused.request) == (row.failed.step, row.failed.phase, row.failed_request)
-    assert sum(refused.parts.values()) == refused.allocated == row.final.allocated
-    assert refused.reserved == row.final.reserved <= refused.limit == limit
+    found = of(trace, limit=limit)
+    refused, asked = found.refused, found.asked
+    assert refused is not None and asked is not None
+    first = next(i for i, event in enumerate(trace.events) if event == refused.storage + 1)
+    live = next(set(now) for i, now in enumerate(alive(trace)) if i == first)  # the request's own storage included
+    assert trace.sizes[refused.storage] == refused.request == asked.bytes and asked.operator
+    for name in CATEGORIES:
+        assert refused.parts[name] == sum(trace.sizes[n] for n in live if trace.categories[n] == name)
+    assert sum(refused.parts.values()) == refused.allocated + refused.request
+    assert refused.allocated <= refused.reserved <= limit
     assert refused.reserved + refused.request > limit - (20 << 20)  # nothing of that size was free in between
-    assert refused.held.bytes == refused.request and refused.held.operator
-    assert replace(found, refused=None) == whole
+    assert replace(found, refused=None, asked=None) == whole
 
 
 def test_a_card_that_has_no_room_for_the_model_says_so_of_loading(tmp_path: Path) -> None:
-    refused = of(traced(tmp_path), limit=1 << 20).refused
-    assert refused is not None
-    assert (refused.step, refused.phase, refused.held.category) == (None, "load", "parameters")
-    assert refused.held.module.endswith("weight")
+    asked = of(traced(tmp_path), limit=1 << 20).asked
+    assert asked is not None
+    assert (asked.step, asked.phase, asked.category) == (None, "load", "parameters")
+    assert asked.module.endswith("weight")
 
 
 def test_a_step_whose_backward_pass_is_not_seen_is_one_phase(tmp_path: Path) -> None:

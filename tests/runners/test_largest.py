@@ -69,8 +69,8 @@ def test_the_room_that_a_trace_needs(tmp_path: Path, conf: str) -> None:
     assert found.floor == largest.requested(traced) == unlimited["requested"]
     assert found.floor <= found.least <= found.enough <= unlimited["reserved"] and found.close
     assert found.enough - found.least <= 0.01 * found.enough
-    assert replay(traced, config, int(found.enough)).failed is None
-    assert replay(traced, config, int(found.least) - 1).failed is not None
+    assert replay(traced, config, int(found.enough)).refused is None
+    assert replay(traced, config, int(found.least) - 1).refused is not None
     beyond = largest.need(traced, chosen, (), [int(0.9 * found.least)])  # a card that is too small: how much it lacks
     assert beyond.least <= found.enough and found.least <= beyond.enough < math.inf
     assert beyond.close and beyond.enough - beyond.least <= 0.01 * beyond.enough

@@ -13,7 +13,7 @@ from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator import recording, restore
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.replay import replay_as_recorded
-from vramsweep.runners import custom, predict, simulated, tracing
+from vramsweep.runners import custom, predict, simulated, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.trace import CATEGORIES
 
@@ -58,7 +58,29 @@ def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> Non
     assert "cannot be simulated" in rows[2]["reason"]
     assert "a100-80gb" in rows[3]["reason"]
     assert "t4-16gb (13.88 GiB without the CUDA context) is too small" in rows[4]["reason"]
+    assert sum(rows[4]["oom_parts_bytes"].values()) == rows[4]["oom_request_bytes"] + rows[4]["oom_allocated_bytes"]
+    assert all(row["oom_parts_bytes"] is row["oom_request_bytes"] is None for row in rows[:4])
     assert rows[4]["phase"] == "step 0, forward"
+
+
+def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path: Path) -> None:
+    chosen = trial.parse(tiny(device=DEVICE, seq_len=512))
+    trace, details = tracing.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, torch_loop)
+    whole = simulated.predict(chosen, trace, details).columns["peak_reserved_bytes"]
+    made = [trace.makers[origin] for origin in trace.origins]
+    layers = max(n for n, c in enumerate(trace.categories[:-1]) if c == "activations" and "layers.1" in made[n][0])
+    trace.sizes[layers] = 100 << 30  # one storage that no A100 has room for
+    predicted = simulated.predict(chosen, trace, details)
+    row = predicted.columns
+    assert row["oom_request_bytes"] == 100 << 30
+    assert sum(row["oom_parts_bytes"].values()) == row["oom_request_bytes"] + row["oom_allocated_bytes"]
+    assert row["oom_allocated_bytes"] <= row["oom_reserved_bytes"] <= whole
+    reason, who = str(predicted.error), " ".join(made[layers])
+    assert f"a request of 102,400.0 MiB fails in the forward phase of step 2 (activations, {who})" in reason
+    assert "beside " in reason and "parameters " in reason
+    assert "GiB, which gh200-144gb has" in reason or "GiB, which h200" in reason
+    trace.sizes[layers] = 1000 << 30
+    assert "more than any listed card has" in str(simulated.predict(chosen, trace, details).error)
 
 
 @pytest.mark.slow

@@ -86,14 +86,13 @@ def test_where_memory_runs_out_the_rest_goes_on_without_the_limit(tmp_path: Path
     whole = of(trace)
     limit = whole.peak_reserved - (1 << 20)
     found, row = of(trace, limit=limit), replay(trace, AllocatorConfig(), limit)
-    assert row.failed is not None and found.failure is not None
-    assert (found.step, found.failure.phase) == (row.failed.step, row.failed.phase)
-    assert found.failure.request == row.failed_request
-    begin = max(
-        (mark.end for mark in trace.marks if (-1 if mark.step is None else mark.step) < row.failed.step), default=0
-    )
+    assert row.refused is not None and found.failure is not None
+    failed = row.refused.mark
+    assert (found.step, found.failure.phase) == (failed.step, failed.phase)
+    assert found.failure.request == row.refused.request
+    begin = max((mark.end for mark in trace.marks if (-1 if mark.step is None else mark.step) < failed.step), default=0)
     event = trace.events[begin + found.failure.event - 1]
-    assert event > 0 and trace.sizes[event - 1] == row.failed_request
+    assert event > 0 and trace.sizes[event - 1] == row.refused.request
     assert found.limit == limit < max(found.reserved)
     assert whole.failure is None and whole.limit is None
 

@@ -68,10 +68,11 @@ def test_the_breakdown_sums_to_the_peak(tmp_path: Path, conf: str) -> None:
     predicted = replay(trace, parse(conf), None)
     assert sum(predicted.breakdown.values()) == predicted.peak["allocated"]
     assert predicted.peak["requested"] <= predicted.peak["allocated"] <= predicted.peak["reserved"]
-    assert predicted.failed is None
+    assert predicted.refused is None
     short = replay(trace, parse(conf), predicted.peak["reserved"] - (1 << 20))
-    assert short.failed is not None
-    assert short.failed_request
+    assert short.refused is not None
+    assert sum(short.refused.parts.values()) == short.refused.allocated + short.refused.request
+    assert trace.sizes[short.refused.storage] == short.refused.request > 0
 
 
 def test_checkpointing_accumulation_and_half_precision(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""What torch's out-of-memory error tells of a measured run: the request, what was held, and the phase it came from.
+
+Not covered: which outcome it is (harness/outcome.py); predicted runs, whose replay knows all of it (simulated.py).
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Any
+
+import torch
+
+# c10/cuda/CUDACachingAllocator.cpp, format_size: two digits behind the point.
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+_REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
+_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch")
+_UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_OPTIMIZERS = ("/torch/optim/", "/deepspeed/", "/bitsandbytes/", "/accelerate/", "/torchao/", "/galore_torch/")
+
+
+def columns(error: BaseException) -> dict[str, Any]:
+    """The row's columns, as far as the error tells; nothing for an error of another kind."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return {}
+    text = str(error)
+    allocated, unallocated = _size(_ALLOCATED, text), _size(_UNALLOCATED, text)
+    return {
+        "oom_request_bytes": _size(_REQUEST, text),
+        "oom_allocated_bytes": allocated,
+        "oom_reserved_bytes": None if allocated is None or unallocated is None else allocated + unallocated,
+    }
+
+
+def phase(error: BaseException) -> str:
+    """The phase of a step that an error was raised in, by the functions that it came through, the outermost first.
+
+    A pass that checkpointing repeats in the backward phase is of that.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name in ("backward", "_engine_run_backward"):
+            return "backward"
+        if code.co_name == "step" and any(part in code.co_filename for part in _OPTIMIZERS):
+            return "optimizer"
+    return "forward"
+
+
+def _size(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return None if found is None else round(float(found[1]) * _UNITS[found[2]])

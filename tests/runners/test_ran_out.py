@@ -1,0 +1,79 @@
+"""What torch's error tells of a run that is out of memory; the messages are those of real cards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from vramsweep.runners import ran_out
+
+# pytorch/pytorch's issues have both forms.
+PLAIN = (
+    "CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.21 GiB is "
+    "free. Including non-PyTorch memory, this process has 77.93 GiB memory in use. Of the allocated memory 74.51 GiB "
+    "is allocated by PyTorch, and 2.78 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+    "is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+SHORT = "Allocation on device "  # cudaMallocAsync
+
+
+def test_the_message_s_sizes() -> None:
+    assert ran_out.columns(torch.OutOfMemoryError(PLAIN)) == {
+        "oom_request_bytes": round(1.96 * 2**30),
+        "oom_allocated_bytes": round(74.51 * 2**30),
+        "oom_reserved_bytes": round(74.51 * 2**30) + round(2.78 * 2**30),
+    }
+    small = ran_out.columns(torch.OutOfMemoryError("Tried to allocate 20.00 MiB."))
+    assert (small["oom_request_bytes"], small["oom_reserved_bytes"]) == (20 << 20, None)
+    unsaid = ran_out.columns(torch.OutOfMemoryError(SHORT))
+    assert (unsaid["oom_request_bytes"], unsaid["oom_allocated_bytes"]) == (None, None)
+    assert ran_out.columns(RuntimeError(PLAIN)) == {}
+
+
+class Full(torch.autograd.Function):
+    """Runs out of memory in the pass that it is told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, where: str) -> torch.Tensor:
+        ctx.where = where
+        ctx.save_for_backward(x)  # which checkpointing makes again
+        if where == "forward" or (where == "again" and torch._C._current_graph_task_id() != -1):
+            raise torch.OutOfMemoryError(PLAIN)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        if ctx.where == "backward":
+            raise torch.OutOfMemoryError(PLAIN)
+        return grad * ctx.saved_tensors[0], None
+
+
+class FullOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = Asks()
+        return super().step(closure)
+
+
+class Asks(float):
+    """A learning rate that runs out of memory when it is used."""
+
+    def __neg__(self) -> float:
+        raise torch.OutOfMemoryError(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("where", "phase"),
+    [("forward", "forward"), ("backward", "backward"), ("again", "backward"), ("optimizer", "optimizer")],
+)
+def test_the_phase_is_where_it_was_raised(where: str, phase: str) -> None:
+    x = torch.nn.Parameter(torch.ones(3))
+    optimizer = FullOptimizer([x], lr=0.1, foreach=False)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        made = checkpoint(Full.apply, x, where, use_reentrant=False) if where == "again" else Full.apply(x, where)
+        made.sum().backward()
+        optimizer.step()
+    assert ran_out.phase(caught.value) == phase
