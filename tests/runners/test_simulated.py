@@ -77,7 +77,7 @@ def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path
     assert row["oom_allocated_bytes"] <= row["oom_reserved_bytes"] <= whole
     reason, who = str(predicted.error), " ".join(made[layers])
     assert f"a request of 102,400.0 MiB fails in the forward phase of step 2 (activations, {who})" in reason
-    assert "beside " in reason and "parameters " in reason
+    assert "beside " in reason and ", workspaces 16, optimizer state 1)" in reason
     assert "GiB, which gh200-144gb has" in reason or "GiB, which h200" in reason
     trace.sizes[layers] = 1000 << 30
     assert "more than any listed card has" in str(simulated.predict(chosen, trace, details).error)
