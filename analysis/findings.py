@@ -216,7 +216,13 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     contended = table.frame[table.frame["outcome"].eq("contended").fillna(False)]
     if len(contended):
         found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")
-    rising = frame[frame["plateau"].eq(False).fillna(False)]
+    creeping = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False)  # a resident set always does
+    leaking = frame["step_growth_bytes"].gt(0).fillna(False)
+    if leaking.any():
+        left, ids = frame[leaking], _ids(frame[leaking])
+        most = show_bytes(left["step_growth_bytes"].max())
+        found.append(f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {ids}")
+    rising = frame[frame["plateau"].eq(False).fillna(False) & ~creeping & ~leaking]
     if len(rising):
         found.append(f"memory was still rising at the end of {_rows(len(rising))}: {_ids(rising)}")
     found += _spreads(frame, groups)

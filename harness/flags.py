@@ -54,6 +54,11 @@ FLAGS = (
     ),
     Flag("not_plateaued", "the peak reserved still rose in the second half of the steps", _still_rose),
     Flag(
+        "leaks",
+        "every step ended with more allocated than the one before",
+        _known("step_growth_bytes", lambda n: n > 0),
+    ),
+    Flag(
         "allocation_retries",
         "the allocator had to give cached blocks back to find room, which costs time",
         _known("alloc_retries", lambda count: count > 0),

@@ -32,6 +32,7 @@ class Memory(Protocol):
     """A source of memory counters, in bytes."""
 
     name: str
+    held: int | None  # what was allocated at the last call of `take`; None where it is not counted
 
     def take(self) -> Peaks:
         """The peaks since the last call; a counter that this source does not fill is None."""
@@ -51,9 +52,11 @@ class CudaMemory:
         native = torch.cuda.get_allocator_backend() == "native"
         self.counters = COUNTERS if native else ("allocated", "active", "reserved")
         self.native = native
+        self.held: int | None = None
 
     def take(self) -> Peaks:
         stats = torch.cuda.memory_stats_as_nested_dict()
+        self.held = stats["allocated_bytes"]["all"]["current"]
         torch.cuda.reset_peak_memory_stats()
         return {c: stats[f"{c}_bytes"]["all"]["peak"] if c in self.counters else None for c in COUNTERS}
 
@@ -164,6 +167,7 @@ class HostMemory:
 
     def __init__(self, process: Process) -> None:
         self.live: LiveBytes | None = None
+        self.held: int | None = None  # of every step it would have to be counted, which slows them down
         self._process = process
 
     def take(self) -> Peaks:

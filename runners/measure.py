@@ -17,10 +17,11 @@ Not covered: how training is driven (torch_loop, trainer, deepspeed_zero, custom
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -226,6 +227,7 @@ class Measured:
         self.gauges, self.trial, self.then = gauges, trial, then
         self.skipped: Callable[[], int | None] = lambda: None
         self.peaks: list[Peaks] = []
+        self.held: list[int | None] = []
         self.elapsed = 0.0
         self.notes: list[str] = []
         self._columns: Columns = {}
@@ -246,6 +248,7 @@ class Measured:
     def leave(self, loss: torch.Tensor | None) -> None:
         self.gauges.clock.mark()
         self.peaks.append(self.gauges.take())
+        self.held.append(self.gauges.memory.held)
         if len(self.peaks) == self.trial.protocol.measured_steps:
             self._finish(loss)
             self.then()
@@ -285,6 +288,7 @@ class Measured:
             "measured_steps": len(self.peaks),
             "step_peak_allocated_bytes": _known([peaks["allocated"] for peaks in self.peaks]),
             "step_peak_reserved_bytes": _known(reserved),
+            "step_growth_bytes": growth(self.held),
             "plateau": plateau(reserved),
         }
 
@@ -421,6 +425,17 @@ class Meter:
     def _record(self, record: dict[str, Any]) -> None:
         if self._records is not None:
             self._records.write(json.dumps(record) + "\n")
+
+
+def growth(held: Sequence[int | None]) -> int | None:
+    """The least by which a step ended with more than the one before; None for fewer than three steps or unknown values.
+
+    A step that ends with as much as another, or with less, leaves nothing behind.
+    """
+    known = [value for value in held if value is not None]
+    if len(known) < 3 or len(known) != len(held):
+        return None
+    return min(after - before for before, after in itertools.pairwise(known))
 
 
 def plateau(reserved: list[int | None]) -> bool | None:

@@ -38,6 +38,7 @@ COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "alloc_retries": max,
     "alloc_ooms": max,
     "plateau": all,
+    "step_growth_bytes": max,
     "steps_s": max,
     "notes": _in_turn,
 }

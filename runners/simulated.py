@@ -22,6 +22,7 @@ from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
 from vramsweep.harness.roofline import estimate, merged, total_flops
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import tracing
+from vramsweep.runners.leak import growth
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
 from vramsweep.runners.predict import HostPrediction, Peaks, Prediction, Refused, host_replay, replay
 from vramsweep.runners.timeline import Held, held
@@ -102,9 +103,13 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         text = _refused(predicted.refused, asked, card, whole)
         return Predicted(about, phases, SimulatedOutOfMemoryError(text, about))
     estimated, untimed = speed(trial, trace, card)
+    grown = growth(trace)
     found = columns(predicted) | lagging(trace, config, limit) | estimated | details | about
     notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
     notes += [*unheeded(trial, found["differences"] or ()), *filter(None, [untimed])]
+    if grown is not None:
+        notes += filter(None, [grown.note()])
+        found |= {"step_growth_bytes": grown.bytes, "plateau": bool(found["plateau"]) and grown.bytes <= 0}
     return Predicted(found | {"notes": notes or None}, phases, None)
 
 

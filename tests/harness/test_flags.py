@@ -23,6 +23,9 @@ MIB = 1 << 20
         ({"throttle_reasons": ["sw_power_cap", "hw_thermal_slowdown"]}, ["throttled"]),
         ({"plateau": False, "memory_source": "cuda_allocator"}, ["not_plateaued"]),
         ({"plateau": False, "memory_source": "cpu_tensors_and_rss"}, []),
+        ({"step_growth_bytes": 512}, ["leaks"]),
+        ({"step_growth_bytes": 0}, []),
+        ({"step_growth_bytes": -512}, []),  # some step ended with less
         ({"alloc_retries": 2, "skipped_steps": 1}, ["allocation_retries", "steps_skipped"]),
         ({"node_trials": ["0123456789abcdef"]}, ["not_alone"]),
     ],

@@ -19,7 +19,7 @@ from vramsweep.harness import trial as trials
 from vramsweep.runners import custom, measure, torch_loop, trainer
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
 from vramsweep.runners.instruments import CudaMemory, backward_boundaries, foreign, scaler_skips
-from vramsweep.runners.measure import Meter, alone, plateau
+from vramsweep.runners.measure import Meter, alone, growth, plateau
 
 
 def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:
@@ -94,6 +94,22 @@ def test_boundaries_ignore_the_backward_within_a_backward() -> None:
             torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True).sum().backward()
     assert seen == ["in", "out", "in", "out"]
     assert torch.autograd.backward is original
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ([5, 5, 5, 5], 0),
+        ([5, 9, 13], 4),
+        ([5, 9, 9, 13], 0),  # not every step
+        ([5, 9, 7, 11], -2),
+        ([5, 9], None),
+        ([], None),
+        ([5, None, 9], None),
+    ],
+)
+def test_growth(held: list[int | None], expected: int | None) -> None:
+    assert growth(held) == expected
 
 
 @pytest.mark.parametrize(

@@ -57,3 +57,20 @@ def unknown_operator(trial: Any) -> Any:
 
     same.register_autograd(lambda context, grad: grad)
     return documented(trial, same)
+
+
+def leaks(trial: Any) -> Any:
+    """Keeps each step's output, with all that its graph holds, as logging code does that forgets `.item()`."""
+    net, optimizer, _, batches = documented(trial)
+    kept = []
+
+    def step(batch: Any) -> torch.Tensor:
+        hidden = net[0](batch)
+        loss = net[2](net[1](hidden)).square().mean()
+        kept.append(hidden.detach().repeat(1000, 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return net, optimizer, step, batches
