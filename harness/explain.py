@@ -18,7 +18,7 @@ from rich.table import Table
 
 from vramsweep.harness import look
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import CONTEXT_BYTES, memory_limit, named
+from vramsweep.harness.gpus import CONTEXT_BYTES, memory_limit
 from vramsweep.harness.timeline import chosen
 from vramsweep.harness.trial import Trial
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 def record(trial_id: str, trial: Trial, answer: Mapping[str, Any]) -> dict[str, Any]:
     """What `--json` prints of a trial; sizes are in bytes."""
-    limit = memory_limit(named(trial.device.gpu))
+    limit = memory_limit(trial.device.card)
     return {
         "trial_id": trial_id,
         "about": look.about(trial),
@@ -108,7 +108,7 @@ def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
     """Print an explanation."""
-    card = named(trial.device.gpu)
+    card = trial.device.card
     limit = memory_limit(card)
     console.print(f"\n[bold]{escape(trial.label())}[/]  {card.name}, predicted; MiB")
     refused = answer["refused"]

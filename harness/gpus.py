@@ -7,7 +7,7 @@ then null. Memory has two figures: the nominal size and what torch reports, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Capability = tuple[int, int]  # CUDA's compute capability: major, minor
 GIB = 1 << 30
@@ -27,12 +27,13 @@ SHORTFALL = 0.09
 @dataclass(frozen=True)
 class Gpu:
     """One product. `devices` are the driver's names for it, without "NVIDIA" or "Tesla" in front; no others are it.
+    There are none where products share a name (an RTX 3080 of 10 GiB and one of 12, a card and a laptop's).
 
-    `memory_gib` is the nominal size. `reported_mib` is torch's total_memory in MiB, on Linux, ECC as shipped; it
-    differs between drivers by some hundred MiB, so this is the smallest that logs and messages published on GitHub give
-    for the product ("CUDA:0 (NVIDIA L4, 22563MiB)", "_CudaDeviceProperties(name=..., total_memory=...)", "GPU 0 has a
-    total capacity of 79.10 GiB"); None where none was found. `bandwidth` is the memory's, in bytes/s; `capability` is
-    the CUDA compute capability; rates are in FLOP/s.
+    `memory_gib` is the nominal size, of which `headroom_gib` are left free. `reported_mib` is torch's total_memory in
+    MiB, on Linux, ECC as shipped; it differs between drivers by some hundred MiB, so this is the smallest that logs and
+    messages published on GitHub give for the product ("CUDA:0 (NVIDIA L4, 22563MiB)", "_CudaDeviceProperties(name=...,
+    total_memory=...)", "GPU 0 has a total capacity of 79.10 GiB"); None where none was found. `bandwidth` is the
+    memory's, in bytes/s; `capability` is the CUDA compute capability; rates are in FLOP/s, None where not known.
 
     `multiprocessors` is torch's multi_processor_count: what the product's sheet or white paper gives (CUDA cores / 128
     from Ampere's GA102 on); for the A10G, B200, B300, H20 and RTX PRO 6000 Server what logs on GitHub say, for the H800
@@ -44,18 +45,19 @@ class Gpu:
 
     name: str
     devices: tuple[str, ...]
-    memory_gib: int
+    memory_gib: float
     reported_mib: int | None
     bandwidth: float
     capability: Capability
     multiprocessors: int
-    fp32: float
+    fp32: float | None
     tf32: float | None
     half: float | None  # fp16 with fp32 accumulation
     bf16: float | None
     fp8: float | None
     source: str
     link: str | None
+    headroom_gib: float = 0.0
 
 
 def _gpu(
@@ -71,7 +73,6 @@ def _gpu(
     """`memory`: GiB, reported MiB, GB/s; `teraflops`: fp32, tf32, fp16, bf16 and, where it is known, fp8."""
     rates = (None if rate is None else rate * TERA for rate in teraflops)
     fp32, tf32, half, bf16, fp8, *_ = (*rates, None)
-    assert fp32 is not None
     gib, reported, bandwidth = memory
     bandwidth *= 1e9
     return Gpu(
@@ -79,6 +80,9 @@ def _gpu(
     )
 
 
+_TURING_RTX = "NVIDIA Turing GPU Architecture white paper, appendices: reference specification"
+_GA104 = "NVIDIA Ampere GA102 GPU Architecture white paper, appendix: RTX 3070"
+_CORES = "product page: CUDA cores x 2 x boost clock; tensor cores twice that (fp16, bf16) and as much (tf32)"
 _VOLTA = "NVIDIA V100 Tensor Core GPU data sheet"
 _TURING = "NVIDIA Turing GPU Architecture white paper, appendix: T4"
 _A100 = "NVIDIA A100 Tensor Core GPU data sheet"
@@ -409,6 +413,24 @@ GPUS: tuple[Gpu, ...] = (
         _GA102,
         link="pcie4",
     ),
+    _gpu("rtx3080-10gb", (), (10, 10002, 760.3), (8, 6), 68, (29.8, 29.8, 59.5, 59.5), _GA102, link="pcie4"),
+    _gpu(
+        "rtx3070-8gb", ("GeForce RTX 3070",), (8, 7753, 448), (8, 6), 46, (20.3, 20.3, 40.6, 40.6), _GA104, link="pcie4"
+    ),
+    _gpu("rtx3060-12gb", (), (12, 11910, 360), (8, 6), 28, (12.7, 12.7, 25.5, 25.5), _CORES, link="pcie4"),
+    _gpu(
+        "rtx4070-12gb",
+        ("GeForce RTX 4070",),
+        (12, 11994, 504.2),
+        (8, 9),
+        46,
+        (29.1, 29.1, 58.3, 58.3, 116.6),
+        _CORES,
+        link="pcie4",
+    ),
+    _gpu("rtx4060ti-8gb", (), (8, 7806, 288), (8, 9), 34, (22.1, 22.1, 44.1, 44.1, 88.3), _CORES, link="pcie4"),
+    _gpu("rtx2080ti-11gb", (), (11, 11009, 616), (7, 5), 68, (13.4, None, 53.8, None), _TURING_RTX, link="pcie3"),
+    _gpu("rtx2070-8gb", (), (8, 7782, 448), (7, 5), 36, (7.5, None, 29.9, None), _TURING_RTX, link="pcie3"),
     _gpu(
         "v100-32gb", ("V100-SXM2-32GB",), (32, 32494, 900), (7, 0), 80, (15.7, None, 125, None), _VOLTA, link="nvlink2"
     ),
@@ -429,6 +451,41 @@ _BY_DEVICE = {device: gpu for gpu in GPUS for device in gpu.devices}
 def named(name: str | None) -> Gpu:
     """The product of this name in the table. Raises KeyError for a name that is not there."""
     return {gpu.name: gpu for gpu in GPUS}[str(name)]
+
+
+def card(name: str | None, memory_gib: float | None, capability: str | None, headroom_gib: float) -> Gpu:
+    """The product of this name, or one like it that is not listed. Raises KeyError for a name that is not there.
+
+    With `memory_gib` it has as much memory, nominally, and what torch reports of that is not known. With `capability`
+    ("8.6") it is of that compute capability, nothing is known of its speed, and of those of the table that are
+    nearest to it the one with the nearest size stands for its multiprocessors.
+    """
+    found = replace(named(name), headroom_gib=headroom_gib)
+    if memory_gib is None:
+        return found
+    size = f"{memory_gib:g} GiB"
+    found = replace(found, name=f"{found.name} with {size}", devices=(), memory_gib=memory_gib, reported_mib=None)
+    if capability is None:
+        return found
+    major, minor = map(int, capability.split("."))
+
+    def distance(gpu: Gpu) -> tuple[float, float]:
+        own, other = (10 * c[0] + c[1] for c in (gpu.capability, (major, minor)))
+        return abs(own - other), abs(gpu.memory_gib - memory_gib)
+
+    return replace(
+        found,
+        name=f"{size} of capability {major}.{minor}",
+        capability=(major, minor),
+        multiprocessors=min(GPUS, key=distance).multiprocessors,
+        fp32=None,
+        tf32=None,
+        half=None,
+        bf16=None,
+        fp8=None,
+        link=None,
+        source="device.memory_gib and device.capability",
+    )
 
 
 def find(device_name: str) -> Gpu | None:
@@ -455,14 +512,14 @@ def reported_bytes(gpu: Gpu) -> int | None:
 
 
 def memory_limit(gpu: Gpu) -> int:
-    """What PyTorch's allocator can have of the card, in bytes: what torch reports less the CUDA context.
+    """What PyTorch's allocator can have of the card, in bytes: what torch reports less the CUDA context and headroom.
 
     Everything that asks whether something fits asks this: simulation, frontier, advice.
     """
     reported = reported_bytes(gpu)
     if reported is None:
         reported = int(gpu.memory_gib * GIB * (1 - SHORTFALL))
-    return reported - CONTEXT_BYTES
+    return reported - CONTEXT_BYTES - int(gpu.headroom_gib * GIB)
 
 
 def smallest(memory_gib: float) -> Gpu | None:
@@ -491,7 +548,7 @@ def card_table() -> str:
         return "–" if mib is None else f"{mib / 1024:.2f}"
 
     rows = [
-        f"| `{gpu.name}` | {gpu.memory_gib} | {gib(gpu.reported_mib)} | "
+        f"| `{gpu.name}` | {gpu.memory_gib:g} | {gib(gpu.reported_mib)} | "
         f"{memory_limit(gpu) / GIB:.2f} | {gpu.bandwidth / 1e9:g} | {rate(gpu.fp32)} | {rate(gpu.tf32)} | "
         f"{rate(gpu.half)} | {rate(gpu.bf16)} | {gpu.link or '–'} | {gpu.source} |"
         for gpu in GPUS

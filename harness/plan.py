@@ -186,7 +186,7 @@ def axes(planned: Planned) -> Row:
         **{key: value for key, value in flat.items() if key in BY_NAME},
         **{name: value.get("name") if isinstance(value, Mapping) else None for name, value in nested.items()},
         "runner": runner.get("name") if isinstance(runner, Mapping) else None,
-        "simulated_gpu": (nested["device"] or {}).get("gpu"),
+        "simulated_gpu": _card(planned) or (nested["device"] or {}).get("gpu"),
         "zero_init": flat.get("zero_init") if flat.get("sharding") == "zero3" else None,
         "versions": ", ".join(f"{k} {v}" for k, v in sorted((flat.get("versions") or {}).items())) or None,
         "allocator_conf": (nested["allocator"] or {}).get("conf"),
@@ -195,6 +195,12 @@ def axes(planned: Planned) -> Row:
         "trial": _plain(flat),
     }
     return {name: value for name, value in values.items() if _fits(name, value)}
+
+
+def _card(planned: Planned) -> str | None:
+    """The name of the card that a trial simulates, None where it is measured."""
+    simulated = planned.trial is not None and planned.trial.device.name == "simulated"
+    return planned.trial.device.card.name if planned.trial and simulated else None
 
 
 def settings_of(resolved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vramsweep.harness import differences, links, registry, techniques
+from vramsweep.harness import differences, gpus, links, registry, techniques
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import GPUS
+from vramsweep.harness.gpus import GPUS, Gpu
 
 ID_VERSION = 2
 SIMULATION = 10  # raise it when what a simulated run predicts changes
@@ -45,6 +45,9 @@ LEFT_OUT: dict[tuple[str, ...], Any] = {
     ("device", "link"): None,
     ("device", "interconnect"): None,
     ("device", "node_memory_gib"): None,
+    ("device", "memory_gib"): None,
+    ("device", "capability"): None,
+    ("device", "headroom_gib"): 0.0,
     **{(name,): default for name, default in techniques.DEFAULTS.items()},
     ("weights",): "random",
     ("data",): "synthetic",
@@ -53,7 +56,8 @@ LEFT_OUT: dict[tuple[str, ...], Any] = {
     ("repeat",): 0,
 }
 # What of a device is only said of one that is simulated.
-SIMULATED = ("gpu", "gpus_per_node", "link", "interconnect", "node_memory_gib")
+SIMULATED = ("gpu", "gpus_per_node", "link", "interconnect", "node_memory_gib", "memory_gib", "capability",
+             "headroom_gib")  # fmt: skip
 # Names and remarks, which change nothing; a custom target may well choose its model by the name.
 NAMES = (("allocator", "name"), ("protocol", "name"), ("model", "name"), ("model", "parameters"),
          ("model", "max_positions"), ("fingerprints",))  # fmt: skip
@@ -107,7 +111,8 @@ class DeviceAxis(_Frozen):
 
     The others say what else of a machine is simulated: how many cards a node has, what links them (`link`) and what
     links nodes (`interconnect`), by name, and a node's memory in GiB; None is what the card usually comes with, or
-    unknown.
+    unknown. A card that is not listed is one like it with `memory_gib` (nominal) and, where that is another generation,
+    of a compute `capability` ("8.6"); of any card `headroom_gib` may be left free.
     """
 
     name: Literal["cuda", "cpu", "simulated"]
@@ -116,6 +121,19 @@ class DeviceAxis(_Frozen):
     link: str | None = None
     interconnect: str | None = None
     node_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    capability: str | None = Field(default=None, pattern=r"^\d+\.\d$")
+    headroom_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    @field_validator("capability", mode="before")
+    @classmethod
+    def _typed_as_a_number(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, float) else value
+
+    @property
+    def card(self) -> Gpu:
+        """The card that is simulated. Raises KeyError where `gpu` is not listed."""
+        return gpus.card(self.gpu, self.memory_gib, self.capability, self.headroom_gib)
 
 
 class ProtocolAxis(_Frozen):
@@ -358,7 +376,15 @@ def _device(trial: Trial) -> str | None:
 def _simulated(trial: Trial) -> str | None:
     if trial.device.gpu not in {gpu.name for gpu in GPUS}:
         names = ", ".join(sorted(gpu.name for gpu in GPUS))
-        return f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of {names}"
+        return (
+            f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of {names}, or say "
+            "what it has: device.memory_gib=8 device.capability=7.5"
+        )
+    if trial.device.capability is not None and trial.device.memory_gib is None:
+        return f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the card has"
+    card = trial.device.card
+    if gpus.memory_limit(card) <= 0:
+        return f"{card.name} has no memory left beside its CUDA context and device.headroom_gib; give it more, or less"
     for name, between_nodes in (("link", False), ("interconnect", True)):
         chosen, listed = getattr(trial.device, name), links.names(between_nodes)
         if chosen is not None and chosen not in listed:

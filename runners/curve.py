@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from vramsweep.harness import gpus
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import build, pieces, shapes, simulated
 from vramsweep.runners.symbolic import Point, SymbolicTrace
@@ -38,7 +37,7 @@ class Curve:
         if found is None:
             return None
         trace, details, basis = found
-        return on(trace, gpus.named(trial.device.gpu).capability), details, basis
+        return on(trace, trial.device.card.capability), details, basis
 
     def _known(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
         where = point(trial)

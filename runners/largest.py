@@ -154,12 +154,12 @@ def setting(trial: Trial) -> str:
 
 
 def _capability(trial: Trial) -> Capability:
-    return gpus.named(trial.device.gpu).capability
+    return trial.device.card.capability
 
 
 def room(trial: Trial) -> int:
     """Bytes that the trial's setting lets a process take of its card's limit."""
-    limit = gpus.memory_limit(gpus.named(trial.device.gpu))
+    limit = gpus.memory_limit(trial.device.card)
     return int(limit * allocator_config.parse(trial.allocator.conf).per_process_memory_fraction)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from vramsweep.harness import registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import memory_limit, named
+from vramsweep.harness.gpus import memory_limit
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import tracing
 from vramsweep.runners.explain import explanation
@@ -31,7 +31,7 @@ QUESTIONS: dict[str, Callable[..., Any]] = {"timeline": timeline, "explanation":
 
 def of_trial(question: str, trial: Trial, traces: Path, trace: bool) -> dict[str, Any] | None:
     """The trial's answer, in bytes; None where its trace is not kept and `trace` is false. Raises UserError."""
-    card = named(trial.device.gpu)
+    card = trial.device.card
     if not trace and not (traces / f"{tracing.trace_key(trial, card)}.json").is_file():
         return None
     runner = importlib.import_module(registry.runner(trial.runner.name).module)

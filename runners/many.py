@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import gpus
 from vramsweep.harness.attempt import PREDICTIONS
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import result, simulated, tracing, worker
@@ -47,7 +46,7 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
     """The trials of each family, whose traces differ in sizes at most."""
     found: dict[str, dict[str, Trial]] = defaultdict(dict)
     for trial_id, trial in trials.items():
-        found[tracing.family_key(trial, gpus.named(trial.device.gpu))][trial_id] = trial
+        found[tracing.family_key(trial, trial.device.card)][trial_id] = trial
     return found
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vramsweep.harness import gpus, registry
+from vramsweep.harness import registry
 from vramsweep.harness.registry import FSDP, ZERO
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import build, masks, techniques
@@ -186,7 +186,7 @@ def mem_tracker(trial: Trial, model: Model) -> int | None:
     runner = importlib.import_module(registry.runner(name).module)
     build.prepare(one)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(behave(gpus.named(one.device.gpu).capability))
+        stack.enter_context(behave(one.device.card.capability))
         stack.enter_context(masks.known(one))
         stack.enter_context(techniques.around(one, torch.device("cpu")))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

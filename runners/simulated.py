@@ -18,7 +18,7 @@ from vramsweep.harness import efficiencies, gpus, links, machine, node, registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.differences import DIFFERENCES
-from vramsweep.harness.gpus import Gpu, memory_limit, named, reported_bytes
+from vramsweep.harness.gpus import Gpu, memory_limit, reported_bytes
 from vramsweep.harness.roofline import estimate, merged, total_flops
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import tracing
@@ -60,7 +60,7 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     Raises SimulatedOutOfMemoryError when it would not fit into the card, SimulatedHostOutOfMemoryError when the node's
     memory is full before that, InvalidTrial for a step that cannot be traced.
     """
-    trace, details = tracing.kept(trial, named(trial.device.gpu), folder, runner, folder.parents[2] / "traces")
+    trace, details = tracing.kept(trial, trial.device.card, folder, runner, folder.parents[2] / "traces")
     predicted = predict(trial, trace, details)
     _record(folder, predicted.phases)
     if predicted.error is not None:
@@ -73,7 +73,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
 
     `trace_basis` is what it says of how the trace came about.
     """
-    card = named(trial.device.gpu)
+    card = trial.device.card
     config = allocator_config.parse(trial.allocator.conf)
     limit = memory_limit(card)
     predicted = replay(trace, config, limit)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from vramsweep.harness import gpus, node, registry
+from vramsweep.harness import node, registry
 from vramsweep.harness.attempt import RESULT, STEPS
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.harness.waiting import readable
@@ -70,7 +70,7 @@ class Tracer:
 
     def found(self, trial: Trial) -> tuple[Any, dict[str, Any]] | None:
         """Its trace and the columns about what was built, if there is one."""
-        return tracing.stored(trial, gpus.named(trial.device.gpu), self._traces())
+        return tracing.stored(trial, trial.device.card, self._traces())
 
     def refused(self, trial: Trial) -> dict[str, Any] | None:
         """The error that says why it cannot be traced, if that is known."""
@@ -81,7 +81,7 @@ class Tracer:
 
     def place(self, trial: Trial) -> Path:
         """The file that holds its trace, once it has been traced."""
-        return tracing.place(trial, gpus.named(trial.device.gpu), self._traces())
+        return tracing.place(trial, trial.device.card, self._traces())
 
     def _traces(self) -> Path:
         return self.folder.parents[2] / "traces"
@@ -91,7 +91,7 @@ class Tracer:
             place.mkdir()
             runner = importlib.import_module(registry.runner(trial.runner.name).module)
             try:
-                tracing.kept(trial, gpus.named(trial.device.gpu), place, runner, self._traces())
+                tracing.kept(trial, trial.device.card, place, runner, self._traces())
             except InvalidTrial as error:
                 result.error(place, worker.told(error))
 
@@ -142,14 +142,14 @@ def _tracing_symbols(trial: Trial, place: Path) -> Callable[[], None]:
     def trace() -> None:
         place.mkdir()
         runner = importlib.import_module(registry.runner(trial.runner.name).module)
-        found = shapes.trace(trial, gpus.named(trial.device.gpu), place, runner)
+        found = shapes.trace(trial, trial.device.card, place, runner)
         (place / SYMBOLIC).write_bytes(pickle.dumps(found))
 
     return trace
 
 
 def _key(trial: Trial) -> str:
-    return tracing.trace_key(trial, gpus.named(trial.device.gpu))
+    return tracing.trace_key(trial, trial.device.card)
 
 
 def at_once() -> int:

@@ -101,7 +101,8 @@ def _fits(trial: Trial, entry: Technique) -> str | None:
     if entry.shardings is not None and trial.sharding not in entry.shardings:
         return f"{entry} needs sharding={' or '.join(entry.shardings)}, not {trial.sharding}"
     if trial.device.name == "simulated" and entry.capability is not None:
-        card = next((gpu for gpu in gpus.GPUS if gpu.name == trial.device.gpu), None)
+        listed = any(gpu.name == trial.device.gpu for gpu in gpus.GPUS)
+        card = trial.device.card if listed else None
         if card is not None and card.capability < entry.capability:
             needed, has = (".".join(map(str, c)) for c in (entry.capability, card.capability))
             return f"{entry} needs compute capability {needed}, and {card.name} has {has}"

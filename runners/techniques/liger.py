@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness import gpus
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners.techniques import liger_standin, loss
 
@@ -56,7 +55,7 @@ def _library(trial: Trial, base: Any) -> None:
 
 def _stand_in(trial: Trial, base: Any) -> None:
     _known(base, PREDICTED, "cannot be simulated for", "use kernels=none, or measure on device=cuda")
-    liger_standin.patch(base, gpus.named(trial.device.gpu).multiprocessors)
+    liger_standin.patch(base, trial.device.card.multiprocessors)
     vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"] = liger_standin.rotary
     if trial.loss == "default":
         loss.without_logits(base, loss.fused_linear(trial))

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vramsweep.harness import gpus
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners.techniques import liger_standin
 
@@ -98,7 +97,7 @@ def _library() -> Loss:
 
 
 def _stand_in(trial: Trial) -> Loss:
-    return functools.partial(liger_standin.causal_loss, gpus.named(trial.device.gpu).capability)
+    return functools.partial(liger_standin.causal_loss, trial.device.card.capability)
 
 
 def without_logits(base: Any, loss: Loss) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from vramsweep.harness import gpus
+from vramsweep.harness.roofline import Work, estimate
 
 DOCS = Path(__file__).parents[2] / "docs" / "simulated.md"
 
@@ -143,6 +144,27 @@ def test_a_size_stands_for_the_smallest_card_that_has_it() -> None:
     eighty = gpus.smallest(80)
     assert eighty is not None and eighty.reported_mib is not None  # not one whose memory is only estimated
     assert gpus.smallest(23) is None
+
+
+def test_a_card_that_is_not_listed_is_like_one_with_its_memory_and_generation() -> None:
+    like = gpus.card("rtx3090-24gb", 12, None, 0.0)
+    listed = gpus.named("rtx3090-24gb")
+    assert (like.name, like.capability, like.fp32) == ("rtx3090-24gb with 12 GiB", listed.capability, listed.fp32)
+    assert (10 << 30) < gpus.memory_limit(like) < (12 << 30)
+    old = gpus.card("h100-80gb", 8, "7.5", 0.0)
+    assert (old.name, old.capability, old.multiprocessors) == ("8 GiB of capability 7.5", (7, 5), 36)  # as a 2070's
+    assert not any((old.fp32, old.tf32, old.half, old.bf16, old.fp8, old.link))  # an H100's are not its own
+    work = [(Work("half", 10**9, 10**6, 1), 1)]
+    assert estimate(work, old, tf32=False) is None
+    assert gpus.find("8 GiB of capability 7.5") is None
+    with pytest.raises(KeyError):
+        gpus.card("voodoo2", 8, "7.5", 0.0)
+
+
+def test_headroom_stays_free() -> None:
+    whole, less = gpus.card("l4-24gb", None, None, 0.0), gpus.card("l4-24gb", None, None, 1.5)
+    assert whole == gpus.named("l4-24gb") and less.name == whole.name
+    assert gpus.memory_limit(whole) - gpus.memory_limit(less) == 3 << 29
 
 
 def test_the_least_card_that_has_room() -> None:

@@ -266,6 +266,15 @@ def trainer(**options: Any) -> dict[str, Any]:
         (tiny(runner={"name": "custom", "target": "nowhere.py:build"}), "no file nowhere.py"),
         (tiny(weights="pretrained"), "needs model.path"),
         (tiny(device={"name": "cpu", "node_memory_gib": 64.0}), "node_memory_gib belongs to device=simulated"),
+        (tiny(device={"name": "cpu", "memory_gib": 8.0}), "device.memory_gib belongs to device=simulated"),
+        (tiny(device={**SIMULATED, "gpu": "voodoo2"}), "or say what it has: device.memory_gib=8 device.capability=7.5"),
+        (tiny(device={**SIMULATED, "capability": "7.5"}), "device.capability=7.5 needs device.memory_gib"),
+        (tiny(device={**SIMULATED, "memory_gib": 8.0, "capability": "turing"}), "capability = 'turing'"),
+        (tiny(device={**SIMULATED, "headroom_gib": 79.0}), "a100-80gb has no memory left beside its CUDA context"),
+        (
+            tiny(device={**SIMULATED, "memory_gib": 8.0, "capability": "6.1"}, optimizer="adamw_torch_8bit"),
+            "optimizer=adamw_torch_8bit needs compute capability 7.0, and 8 GiB of capability 6.1 has 6.1",
+        ),
         (tiny(data="corpus.txt"), "needs a tokenizer"),
         (tiny(model={"path": "somewhere"}), "either a shipped architecture or model.path"),
     ],
@@ -275,6 +284,14 @@ def test_impossible_combinations_say_why(values: dict[str, Any], reason: str) ->
         trials.parse(values)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_capability_may_be_typed_as_a_number() -> None:
+    trial = trials.parse(tiny(device={**SIMULATED, "memory_gib": 8, "capability": 7.5, "headroom_gib": 0.5}))
+    assert (trial.device.card.capability, trial.device.card.headroom_gib) == ((7, 5), 0.5)
+    label = trial.label()
+    assert all(one in label for one in ("device.memory_gib=8.0", "device.capability=7.5", "device.headroom_gib=0.5"))
+    assert identity(tiny(device=SIMULATED)) == identity(tiny(device={**SIMULATED, "headroom_gib": 0}))
 
 
 def test_steps_and_tokens() -> None:
