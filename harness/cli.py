@@ -158,6 +158,12 @@ def _timeline(argv: Sequence[str]) -> int:
     return timeline.main(argv)
 
 
+def _advise(argv: Sequence[str]) -> int:
+    from vramsweep.harness import advise
+
+    return advise.main(argv)
+
+
 def _explain(argv: Sequence[str]) -> int:
     from vramsweep.harness import explain
 
@@ -179,6 +185,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "columns": _columns,
     "techniques": _techniques,
     "replay": _replay,
+    "advise": _advise,
     "explain": _explain,
     "timeline": _timeline,
     "validate": _validate,

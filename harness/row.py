@@ -200,7 +200,7 @@ COLUMNS: tuple[Column, ...] = (
     ),
     *_columns(
         "estimate",
-        ("estimated_step_s", float, "s", "roofline estimate of a simulated row, not measured, as a rule a lower bound: the four parts below summed, or where that is longer the communication, which is taken to run wholly beside them"),
+        ("estimated_step_s", float, "s", "roofline estimate of a simulated row, not measured, as a rule a lower bound: the four parts below summed, or where that is longer the communication, which is taken to run wholly beside them; where memory runs out, of the step as it would be"),
         ("estimated_tokens_per_s", float, "tokens/s", "roofline estimate, not measured, as a rule an upper bound on speed: tokens of a step / estimated_step_s"),
         ("calibrated_step_s", float, "s", "estimate, not measured: the parts of estimated_step_s and estimated_communication_s, each times a factor that published speeds of this card and precision gave, or of all cards where there are none; no less than the host's time of all launches"),
         ("calibrated_tokens_per_s", float, "tokens/s", "estimate, not measured: tokens of a step / calibrated_step_s"),

@@ -93,6 +93,9 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         "torch_version": torch.__version__,
         **host_columns(trial, host),
     }
+    estimated, untimed = speed(trial, trace, card)
+    if full is not None or predicted.refused is not None:
+        about |= estimated
     if full is not None:
         text = _host_refused(trial, host, host.phases[full][0], about)
         return Predicted(about, phases, SimulatedHostOutOfMemoryError(text, about))
@@ -102,7 +105,6 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         asked = held(trace, predicted.refused.storage, predicted.refused.mark)
         text = _refused(predicted.refused, asked, card, whole)
         return Predicted(about, phases, SimulatedOutOfMemoryError(text, about))
-    estimated, untimed = speed(trial, trace, card)
     grown = growth(trace)
     found = columns(predicted) | lagging(trace, config, limit) | estimated | details | about
     notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]

@@ -16,6 +16,7 @@ HARNESS = {
     "sweep": "run a sweep: Hydra's command line, -m for a multirun",
     "plan": "list a sweep's trials, the impossible ones with reasons, what they are predicted to need, and a time",
     "predict": "predict memory on a card that need not be here: seq_len=1..2048, a table of what fits",
+    "advise": "which changes make a run fit on a card, what each costs, and which to take together",
     "explain": "what takes the memory of a predicted run, part by part, and why it does not fit",
     "status": "how far a running or finished sweep is",
     "doctor": "check machine, driver, torch build, disk and foreign GPU processes",
@@ -73,10 +74,10 @@ def completion(words: Sequence[str]) -> int:
         return 0
     if not earlier:
         found = [verb for verb in (*HARNESS, *ANALYSIS) if verb.startswith(word)]
-    elif earlier[0] in ("sweep", "plan", "predict", "explain", "timeline"):
+    elif earlier[0] in ("sweep", "plan", "predict", "advise", "explain", "timeline"):
         from vramsweep.harness import cli as harness
 
-        implied = ["-m", "device=simulated"] if earlier[0] in ("predict", "explain") else []
+        implied = ["-m", "device=simulated"] if earlier[0] in ("predict", "advise", "explain") else []
         found = harness.complete([*implied, *earlier[1:]], word)
     else:
         found = []

@@ -53,7 +53,7 @@ def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> Non
         assert 78 << 30 < row["memory_limit_bytes"] < row["device_total_bytes"] < 80 << 30
     assert rows[0]["peak_allocated_bytes"] == rows[1]["peak_allocated_bytes"]
     assert rows[0]["estimated_step_s"] == rows[1]["estimated_step_s"] > 0  # traced, and from the kept trace
-    assert rows[4]["estimated_step_s"] is None
+    assert rows[4]["estimated_step_s"] > 0  # of the step as it would be
     assert [row["allocator_conf_effective"] for row in rows[:2]] == ["", "expandable_segments:True"]
     assert "cannot be simulated" in rows[2]["reason"]
     assert "a100-80gb" in rows[3]["reason"]

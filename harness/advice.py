@@ -1,0 +1,184 @@
+"""Which changes to take together: a search over predictions, the front of memory against time, what to recommend. Pure.
+
+Not covered: what the changes are (remedies.py), how they are predicted and shown (advise.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from vramsweep.harness.remedies import SAME, Remedy
+
+MOST = 48  # combinations that are predicted, unless the user asks for more
+WAVE = 8  # of them at a time, before it is looked again which is best
+
+
+@dataclass(frozen=True)
+class Option:
+    """Some remedies together, and what is predicted of them: bytes reserved, seconds a token; None where not known.
+
+    `reason` says why nothing is known.
+    """
+
+    remedies: tuple[Remedy, ...]
+    need: int | None
+    seconds: float | None
+    reason: str | None = None
+
+    @property
+    def level(self) -> int:
+        """How much of the result changes, at most."""
+        return max((one.level for one in self.remedies), default=SAME)
+
+    def fits(self, limit: int) -> bool:
+        """Whether it is known to fit."""
+        return self.need is not None and self.need <= limit
+
+
+Predict = Callable[[Sequence[tuple[Remedy, ...]]], list[Option]]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`singles` are each remedy alone, `tried` all options, `space` how many combinations there are."""
+
+    base: Option
+    singles: tuple[Option, ...]
+    tried: tuple[Option, ...]
+    space: int
+    limit: int
+
+    @property
+    def front(self) -> list[Option]:
+        """Of what fits: no other needs less memory and is faster as well; the fastest first. Repeats count once."""
+        return front([one for one in self.tried if one.fits(self.limit)])
+
+    @property
+    def recommended(self) -> Option | None:
+        """The fastest of those that fit and change least of the result; None where nothing fits."""
+        fitting = [one for one in self.tried if one.fits(self.limit)]
+        return min(fitting, key=lambda one: (one.level, *_place(one)), default=None)
+
+    @property
+    def nearest(self) -> Option | None:
+        """What needs least, whether or not it fits."""
+        known = [one for one in self.tried if one.need is not None]
+        return min(known, key=lambda one: (one.need or 0, len(one.remedies)), default=None)
+
+
+def search(remedies: Sequence[Remedy], predict: Predict, limit: int, most: int = MOST) -> Advice:
+    """Predict the run as it is, each remedy alone, and then combinations of those that do no harm, `most` at most.
+
+    Where there are no more than that, all of them, so that what is recommended is on the front of all. Else first those
+    that the effects of single remedies, multiplied, promise to be the fastest that fit, in every level, and the
+    smallest; then what differs in one remedy from the best so far: a peak that is gone leaves another one, for which
+    remedies help that alone did nothing.
+    """
+    [base] = predict([()])
+    if base.need is None:
+        return Advice(base, (), (base,), 1, limit)
+    singles = predict([(one,) for one in remedies])
+    harmless = [one for one in singles if _harmless(one, base)]
+    combinations = [taken for taken in _combinations(harmless) if len(taken) > 1]
+    tried = {one.remedies: one for one in (base, *singles)}
+
+    def look(wanted: Sequence[tuple[Remedy, ...]]) -> None:
+        tried.update((one.remedies, one) for one in (predict(wanted) if wanted else []))
+
+    if len(combinations) <= most:
+        look(combinations)
+    else:
+        look(_promising(combinations, base, harmless, limit)[: most // 2])
+        left = most - most // 2
+        while left > 0 and (near := _near(list(tried.values()), combinations, limit)[: min(left, WAVE)]):
+            look(near)
+            left -= len(near)
+    return Advice(base, tuple(singles), tuple(tried.values()), 1 + len(singles) + len(combinations), limit)
+
+
+def front(options: Sequence[Option]) -> list[Option]:
+    """Those that no other beats in both memory and time, the fastest first; of equal ones the one with least change."""
+    found: list[Option] = []
+    least = math.inf
+    for one in sorted(options, key=lambda one: (_seconds(one), one.need or 0, one.level, len(one.remedies))):
+        if one.need is not None and one.need < least:
+            found.append(one)
+            least = one.need
+    return found
+
+
+def _harmless(one: Option, base: Option) -> bool:
+    """Whether it costs no memory, or saves time."""
+    if one.need is None or base.need is None:
+        return False
+    faster = one.seconds is not None and base.seconds is not None and one.seconds < base.seconds
+    return one.need <= base.need or faster
+
+
+def _combinations(singles: Sequence[Option]) -> Iterator[tuple[Remedy, ...]]:
+    """One of each group at most."""
+    groups: dict[str, list[Remedy]] = defaultdict(list)
+    for one in singles:
+        groups[one.remedies[0].group].append(one.remedies[0])
+    for taken in itertools.product(*([None, *group] for group in groups.values())):
+        yield tuple(one for one in taken if one is not None)
+
+
+def _promising(
+    combinations: Sequence[tuple[Remedy, ...]], base: Option, singles: Sequence[Option], limit: int
+) -> list[tuple[Remedy, ...]]:
+    """The same, what is worth predicting first: in turns, of each level, the fastest that may fit, and the smallest."""
+    of = {one.remedies[0].words: one for one in singles}
+
+    def guessed(taken: tuple[Remedy, ...]) -> Option:
+        need, seconds = float(base.need or 0), base.seconds
+        for one in (of[remedy.words] for remedy in taken):
+            need *= (one.need or 0) / (base.need or 1)
+            known = seconds is not None and one.seconds is not None and base.seconds
+            seconds = seconds * one.seconds / base.seconds if known and seconds and one.seconds else None  # type: ignore[operator]
+        return Option(taken, round(need), seconds)
+
+    guesses = [guessed(taken) for taken in combinations]
+    queues: list[list[Option]] = []
+    for level in sorted({one.level for one in guesses}):
+        own = [one for one in guesses if one.level == level]
+        near = [one for one in own if one.fits(round(1.15 * limit))]
+        queues.append(sorted(near, key=_place))
+        queues.append(sorted(own, key=lambda one: (one.need or 0, len(one.remedies))))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+    return list(dict.fromkeys(one.remedies for one in turns if one is not None))
+
+
+def _near(tried: Sequence[Option], combinations: Sequence[tuple[Remedy, ...]], limit: int) -> list[tuple[Remedy, ...]]:
+    """What was not tried and has one remedy more, fewer or another than the best so far of each level: the fastest that
+    fits, and the smallest."""
+    known = [one for one in tried if one.need is not None]
+    done = {one.remedies for one in tried}
+    best: list[Option] = []
+    for level in sorted({one.level for one in known}):
+        own = [one for one in known if one.level <= level]
+        best += [min(own, key=lambda one: (one.need or 0, len(one.remedies)))]
+        best += sorted((one for one in own if one.fits(limit)), key=_place)[:1]
+    queues = [
+        [taken for taken in combinations if taken not in done and _steps(taken, one.remedies) == 1]
+        for one in dict.fromkeys(best)
+    ]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+    return list(dict.fromkeys(taken for taken in turns if taken is not None))
+
+
+def _steps(one: Sequence[Remedy], other: Sequence[Remedy]) -> int:
+    """In how many groups they differ."""
+    return len({remedy.group for remedy in set(one) ^ set(other)})
+
+
+def _place(one: Option) -> tuple[float, int, int]:
+    return _seconds(one), len(one.remedies), one.need or 0
+
+
+def _seconds(one: Option) -> float:
+    return math.inf if one.seconds is None else one.seconds

@@ -1,0 +1,160 @@
+"""`advise`: rows become options, what is said of them, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, tiny
+from rich.console import Console
+
+from vramsweep.harness import advise, plan, trial
+from vramsweep.harness.advice import Advice, Option, search
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.remedies import REMEDIES
+
+MIB = 1 << 20
+FULL = next(one for one in REMEDIES if one.words == "checkpointing=full")
+SGD = next(one for one in REMEDIES if one.words == "optimizer=sgd")
+PURE = next(one for one in REMEDIES if one.words == "precision=bf16_pure")
+
+
+def planned(**over: Any) -> plan.Planned:
+    [[found]] = plan.expand([tiny(device={"name": "simulated", "gpu": "t4-16gb"}, **over)], 1)
+    return found
+
+
+class Stub:
+    """What `show` asks of Asked."""
+
+    def __init__(self, **over: Any) -> None:
+        self.base = planned(**over)
+        assert self.base.trial is not None
+        self.trial = self.base.trial
+
+
+def said(found: Advice, axis: str | None = None, reached: Any = (), given: Any = (), **over: Any) -> str:
+    out = StringIO()
+    advise.show(Stub(**over), found, axis, reached, given, Console(file=out, width=140))  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def found(limit: int = 3000 * MIB) -> Advice:
+    sizes = {(): (4000, 1e-5), ("checkpointing=full",): (2500, 1.3e-5), ("optimizer=sgd",): (2000, 0.9e-5),
+             ("checkpointing=full", "optimizer=sgd"): (500, 1.2e-5)}  # fmt: skip
+
+    def predict(taken: Any) -> list[Option]:
+        options = []
+        for remedies in taken:
+            need, seconds = sizes.get(tuple(one.words for one in remedies), (None, None))
+            reason = None if need else "precision bf16_pure needs a newer card"
+            options.append(Option(remedies, need and need * MIB, seconds, reason))
+        return options
+
+    return search([FULL, SGD, PURE], predict, limit)
+
+
+def test_rows_become_options() -> None:
+    item = planned(seq_len=100, micro_batch=2, grad_accum=5)
+    ok = {"outcome": "ok", "peak_reserved_bytes": 7, "peak_reserved_most_bytes": None, "estimated_step_s": 2.0,
+          "calibrated_step_s": 3.0, "reason": None}  # fmt: skip
+    assert advise.option((FULL,), item, ok) == Option((FULL,), 7, 3.0 / 1000)
+    assert advise.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None}).need == 9
+    full = {"outcome": "oom", "unlimited_peak_reserved_bytes": 11, "peak_reserved_bytes": None, "reason": "too small"}
+    assert advise.option((), item, full) == Option((), 11, None)
+    crash = advise.option((), item, {"outcome": "crash", "reason": "it broke"})
+    assert (crash.need, crash.reason) == (None, "it broke")
+    invalid = plan.Planned("x", {}, None, "needs compute capability 8.0")
+    assert advise.option((), invalid, None).reason == "needs compute capability 8.0"
+
+
+def test_what_is_said() -> None:
+    text = said(found(), given=["model=tiny", "seq_len=32", "device.gpu=t4-16gb"])
+    assert "does not fit: 4,000 MiB, 1,000 too many" in text
+    assert "left out: precision=bf16_pure: precision bf16_pure needs a newer card" in text
+    alone, _, together = text.partition("What fits and nothing beats in both")
+    assert alone.index("optimizer=sgd") < alone.index("checkpointing=full")  # ranked by what they save
+    assert "+1,500" in alone and "x 1.30" in alone and "SGD without momentum instead of AdamW" in alone
+    assert "checkpointing=full optimizer=sgd" in together
+    assert "Recommended: checkpointing=full (the same result)" in text  # SGD is faster, and another training
+    assert "vramsweep sweep model=tiny seq_len=32 checkpointing=full\n" in text  # for the card that is there
+    assert "Not tried" not in text
+
+
+def test_what_cannot_be_met_names_the_nearest() -> None:
+    text = said(found(limit=300 * MIB))
+    assert "Nothing fits. The nearest is checkpointing=full optimizer=sgd: 500 MiB, 200 too many" in text
+    assert "Recommended" not in text
+
+
+def test_what_was_not_tried_is_said() -> None:
+    def predict(taken: Any) -> list[Option]:
+        return [Option(remedies, (100 - len(remedies)) * MIB, 1e-5) for remedies in taken]
+
+    some = search([FULL, SGD, PURE], predict, 1000 * MIB, most=1)
+    assert "Not tried: 3 of 8 combinations" in said(some)
+
+
+def test_a_model_that_cannot_be_traced_has_its_states() -> None:
+    nothing = search([FULL], lambda taken: [Option(one, None, None, "an operator has no fake") for one in taken], 99)
+    text = said(nothing)
+    parameters = trial.parse(tiny()).model.parameters
+    assert "cannot be predicted: an operator has no fake" in text
+    assert f"{parameters:,} parameters, 16 bytes each" in text
+    assert "nothing can be said without measuring" in said(nothing, model={"parameters": None})
+
+
+def test_goals_of_length_say_how_far_each_gets() -> None:
+    advice = found()
+    by = {tuple(one.words for one in option.remedies): option for option in advice.tried}
+    reached = [advise.Reached(by[()], 700), advise.Reached(by["checkpointing=full",], 900),
+               advise.Reached(by["checkpointing=full", "optimizer=sgd"], 900),
+               advise.Reached(by["optimizer=sgd",], None)]  # fmt: skip
+    text = said(advice, "seq_len", reached, ["model=tiny", "seq_len=32"])
+    assert "Recommended: checkpointing=full (the same result)" in text  # as far as with SGD
+    assert "vramsweep sweep model=tiny seq_len=900 checkpointing=full" in text
+    assert advise.best(advice, [advise.Reached(by[()], None)]) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=tiny", "device=cuda"], "device=cuda: advice is from predictions; leave it out"),
+        (["--most", "-1", "model=tiny"], "--most -1: allowed is 0 or more"),
+        (["-m", "model=tiny", "seq_len=32,64"], "advise takes one trial, and these are 2"),
+        (["model=tiny", "device.gpu=voodoo2"], "device.gpu is voodoo2, which is not listed"),
+        (["model=nonesuch"], "nonesuch"),
+    ],
+)
+def test_mistakes_are_explained(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        advise.main([*words, f"results={tmp_path}"])
+
+
+@pytest.mark.slow
+def test_what_is_recommended_fits_when_it_is_predicted_by_itself(tmp_path: Path) -> None:
+    """A card so small that the tiny model needs help; the same command again asks nothing anew."""
+    words = ["model=tiny", "seq_len=512", "micro_batch=16", "precision=fp32", f"results={tmp_path}",
+             "device.memory_gib=0.9", "device.capability=8.6"]  # fmt: skip
+    command = [sys.executable, "-m", "vramsweep", "advise", *words, "--most", "6", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    advice = json.loads(done.stdout)
+    chosen = advice["recommended"]
+    assert not advice["as_it_is"]["fits"] and chosen["fits"]
+    alone = [sys.executable, "-m", "vramsweep", "explain", *words]
+    settings = [one for change in chosen["change"] for one in change.split()]
+    taken = {one.partition("=")[0] for one in settings}
+    alone = [one for one in alone if one.partition("=")[0] not in taken]
+    explained = subprocess.run([*alone, *settings, "--json"], capture_output=True, text=True, check=False, cwd=ROOT)
+    (direct,) = json.loads(explained.stdout)
+    assert direct["explanation"]["refused"] is None
+    assert direct["explanation"]["peak_reserved"] == chosen["reserved_bytes"] <= advice["memory_limit_bytes"]
+    again = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert json.loads(again.stdout)["recommended"] == chosen
+    assert "0 to do" in again.stderr and " MiB fits" not in again.stderr
