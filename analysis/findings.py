@@ -190,8 +190,8 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     """What a reader must know before believing a number."""
     found = list(table.warnings)
     frame = table.ok(
-        "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_iqr_s",
-        "step_median_s", "unproven",
+        "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_growth_bytes",
+        "step_iqr_s", "step_median_s", "unproven",
     )  # fmt: skip
     simulated = int(frame["device"].eq("simulated").fillna(False).sum())
     if simulated:
