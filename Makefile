@@ -88,7 +88,7 @@ format: $(READY)  ## let ruff rewrite
 gpu-check: $(READY)  ## prove it on a real card, in nine minutes: OUT=results/reference/NAME
 	$(PY) benchmarks/gpu_check.py $(OUT)
 
-validate: $(READY)  ## predict what others published, and write docs/validation.md: an hour on two cores
+validate: $(READY)  ## predict what others published, and write docs/validation.md: one to two hours on two cores
 	$(PY) -m vramsweep validate benchmarks/published/*.yaml --others --out docs/validation.md \
 	  --figure docs/images/validation.png $(ARGS)
 
