@@ -112,8 +112,8 @@ def front(options: Sequence[Option]) -> list[Option]:
 
 
 def _harmless(one: Option, base: Option) -> bool:
-    """Whether it costs no memory, or saves time."""
-    if one.need is None or base.need is None:
+    """Whether it costs no memory, or saves time; not what changes nothing in either, which the run does already."""
+    if one.need is None or base.need is None or (one.need, one.seconds) == (base.need, base.seconds):
         return False
     faster = one.seconds is not None and base.seconds is not None and one.seconds < base.seconds
     return one.need <= base.need or faster

@@ -250,7 +250,8 @@ def show(
         console.print(_nearest(found))
         return
     more = [f"{axis}={goal.value}"] if axis and goal else []
-    said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] != axis]
+    ours = (axis, "name", "results")
+    said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
     command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies)])
     console.print(
         f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]})\n"

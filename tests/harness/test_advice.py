@@ -135,6 +135,16 @@ def test_what_does_not_help_is_not_combined() -> None:
     assert both and all("kernels=liger" not in {r.words for r in one.remedies} for one in both)
 
 
+def test_what_the_run_does_already_is_no_change() -> None:
+    def idle(taken: Sequence[tuple[Remedy, ...]]) -> list[Option]:
+        found = [option([one for one in these if one.words != "allocator=expandable"]) for these in taken]
+        return [Option(these, one.need, one.seconds) for these, one in zip(taken, found, strict=True)]
+
+    found = search(OURS, idle, 4000, most=10_000)
+    both = [one for one in found.tried if len(one.remedies) > 1]
+    assert both and all("allocator=expandable" not in {r.words for r in one.remedies} for one in both)
+
+
 def resolved(**over: Any) -> dict[str, Any]:
     return trial.parse(tiny(device={"name": "simulated", "gpu": "t4-16gb"}, **over)).model_dump(mode="json")
 

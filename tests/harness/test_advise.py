@@ -74,7 +74,7 @@ def test_rows_become_options() -> None:
 
 
 def test_what_is_said() -> None:
-    text = said(found(), given=["model=tiny", "seq_len=32", "device.gpu=t4-16gb"])
+    text = said(found(), given=["model=tiny", "results=elsewhere", "seq_len=32", "device.gpu=t4-16gb"])
     assert "does not fit: 4,000 MiB, 1,000 too many" in text
     assert "left out: precision=bf16_pure: precision bf16_pure needs a newer card" in text
     alone, _, together = text.partition("What fits and nothing beats in both")
