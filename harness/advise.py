@@ -83,9 +83,9 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"advise takes one trial, and these are {len(planned)}; give each setting one value")
         with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
             asked = Asked(planned[0], settings, folder, launcher)
-            remedies = applicable(planned[0].resolved)
-            found = advice.search(remedies, asked.predict, asked.limit, options.most)
             axis = GOALS[options.goal]
+            remedies = [one for one in applicable(planned[0].resolved) if axis not in one.change]
+            found = advice.search(remedies, asked.predict, asked.limit, options.most)
             reached = [] if axis is None else asked.reach(found, axis)
         said = [word for word in given if word.partition("=")[0] != "device"]
         if options.json:
