@@ -100,7 +100,7 @@ def predicted(axis: str, value: int, checkpointing: bool) -> dict[str, Any]:
     return {
         **{name: found.peak[name] // MIB for name in ("active", "reserved")},
         **{f"{name}_most": most[f"peak_{name}_most_bytes"] // MIB for name in ("active", "reserved")},
-        "fits": found.failed is None,
+        "fits": found.refused is None,
         "differences": details["differences"],
     }
 
