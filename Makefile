@@ -80,6 +80,7 @@ lint: $(READY)  ## ruff and mypy --strict
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	@MYPYPATH=benchmarks:tests $(PY) -m mypy --allow-untyped-calls $(wildcard benchmarks/*.py)
 
 format: $(READY)  ## let ruff rewrite
 	$(PY) -m ruff format .

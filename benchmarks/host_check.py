@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import platform
@@ -71,7 +72,7 @@ def kept() -> int:
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
     storages: dict[int, int] = {}
-    for zero in [o for o in sharded.gc.get_objects() if issubclass(type(o), ZeROOptimizer)]:
+    for zero in [o for o in gc.get_objects() if issubclass(type(o), ZeROOptimizer)]:
         held = [getattr(zero, name, None) for name in KEPT]
         held += [zero.optimizer.state, getattr(zero, "accumulated_grads_in_cpu", None)]
         for tensor in tensors(held):
@@ -143,7 +144,8 @@ def workers(count: int) -> dict[str, int]:
 
     big = torch.ones(1 << 28)
     sample = {"input_ids": torch.randint(0, 1000, (512,)), "labels": torch.randint(0, 1000, (512,))}
-    batches = iter(DataLoader([sample] * 4000, 8, num_workers=count, collate_fn=default_data_collator))
+    samples: Any = [sample] * 4000  # a list is a data set for DataLoader
+    batches = iter(DataLoader(samples, 8, num_workers=count, collate_fn=default_data_collator))
     for _ in range(200):
         next(batches)
     found = instruments.Process().started()

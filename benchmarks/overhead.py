@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     lengths = [32 * (n + 1) for n in range(arguments.trials)]
-    runners = {
+    runners: dict[str, tuple[dict[str, Any], str]] = {
         "torch": ({"name": "torch"}, "fp32"),
         "trainer": ({"name": "trainer"}, "fp32"),
         "deepspeed": ({"name": "deepspeed", "zero_stage": 2, "options": SMALL_BUCKETS}, "bf16"),

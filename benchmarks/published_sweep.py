@@ -10,6 +10,7 @@ length, no allocator setting. Predicted by one command, `vramsweep predict` with
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def draw(rows: dict[int, Row], truth: dict[int, tuple[int, int]], out: Path) -> 
         for label, one, dash in ((f"{name}, predicted", column, "solid"), (f"{name}, predicted at most", most, "dot")):
             if one is not None:
                 figure.add_scatter(
-                    x=order, y=[rows[n][one] / MIB / 1024 if rows[n][one] else None for n in order], name=label,
+                    x=order, y=[rows[n][one] / MIB / 1024 if rows[n][one] else math.nan for n in order], name=label,
                     mode="lines", line={"color": "black", "width": 1.2, "dash": dash},
                 )  # fmt: skip
     figure.update_layout(

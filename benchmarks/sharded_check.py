@@ -28,7 +28,7 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +204,12 @@ class Host:
 
         torch.Tensor.to = placed  # type: ignore[method-assign,assignment]
         register_optimizer_step_post_hook(
-            lambda optimizer, *rest: [self.add(t) for state in optimizer.state.values() for t in state.values()]
+            lambda optimizer, *rest: self.add_all(t for state in optimizer.state.values() for t in state.values())
         )
+
+    def add_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self.add(tensor)
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
@@ -304,6 +308,8 @@ def resting(host: Host | None) -> int:
 def offloaded() -> int:
     """Bytes of what DeepSpeed's optimizer keeps in host memory, which a CPU cannot tell from the device's."""
     zero = next((o for o in gc.get_objects() if issubclass(type(o), base_optimizer.ZeROOptimizer)), None)
+    if zero is None:
+        return 0
     names = ["param_groups_fp16_flat_cpu_memory"]
     kept: list[Any] = []
     if getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False):
@@ -328,7 +334,7 @@ def real(case: Case, world: int) -> dict[str, int]:
     return found[0]
 
 
-def forked(function: Callable[..., dict[str, int]], *arguments: Any) -> Any:
+def forked(function: Callable[..., dict[str, Any]], *arguments: Any) -> Any:
     """Call the function in a process of its own; the result comes through the connection that is returned."""
     here, there = FORK.Pipe(duplex=False)
 
@@ -349,7 +355,7 @@ def as_rank(case: Case, world: int, rank: int, port: int) -> dict[str, int]:
     IMPORTED.extend(storages_alive())
     chosen = make(case, world, {"name": "cpu"})
     for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
-        owner._get_foreach_kernels_supported_devices = lambda: ["cpu"]
+        vars(owner)["_get_foreach_kernels_supported_devices"] = lambda: ["cpu"]
     meter = Rests(rank, Host() if chosen.offload_param and chosen.sharding == "fsdp2" else None)
     build.prepare(chosen)
     boundaries = backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward"))
