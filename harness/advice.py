@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from vramsweep.harness.remedies import SAME, Remedy
+from vramsweep.harness.remedies import LEVELS, SAME, Remedy
 
 MOST = 48  # combinations that are predicted, unless the user asks for more
 WAVE = 8  # of them at a time, before it is looked again which is best
@@ -68,6 +68,15 @@ class Advice:
         """What needs least, whether or not it fits."""
         known = [one for one in self.tried if one.need is not None]
         return min(known, key=lambda one: (one.need or 0, len(one.remedies)), default=None)
+
+    @property
+    def least(self) -> list[Option]:
+        """The run as it is, and what needs least in each level, the two least: candidates for the furthest."""
+        found = [self.base]
+        for level in range(len(LEVELS)):
+            own = [one for one in self.tried if one.level <= level and one.need is not None]
+            found += sorted(own, key=lambda one: (one.need or 0, len(one.remedies)))[:2]
+        return list({one.remedies: one for one in found}.values())
 
 
 def search(remedies: Sequence[Remedy], predict: Predict, limit: int, most: int = MOST) -> Advice:

@@ -22,19 +22,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vramsweep.harness import advice, largest, launch, plan, sweep
+from vramsweep.harness import advice, launch, plan, reach, sweep
 from vramsweep.harness.advice import Advice, Option
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import memory_limit
+from vramsweep.harness.largest import MOST_BATCH
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Counts
-from vramsweep.harness.remedies import LEVELS, Remedy, applicable, changed, words
+from vramsweep.harness.remedies import ACCEPTED, LEVELS, METHOD, ROUNDING, Remedy, applicable, changed, words
 from vramsweep.harness.row import Outcome, Row
 from vramsweep.harness.trial import Trial
 
 MIB = 1 << 20
 GOALS = {"fastest": None, "longest": "seq_len", "largest-batch": "micro_batch"}  # and the axis that each is about
+MOST_POSITIONS = 1 << 17  # of a model that does not say how many it has
 BYTES_A_PARAMETER = 16  # fp32 weights, gradients and two values of Adam's: Rajbhandari et al., arXiv:1910.02054, 3.1
 HELP = """\
 which changes make a run fit on a card, from predictions: each alone, then together, and what to take
@@ -44,7 +46,8 @@ which changes make a run fit on a card, from predictions: each alone, then toget
   vramsweep advise --goal longest model=llama3-8b runner=torch precision=bf16 device.gpu=h100-80gb
 
 Recommended is what changes least of the result (same, but for rounding, less precision, another training), and of
-those the fastest that fits; with --goal longest or largest-batch what takes most. Other words are those of
+those the fastest that fits; with --goal longest or largest-batch what gets furthest with rounding changed at most, if
+that fits at all, in steps of 3 %. --accept rounding leaves out what changes more. Other words are those of
 `vramsweep sweep --help`; rows and traces are kept, so the same command is quick the second time.
 Status: 0, there is something that fits; 1, nothing does; 2, a mistake; 130, interrupted."""
 
@@ -67,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--goal", choices=tuple(GOALS), default="fastest", help="what is to be best (default: fastest)")
+    parser.add_argument("--accept", choices=ACCEPTED, help="the most of the result that may change")
     parser.add_argument(
         "--most", type=int, default=advice.MOST, metavar="N", help=f"combinations to predict (default: {advice.MOST})"
     )
@@ -81,18 +85,17 @@ def main(argv: Sequence[str]) -> int:
     def instead(planned: Sequence[Planned], settings: Settings, folder: Path, launcher: Launcher) -> int:
         if len(planned) != 1:
             raise UserError(f"advise takes one trial, and these are {len(planned)}; give each setting one value")
+        axis = GOALS[options.goal]
         with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-            asked = Asked(planned[0], settings, folder, launcher)
-            axis = GOALS[options.goal]
-            remedies = [one for one in applicable(planned[0].resolved) if axis not in one.change]
-            found = advice.search(remedies, asked.predict, asked.limit, options.most)
-            reached = [] if axis is None else asked.reach(found, axis)
+            asked = Asked(planned[0], settings, folder, launcher, axis)
+            level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
+            found, reached = ask(asked, level, options.most)
         said = [word for word in given if word.partition("=")[0] != "device"]
         if options.json:
             print(json.dumps(record(asked, found, axis, reached)))
         else:
             show(asked, found, axis, reached, said, Console())
-        return 0 if (best(found, reached) if axis else found.recommended) else 1
+        return 0 if (best(reached) if axis else found.recommended) else 1
 
     named = any(word.partition("=")[0] == "device" for word in given)
     front = launch.Front("advice", instead=instead)
@@ -100,68 +103,111 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Asked:
-    """What advice is asked about: a trial, and where its variants are predicted."""
+    """What advice is asked about: a trial, the axis of the goal, and where variants are predicted."""
 
-    def __init__(self, base: Planned, settings: Settings, folder: Path, launcher: Launcher) -> None:
+    def __init__(
+        self, base: Planned, settings: Settings, folder: Path, launcher: Launcher, axis: str | None = None
+    ) -> None:
         assert base.trial is not None  # else the sweep would not have begun
-        self.base, self.trial, self.folder, self.launcher = base, base.trial, folder, launcher
+        self.base, self.trial, self.folder, self.launcher, self.axis = base, base.trial, folder, launcher, axis
         self.settings = dataclasses.replace(settings, report=False)
         self.limit = memory_limit(self.trial.device.card)
         self._earlier: list[Planned] = []
 
-    def planned(self, remedies: Sequence[Remedy]) -> Planned:
+    @property
+    def start(self) -> int:
+        """The value of the goal's axis that the trial has."""
+        return int(self.base.resolved[self.axis or "seq_len"])
+
+    @property
+    def most(self) -> int:
+        """The largest value of the goal's axis that is looked at."""
+        positions = self.trial.model.max_positions or MOST_POSITIONS
+        return max(self.start, positions if self.axis == "seq_len" else MOST_BATCH)
+
+    def at(self, value: int) -> None:
+        """From now on the trial has this value of the goal's axis."""
+        assert self.axis is not None
+        [[self.base]] = plan.expand([self.base.resolved | {self.axis: value}], 1)
+        assert self.base.trial is not None
+        self.trial = self.base.trial
+
+    def planned(self, remedies: Sequence[Remedy], value: int | None = None) -> Planned:
         """The trial with these remedies; without a trial where they do not go together."""
-        [[found]] = plan.expand([changed(self.base.resolved, remedies)], 1)
+        more = {} if value is None or self.axis is None else {self.axis: value}
+        [[found]] = plan.expand([changed(self.base.resolved | more, remedies)], 1)
         return found
 
-    def predict(self, taken: Sequence[tuple[Remedy, ...]]) -> list[Option]:
-        """What is predicted of each of these; each is a row of the folder's sweep."""
-        planned = [self.planned(remedies) for remedies in taken]
+    def predict(self, taken: Sequence[tuple[Remedy, ...]], values: Sequence[int] | None = None) -> list[Option]:
+        """What is predicted of each of these, at its value of the goal's axis; each is a row of the folder's sweep."""
+        points = [None] * len(taken) if values is None else values
+        planned = [self.planned(remedies, value) for remedies, value in zip(taken, points, strict=True)]
         todo = list({item.trial_id: item for item in planned if item.trial is not None}.values())
         rows: dict[str, Row] = {}
         if todo:
-            names = {item.trial_id: _name(remedies) for item, remedies in zip(planned, taken, strict=True)}
+            names = {
+                item.trial_id: _name(remedies) if value is None else f"{self.axis}={value} {_name(remedies)}"
+                for item, remedies, value in zip(planned, taken, points, strict=True)
+            }
             rows, _ = sweep.run(
                 todo,
                 self.settings,
                 self.folder,
                 self._earlier,
                 self.launcher,
-                lambda total: Told(total, names, self.limit),
+                lambda total: Told(total, names, self.limit, len(self._earlier)),
             )
             self._earlier += todo
         return [option(remedies, item, rows.get(item.trial_id)) for item, remedies in zip(planned, taken, strict=True)]
 
-    def reach(self, found: Advice, axis: str) -> list[Reached]:
-        """How far the run as it is gets along the axis, what is recommended, and what needs least in each level."""
-        smallest = [
-            min(own, key=lambda one: (one.need or 0, len(one.remedies)))
-            for level in range(len(LEVELS))
-            if (own := [one for one in found.tried if one.level == level and one.need is not None])
-        ]
-        wanted = [one for one in (found.base, found.recommended, *smallest) if one is not None]
-        distinct = list({one.remedies: one for one in wanted}.values())
-        planned = [self.planned(one.remedies) for one in distinct]
-        answers = largest.find(planned, self.settings, self.folder, self.launcher, axis, None, every=False)
-        return [
-            Reached(one, answer["largest"] if answer["reason"] is None else None)
-            for one, (_, answer) in zip(distinct, answers, strict=True)
-        ]
+    def reach(self, options: Sequence[Option]) -> list[Reached]:
+        """How far each of these gets along the goal's axis."""
+
+        def needs(asked: Mapping[int, int]) -> dict[int, int | None]:
+            taken = [options[number].remedies for number in asked]
+            return {number: one.need for number, one in zip(asked, self.predict(taken, [*asked.values()]), strict=True)}
+
+        lines = [reach.Line({self.start: one.need}) for one in options]
+        values = reach.reach(needs, lines, self.start, self.most, self.limit)
+        return [Reached(one, value) for one, value in zip(options, values, strict=True)]
+
+
+def ask(asked: Asked, level: int, most: int) -> tuple[Advice, list[Reached]]:
+    """Advice, with what changes at most `level` of the result; for a goal along an axis also how far each gets.
+
+    What saves memory where a run ends is looked for there: that far, and more, is what the options are compared at.
+    """
+    axis = asked.axis
+    if axis is not None:
+        [base] = asked.predict([()])
+        if base.need is not None:
+            [first] = asked.reach([base])
+            if first.value is not None:
+                asked.at(min(asked.most, max(asked.start, reach.down(reach.MOST * first.value))))
+    remedies = [one for one in applicable(asked.base.resolved) if axis not in one.change and one.level <= level]
+    found = advice.search(remedies, asked.predict, asked.limit, most)
+    return found, [] if axis is None or found.base.need is None else asked.reach(found.least)
 
 
 class Told(Counts):
-    """A line for each prediction, by the changes that it is of."""
+    """A line for each prediction, by the changes that it is of, numbered from `before` on."""
 
-    def __init__(self, total: int, names: Mapping[str, str], limit: int) -> None:
+    def __init__(self, total: int, names: Mapping[str, str], limit: int, before: int) -> None:
         super().__init__(total)
-        self._names, self._limit = names, limit
+        self._names, self._limit, self._before = names, limit, before
+
+    def began(self, text: str) -> None:
+        """Say where the rows are, once."""
+        if not self._before:
+            print(f"predictions → {text.rpartition(' → ')[2]}", flush=True)
 
     def show(self, row: Row, item: Planned) -> None:
         """Count the row and print its line."""
         self.add(row)
         need = needed(row)
         said = str(row["reason"]) if need is None else f"{need / MIB:,.0f} MiB{' fits' if need <= self._limit else ''}"
-        print(f"[{self.done}/{self.total}] {self._names[item.trial_id]}: {said}", flush=True)
+        number = self._before + self.done
+        print(f"[{number}] {self._names[item.trial_id]}: {said}", flush=True)
 
     def close(self) -> None:
         """Nothing."""
@@ -186,9 +232,11 @@ def needed(row: Row) -> int | None:
     return found if row["outcome"] == Outcome.OK else None
 
 
-def best(found: Advice, reached: Sequence[Reached]) -> Reached | None:
-    """What gets furthest; of equals what changes least of the result."""
+def best(reached: Sequence[Reached]) -> Reached | None:
+    """What gets furthest of what changes rounding at most, else of what changes least; of equals what changes least."""
     known = [one for one in reached if one.value is not None]
+    least = min((max(ROUNDING, one.option.level) for one in known), default=ROUNDING)
+    known = [one for one in known if one.option.level <= least]
     return max(known, key=lambda one: (one.value or 0, -one.option.level, -len(one.option.remedies)), default=None)
 
 
@@ -207,7 +255,7 @@ def record(asked: Asked, found: Advice, axis: str | None, reached: Sequence[Reac
             "reason": one.reason,
         }
 
-    goal = best(found, reached)
+    goal = best(reached)
     return {
         "trial": asked.base.resolved,
         "memory_limit_bytes": found.limit,
@@ -229,11 +277,18 @@ def show(
     trial, card = asked.trial, asked.trial.device.card
     spare = f", {card.headroom_gib:g} GiB of headroom" if card.headroom_gib else ""
     console.print(f"\n[bold]{escape(trial.label())}[/]  {card.name}: {found.limit / MIB:,.0f} MiB{spare}")
+    if axis:
+        console.print(f"the largest {axis} that fits, up to {asked.most:,}, is the goal; what helps is compared here")
     if found.base.need is None:
         console.print(f"cannot be predicted: {escape(str(found.base.reason))}\n{exact(trial)}")
         return
     console.print(_as_it_is(found))
     console.print(_alone(found))
+    known = [remedy for one in found.singles if one.need is not None for remedy in one.remedies if remedy.result]
+    if known:
+        console.print("[dim]result: the same, or but for rounding, with less precision, or by another method[/]")
+    for remedy in known:
+        console.print(f"[dim]{escape(remedy.words)}: {escape(remedy.result)}[/]")
     left_out = [one for one in found.singles if one.need is None]
     for one in left_out:
         console.print(f"[dim]left out: {escape(_name(one.remedies))}: {escape(str(one.reason))}[/]")
@@ -243,8 +298,8 @@ def show(
         rest = found.space - len(found.tried)
         console.print(f"[dim]Not tried: {rest:,} of {found.space:,} combinations (--most N predicts more).[/]")
     if axis:
-        console.print(_reached(reached, axis))
-    goal = best(found, reached)
+        console.print(_reached(found, reached, axis))
+    goal = best(reached)
     chosen = (goal.option if goal else None) if axis else found.recommended
     if chosen is None:
         console.print(_nearest(found))
@@ -279,32 +334,35 @@ def _as_it_is(found: Advice) -> str:
 
 
 def _alone(found: Advice) -> Table:
-    table = Table(title="Each change alone", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("change", "MiB", "saves", "fits", "time, estimated", "changes of the result"):
-        table.add_column(name, justify="right" if name in ("MiB", "saves", "time, estimated") else "left")
+    table = _table("Each change alone", ("MiB", "saves", "fits", "est. time"))
     known = [one for one in found.singles if one.need is not None]
     for one in sorted(known, key=lambda one: one.need or 0):
-        table.add_row(_name(one.remedies), *_cells(one, found), _changes(one))
+        table.add_row(_name(one.remedies), *_cells(one, found), ACCEPTED[one.level])
     return table
 
 
 def _front(found: Advice) -> Table:
-    table = Table(title="What fits and nothing beats in both, the fastest first", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("changes", "MiB", "saves", "fits", "time, estimated", "changes of the result"):
-        table.add_column(name, justify="right" if name in ("MiB", "saves", "time, estimated") else "left")
+    table = _table("What fits and nothing beats in both, the fastest first", ("MiB", "saves", "fits", "est. time"))
     for one in found.front:
-        table.add_row(_name(one.remedies), *_cells(one, found), _changes(one))
+        table.add_row(_name(one.remedies), *_cells(one, found), ACCEPTED[one.level])
     return table
 
 
-def _reached(reached: Sequence[Reached], axis: str) -> Table:
-    table = Table(title=f"How far it goes: the largest {axis} that fits", title_justify="left", box=SIMPLE_HEAD)
-    table.add_column("changes")
-    table.add_column(axis, justify="right")
-    table.add_column("changes of the result")
+def _reached(found: Advice, reached: Sequence[Reached], axis: str) -> Table:
+    table = _table(f"How far it goes: the largest {axis} that fits", (axis, "est. time"))
     for one in sorted(reached, key=lambda one: -(one.value or 0)):
         value = "none" if one.value is None else f"{one.value:,}"
-        table.add_row(_name(one.option.remedies), value, _changes(one.option))
+        table.add_row(_name(one.option.remedies), value, _cells(one.option, found)[-1], ACCEPTED[one.option.level])
+    return table
+
+
+def _table(title: str, numbers: Sequence[str]) -> Table:
+    """A table of changes, these numbers and the result."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("changes", overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    table.add_column("result")
     return table
 
 
@@ -313,10 +371,6 @@ def _cells(one: Option, found: Advice) -> tuple[str, str, str, str]:
     ratio = one.seconds / found.base.seconds if one.seconds and found.base.seconds else None
     time = "not known" if ratio is None else f"x {ratio:.2f}"
     return f"{need / MIB:,.0f}", f"{(before - need) / MIB:+,.0f}", "yes" if one.fits(found.limit) else "no", time
-
-
-def _changes(one: Option) -> str:
-    return "; ".join(filter(None, (remedy.result for remedy in one.remedies))) or LEVELS[one.level]
 
 
 def _nearest(found: Advice) -> str:

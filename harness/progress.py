@@ -21,6 +21,10 @@ class Progress(Protocol):
 
     total: int
 
+    def began(self, text: str) -> None:
+        """How many trials there are, how many were finished before, and where."""
+        ...
+
     def show(self, row: Row, item: Planned) -> None:
         """A trial has come to its end."""
         ...
@@ -41,6 +45,10 @@ class Counts:
         self.total, self.done = total, 0
         self._since = (time.monotonic(), 0)  # of what the time left is reckoned from, and how many were done by then
         self.counts: Counter[str] = Counter()
+
+    def began(self, text: str) -> None:
+        """Say it."""
+        print(text, flush=True)
 
     def add(self, row: Row) -> None:
         """One more."""
@@ -116,6 +124,10 @@ class _Bar(Counts):
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[counts]}")
         )
         self._task = self._bar.add_task("predicting", total=total, counts="")
+
+    def began(self, text: str) -> None:
+        """Say it, above the bar."""
+        super().began(text)
         self._bar.start()
 
     def show(self, row: Row, item: Planned) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 # What may change of the result, from what nobody would notice to another training.
 SAME, ROUNDING, PRECISION, METHOD = range(4)
+ACCEPTED = ("same", "rounding", "precision", "method")  # the same as words of a command
 LEVELS = ("the same result", "the same but for rounding", "less precision", "another training")
 
 

@@ -89,7 +89,8 @@ def _resumed(
     todo = placed(plan.pending(planned, mine, settings.retry_failed))
     _write_plan(folder, [*earlier, *planned], settings.any_system)
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
-    print(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
+    shown = progress(len(todo))
+    shown.began(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
     if others:
         print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
     for line in variables.dropped(os.environ) if todo else ():
@@ -97,7 +98,7 @@ def _resumed(
     tried = Counter[str]()
     for row in rows:
         tried[row["trial_id"]] = max(tried[row["trial_id"]], row.get("attempt") or 0)
-    with contextlib.closing(progress(len(todo))) as shown:
+    with contextlib.closing(shown):
         return mine | _run_all(todo, tried, settings, folder, journal, launcher, shown)
 
 

@@ -32,6 +32,8 @@ def planned(**over: Any) -> plan.Planned:
 class Stub:
     """What `show` asks of Asked."""
 
+    most = 1024
+
     def __init__(self, **over: Any) -> None:
         self.base = planned(**over)
         assert self.base.trial is not None
@@ -118,7 +120,19 @@ def test_goals_of_length_say_how_far_each_gets() -> None:
     text = said(advice, "seq_len", reached, ["model=tiny", "seq_len=32"])
     assert "Recommended: checkpointing=full (the same result)" in text  # as far as with SGD
     assert "vramsweep sweep model=tiny seq_len=900 checkpointing=full" in text
-    assert advise.best(advice, [advise.Reached(by[()], None)]) is None
+    assert advise.best([advise.Reached(by[()], None)]) is None
+
+
+def test_a_goal_changes_less_of_the_result_before_it_goes_further() -> None:
+    rounding = next(one for one in REMEDIES if one.words == "loss=chunked")
+
+    def got(taken: tuple[Any, ...], value: int | None) -> advise.Reached:
+        return advise.Reached(Option(taken, 1, None), value)
+
+    reached = [got((), 6), got((FULL,), 18), got((rounding,), 100), got((SGD,), 150), got((PURE,), None)]
+    assert advise.best(reached) == reached[2]  # rounding at most
+    assert advise.best([got((), None), got((PURE,), 7), got((SGD,), 9)]) == got((PURE,), 7)
+    assert advise.best([got((), 6), got((FULL,), 6)]) == got((), 6)
 
 
 @pytest.mark.parametrize(
