@@ -106,6 +106,21 @@ def test_names_are_no_markup() -> None:
 
 
 @pytest.mark.parametrize(
+    ("over", "line"),
+    [
+        ({}, "= what nvidia-smi shows, about, at most 4,964"),
+        ({"sharding": "ddp", "world_size": 2}, "at most; not in it: NCCL's buffers 4,964"),
+        ({"optimizer": "paged_adamw_8bit"}, "at most; not in it: pages of paged_adamw_8bit 4,964"),
+    ],
+)
+def test_what_the_driver_shows_names_what_is_not_in_it(over: dict[str, Any], line: str) -> None:
+    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "t4-16gb"}, **over))
+    out = StringIO()
+    explain.show(chosen, answer(), Console(file=out, width=120))
+    assert line in " ".join(out.getvalue().split())
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "explain what?"),
