@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vramsweep.harness.remedies import LEVELS, SAME, Remedy
 
@@ -21,13 +22,16 @@ WAVE = 8  # of them at a time, before it is looked again which is best
 class Option:
     """Some remedies together, and what is predicted of them: bytes reserved, seconds a token; None where not known.
 
-    `reason` says why nothing is known.
+    `reason` says why nothing is known. `full`: it ran out of memory, however little it would need without a limit.
+    `work` orders by time what has no times: the FLOPs of a token, then its kernel launches.
     """
 
     remedies: tuple[Remedy, ...]
     need: int | None
     seconds: float | None
     reason: str | None = None
+    full: bool = False
+    work: tuple[float, float] = (0.0, 0.0)
 
     @property
     def level(self) -> int:
@@ -36,10 +40,11 @@ class Option:
 
     def fits(self, limit: int) -> bool:
         """Whether it is known to fit."""
-        return self.need is not None and self.need <= limit
+        return self.need is not None and not self.full and self.need <= limit
 
 
 Predict = Callable[[Sequence[tuple[Remedy, ...]]], list[Option]]
+Guess = Callable[[tuple[Remedy, ...]], Option]
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,13 @@ class Advice:
     def recommended(self) -> Option | None:
         """The fastest of those that fit and change least of the result; None where nothing fits."""
         fitting = [one for one in self.tried if one.fits(self.limit)]
-        return min(fitting, key=lambda one: (one.level, *_place(one)), default=None)
+        return min(fitting, key=lambda one: (one.level, _place(one)), default=None)
 
     @property
     def nearest(self) -> Option | None:
         """What needs least, whether or not it fits."""
         known = [one for one in self.tried if one.need is not None]
-        return min(known, key=lambda one: (one.need or 0, len(one.remedies)), default=None)
+        return min(known, key=_size, default=None)
 
     @property
     def least(self) -> list[Option]:
@@ -75,24 +80,25 @@ class Advice:
         found = [self.base]
         for level in range(len(LEVELS)):
             own = [one for one in self.tried if one.level <= level and one.need is not None]
-            found += sorted(own, key=lambda one: (one.need or 0, len(one.remedies)))[:2]
+            found += sorted(own, key=_size)[:2]
         return list({one.remedies: one for one in found}.values())
 
 
 def search(remedies: Sequence[Remedy], predict: Predict, limit: int, most: int = MOST) -> Advice:
-    """Predict the run as it is, each remedy alone, and then combinations of those that do no harm, `most` at most.
+    """Predict the run as it is, each remedy alone, and then combinations of those that are known, `most` at most.
 
     Where there are no more than that, all of them, so that what is recommended is on the front of all. Else first those
     that the effects of single remedies, multiplied, promise to be the fastest that fit, in every level, and the
     smallest; then what differs in one remedy from the best so far: a peak that is gone leaves another one, for which
-    remedies help that alone did nothing.
+    remedies help that alone did nothing, or harm.
     """
     [base] = predict([()])
     if base.need is None:
         return Advice(base, (), (base,), 1, limit)
     singles = predict([(one,) for one in remedies])
-    harmless = [one for one in singles if _harmless(one, base)]
-    combinations = [taken for taken in _combinations(harmless) if len(taken) > 1]
+    known = [one for one in singles if one.need is not None]
+    combinations = [taken for taken in _combinations(known) if len(taken) > 1]
+    guess = _guesses(base, known)
     tried = {one.remedies: one for one in (base, *singles)}
 
     def look(wanted: Sequence[tuple[Remedy, ...]]) -> None:
@@ -101,9 +107,9 @@ def search(remedies: Sequence[Remedy], predict: Predict, limit: int, most: int =
     if len(combinations) <= most:
         look(combinations)
     else:
-        look(_promising(combinations, base, harmless, limit)[: most // 2])
+        look(_promising(combinations, guess, limit)[: most // 2])
         left = most - most // 2
-        while left > 0 and (near := _near(list(tried.values()), combinations, limit)[: min(left, WAVE)]):
+        while left > 0 and (near := _near(list(tried.values()), combinations, guess, limit)[: min(left, WAVE)]):
             look(near)
             left -= len(near)
     return Advice(base, tuple(singles), tuple(tried.values()), 1 + len(singles) + len(combinations), limit)
@@ -113,19 +119,11 @@ def front(options: Sequence[Option]) -> list[Option]:
     """Those that no other beats in both memory and time, the fastest first; of equal ones the one with least change."""
     found: list[Option] = []
     least = math.inf
-    for one in sorted(options, key=lambda one: (_seconds(one), one.need or 0, one.level, len(one.remedies))):
+    for one in sorted(options, key=lambda one: (_time(one), one.need or 0, one.level, len(one.remedies))):
         if one.need is not None and one.need < least:
             found.append(one)
             least = one.need
     return found
-
-
-def _harmless(one: Option, base: Option) -> bool:
-    """Whether it costs no memory, or saves time; not what changes nothing in either, which the run does already."""
-    if one.need is None or base.need is None or (one.need, one.seconds) == (base.need, base.seconds):
-        return False
-    faster = one.seconds is not None and base.seconds is not None and one.seconds < base.seconds
-    return one.need <= base.need or faster
 
 
 def _combinations(singles: Sequence[Option]) -> Iterator[tuple[Remedy, ...]]:
@@ -137,45 +135,55 @@ def _combinations(singles: Sequence[Option]) -> Iterator[tuple[Remedy, ...]]:
         yield tuple(one for one in taken if one is not None)
 
 
-def _promising(
-    combinations: Sequence[tuple[Remedy, ...]], base: Option, singles: Sequence[Option], limit: int
-) -> list[tuple[Remedy, ...]]:
-    """The same, what is worth predicting first: in turns, of each level, the fastest that may fit, and the smallest."""
+def _guesses(base: Option, singles: Sequence[Option]) -> Guess:
+    """What some remedies together may do: their effects alone, multiplied."""
     of = {one.remedies[0].words: one for one in singles}
 
-    def guessed(taken: tuple[Remedy, ...]) -> Option:
-        need, seconds = float(base.need or 0), base.seconds
-        for one in (of[remedy.words] for remedy in taken):
-            need *= (one.need or 0) / (base.need or 1)
-            known = seconds is not None and one.seconds is not None and base.seconds
-            seconds = seconds * one.seconds / base.seconds if known and seconds and one.seconds else None  # type: ignore[operator]
-        return Option(taken, round(need), seconds)
+    def ratio(one: float | None, before: float | None) -> float | None:
+        return one / before if one is not None and before else None
 
-    guesses = [guessed(taken) for taken in combinations]
+    def guess(taken: tuple[Remedy, ...]) -> Option:
+        need, seconds, work = float(base.need or 0), base.seconds, list(base.work)
+        for one in (of[remedy.words] for remedy in taken):
+            need *= ratio(one.need, base.need) or 1
+            slower = ratio(one.seconds, base.seconds)
+            seconds = None if seconds is None or slower is None else seconds * slower
+            work = [now * (ratio(own, was) or 1) for now, own, was in zip(work, one.work, base.work, strict=True)]
+        return Option(taken, round(need), seconds, work=(work[0], work[1]))
+
+    return guess
+
+
+def _promising(combinations: Sequence[tuple[Remedy, ...]], guess: Guess, limit: int) -> list[tuple[Remedy, ...]]:
+    """The same, what is worth predicting first: in turns, of each level, the fastest that may fit, and the smallest."""
+    guesses = [guess(taken) for taken in combinations]
     queues: list[list[Option]] = []
     for level in sorted({one.level for one in guesses}):
         own = [one for one in guesses if one.level == level]
         near = [one for one in own if one.fits(round(1.15 * limit))]
         queues.append(sorted(near, key=_place))
-        queues.append(sorted(own, key=lambda one: (one.need or 0, len(one.remedies))))
+        queues.append(sorted(own, key=_size))
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     return list(dict.fromkeys(one.remedies for one in turns if one is not None))
 
 
-def _near(tried: Sequence[Option], combinations: Sequence[tuple[Remedy, ...]], limit: int) -> list[tuple[Remedy, ...]]:
+def _near(
+    tried: Sequence[Option], combinations: Sequence[tuple[Remedy, ...]], guess: Guess, limit: int
+) -> list[tuple[Remedy, ...]]:
     """What was not tried and has one remedy more, fewer or another than the best so far of each level: the fastest that
-    fits, and the smallest."""
+    fits, and the smallest. Of each the most promising first."""
     known = [one for one in tried if one.need is not None]
     done = {one.remedies for one in tried}
-    best: list[Option] = []
+    fast: list[Option] = []
+    small: list[Option] = []
     for level in sorted({one.level for one in known}):
         own = [one for one in known if one.level <= level]
-        best += [min(own, key=lambda one: (one.need or 0, len(one.remedies)))]
-        best += sorted((one for one in own if one.fits(limit)), key=_place)[:1]
-    queues = [
-        [taken for taken in combinations if taken not in done and _steps(taken, one.remedies) == 1]
-        for one in dict.fromkeys(best)
-    ]
+        small.append(min(own, key=_size))
+        fast += sorted((one for one in own if one.fits(limit)), key=_place)[:1]
+    queues = []
+    for one, order in dict.fromkeys([*((one, _place) for one in fast), *((one, _size) for one in small)]):
+        steps = (taken for taken in combinations if taken not in done and _steps(taken, one.remedies) == 1)
+        queues.append(sorted(steps, key=lambda taken: order(guess(taken))))
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     return list(dict.fromkeys(taken for taken in turns if taken is not None))
 
@@ -185,9 +193,15 @@ def _steps(one: Sequence[Remedy], other: Sequence[Remedy]) -> int:
     return len({remedy.group for remedy in set(one) ^ set(other)})
 
 
-def _place(one: Option) -> tuple[float, int, int]:
-    return _seconds(one), len(one.remedies), one.need or 0
+def _place(one: Option) -> tuple[Any, ...]:
+    """The fastest first."""
+    return _time(one), len(one.remedies), one.need or 0
 
 
-def _seconds(one: Option) -> float:
-    return math.inf if one.seconds is None else one.seconds
+def _size(one: Option) -> tuple[Any, ...]:
+    """The smallest first."""
+    return one.need or 0, len(one.remedies)
+
+
+def _time(one: Option) -> tuple[float, float, float]:
+    return (math.inf if one.seconds is None else one.seconds, *one.work)

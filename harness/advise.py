@@ -22,15 +22,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vramsweep.harness import advice, launch, plan, reach, sweep
+from vramsweep.harness import advice, launch, look, plan, reach, sweep
 from vramsweep.harness.advice import Advice, Option
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import memory_limit
 from vramsweep.harness.largest import MOST_BATCH
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Counts
-from vramsweep.harness.remedies import ACCEPTED, LEVELS, METHOD, ROUNDING, Remedy, applicable, changed, words
+from vramsweep.harness.remedies import ACCEPTED, LEVELS, METHOD, ROUNDING, Remedy, applicable, changed, too_old, words
 from vramsweep.harness.row import Outcome, Row
 from vramsweep.harness.trial import Trial
 
@@ -99,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
 
     named = any(word.partition("=")[0] == "device" for word in given)
     front = launch.Front("advice", instead=instead)
-    return launch.main([*([] if named else ["device=simulated"]), *given], front=front)
+    return launch.main([*([] if named else ["device=simulated"]), *look.spelled(given)], front=front)
 
 
 class Asked:
@@ -111,7 +110,7 @@ class Asked:
         assert base.trial is not None  # else the sweep would not have begun
         self.base, self.trial, self.folder, self.launcher, self.axis = base, base.trial, folder, launcher, axis
         self.settings = dataclasses.replace(settings, report=False)
-        self.limit = memory_limit(self.trial.device.card)
+        self.limit = self.trial.memory_limit()
         self._earlier: list[Planned] = []
 
     @property
@@ -185,7 +184,10 @@ def ask(asked: Asked, level: int, most: int) -> tuple[Advice, list[Reached]]:
             if first.value is not None:
                 asked.at(min(asked.most, max(asked.start, reach.down(reach.MOST * first.value))))
     remedies = [one for one in applicable(asked.base.resolved) if axis not in one.change and one.level <= level]
-    found = advice.search(remedies, asked.predict, asked.limit, most)
+    reasons = {one: too_old(one, asked.trial.device.card.capability) for one in remedies}
+    found = advice.search([one for one in remedies if reasons[one] is None], asked.predict, asked.limit, most)
+    left_out = [Option((one,), None, None, reason) for one, reason in reasons.items() if reason is not None]
+    found = dataclasses.replace(found, singles=(*found.singles, *left_out))
     return found, [] if axis is None or found.base.need is None else asked.reach(found.least)
 
 
@@ -217,11 +219,12 @@ def option(remedies: tuple[Remedy, ...], item: Planned, row: Row | None) -> Opti
     """What a row says of these remedies; `row` is None where there is none."""
     if item.trial is None or row is None:
         return Option(remedies, None, None, item.reason or "there is no answer")
-    need = needed(row)
+    need, tokens = needed(row), item.trial.tokens_per_step()
     if need is None:
         return Option(remedies, None, None, str(row["reason"]))
     step = row.get("calibrated_step_s") or row.get("estimated_step_s")
-    return Option(remedies, need, step and step / item.trial.tokens_per_step())
+    work = ((row.get("estimated_flops") or 0) / tokens, (row.get("estimated_launches") or 0) / tokens)
+    return Option(remedies, need, step and step / tokens, full=row["outcome"] == Outcome.OOM, work=work)
 
 
 def needed(row: Row) -> int | None:
@@ -283,6 +286,8 @@ def show(
         console.print(f"cannot be predicted: {escape(str(found.base.reason))}\n{exact(trial)}")
         return
     console.print(_as_it_is(found))
+    if found.base.seconds is None:
+        console.print("times are not known here; what is called fast has fewest FLOPs, then fewest kernel launches")
     console.print(_alone(found))
     known = [remedy for one in found.singles if one.need is not None for remedy in one.remedies if remedy.result]
     if known:
@@ -305,9 +310,9 @@ def show(
         console.print(_nearest(found))
         return
     more = [f"{axis}={goal.value}"] if axis and goal else []
-    ours = (axis, "name", "results")
+    ours = (axis, "name", "results", "gpu")
     said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
-    command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies)])
+    command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
     console.print(
         f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]})\n"
         f"to be confirmed by measuring it: {escape(command)}",

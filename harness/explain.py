@@ -18,8 +18,7 @@ from rich.table import Table
 
 from vramsweep.harness import look
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import CONTEXT_BYTES, memory_limit
-from vramsweep.harness.timeline import chosen
+from vramsweep.harness.gpus import CONTEXT_BYTES
 from vramsweep.harness.trial import Trial
 
 MIB = 1 << 20
@@ -50,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
     arguments, words = parser.parse_known_args(argv)
     if not words:
         raise UserError(f"explain what? {_USAGE}")
-    if "=" in words[0] or words[0].startswith("-"):
+    if look.name_a_trial(words):
         found = look.one("explain", words)
         if found is None:
             return 0
         asked, traces = [found], None
     else:
         traces = Path(words[0]) / "traces"
-        rows = look.finished(Path(words[0]), words[1:], chosen)
+        rows = look.finished(Path(words[0]), words[1:])
         asked = [(str(row["trial_id"]), look.trial_of("explain", row)) for row in rows]
         if not asked:
             raise UserError(f"{words[0]} has no predicted row; name a trial: {_USAGE}")
@@ -78,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 def record(trial_id: str, trial: Trial, answer: Mapping[str, Any]) -> dict[str, Any]:
     """What `--json` prints of a trial; sizes are in bytes."""
-    limit = memory_limit(trial.device.card)
+    limit = trial.memory_limit()
     return {
         "trial_id": trial_id,
         "about": look.about(trial),
@@ -109,12 +108,17 @@ def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
     """Print an explanation."""
     card = trial.device.card
-    limit = memory_limit(card)
+    limit = trial.memory_limit()
     console.print(f"\n[bold]{escape(trial.label())}[/]  {card.name}, predicted; MiB")
     refused = answer["refused"]
     if refused is None:
-        share = answer["peak_reserved"] / limit
-        console.print(f"fits: {_mib(answer['peak_reserved'])} of {_mib(limit)} MiB reserved at most, {share:.0%}")
+        most = answer["peak_reserved_most"] or answer["peak_reserved"]
+        ahead = f" to {_mib(most)}, as far as the host runs ahead," if most > answer["peak_reserved"] else ""
+        if answer["host_refused"] is not None:
+            console.print(f"[red]does not fit[/] the host: {escape(answer['host_refused'])}; the card would do:")
+        console.print(
+            f"fits: {_mib(answer['peak_reserved'])}{ahead} of {_mib(limit)} MiB reserved at most, {most / limit:.0%}"
+        )
     else:
         console.print(
             f"[red]does not fit[/]: {_where(answer['asked'])} {_mib(refused['request'])} MiB are asked for "

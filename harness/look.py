@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from vramsweep.harness.row import Row
 from vramsweep.harness.trial import Trial
 
 SECONDS = 1800.0
+MOST = 4  # timelines of a sweep whose trials nobody named
 Answer = dict[str, Any]
 
 
@@ -31,7 +32,7 @@ def one(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
     device=simulated is understood where no other is named.
     """
     given = any(word.partition("=")[0] == "device" for word in words)
-    planned, _ = launch.resolve([*([] if given else ["device=simulated"]), *words])
+    planned, _ = launch.resolve([*([] if given else ["device=simulated"]), *spelled(words)])
     if not planned:
         return None
     if len(planned) != 1:
@@ -51,7 +52,17 @@ def simulated(verb: str, trial: Trial) -> None:
         )
 
 
-def finished(folder: Path, ids: Sequence[str], chosen: Callable[[Iterable[Row]], list[Row]]) -> list[Row]:
+def name_a_trial(words: Sequence[str]) -> bool:
+    """Whether these are settings of a trial, not a sweep's folder."""
+    return "=" in words[0] or words[0].startswith("-")
+
+
+def spelled(words: Sequence[str]) -> list[str]:
+    """The words of a verb that is of predictions alone: gpu=NAME is short for device.gpu=NAME."""
+    return [f"device.{word}" if word.startswith("gpu=") else word for word in words]
+
+
+def finished(folder: Path, ids: Sequence[str]) -> list[Row]:
     """The rows of a sweep's trials of these ids; without any, what `chosen` takes of those that are predicted.
 
     Raises UserError.
@@ -64,6 +75,20 @@ def finished(folder: Path, ids: Sequence[str], chosen: Callable[[Iterable[Row]],
     return chosen(
         row for row in rows.values() if row.get("device") == "simulated" and isinstance(row.get("trial"), dict)
     )
+
+
+def chosen(rows: Iterable[Row]) -> list[Row]:
+    """Of predicted rows, for each model and runner that with the largest peak that fits and the one that misses by
+    least."""
+    predicted = list(rows)
+    found: list[Row] = []
+    for kind in dict.fromkeys((row.get("model"), row.get("runner")) for row in predicted):
+        own = [row for row in predicted if (row.get("model"), row.get("runner")) == kind]
+        fits = [row for row in own if row.get("outcome") == "ok" and row.get("peak_reserved_bytes")]
+        full = [row for row in own if row.get("outcome") == "oom" and row.get("unlimited_peak_reserved_bytes")]
+        found += sorted(fits, key=lambda row: -row["peak_reserved_bytes"])[:1]
+        found += sorted(full, key=lambda row: row["unlimited_peak_reserved_bytes"])[:1]
+    return found[:MOST]
 
 
 def trial_of(verb: str, row: Row) -> Trial:

@@ -6,7 +6,7 @@ them a trial can have, which the rules of settings and techniques tell (trial.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,8 @@ class Remedy:
     """A change, as it is typed. Of those of one `group` a trial can have one.
 
     `change` are values of the resolved trial, of which `level` says how much and `result` what they change in the
-    result; "" where it is nothing.
+    result; "" where it is nothing. On cards below `capability` it is left out, with the reason `instead`; where `where`
+    is not so of the resolved trial it changes nothing that is there.
     """
 
     words: str
@@ -29,13 +30,25 @@ class Remedy:
     change: Mapping[str, Any] = field(hash=False)
     level: int
     result: str = ""
+    capability: tuple[int, int] | None = None
+    instead: str = ""
+    where: Callable[[Mapping[str, Any]], bool] = field(default=lambda resolved: True, compare=False)
 
 
-def _axis(group: str, value: Any, level: int, result: str = "") -> Remedy:
+def _axis(group: str, value: Any, level: int, result: str = "", **more: Any) -> Remedy:
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return Remedy(f"{group}={text}", group, {group: value}, level, result)
+    return Remedy(f"{group}={text}", group, {group: value}, level, result, **more)
 
 
+def _in_fp32(resolved: Mapping[str, Any]) -> bool:
+    return resolved["precision"] in ("fp32", "tf32")
+
+
+_ZERO = ("zero1", "zero2", "zero3")
+_BF16: dict[str, Any] = {
+    "capability": (8, 0),
+    "instead": "bf16 is emulated below 8.0, which is slow; precision=fp16 is not",
+}
 _LORA = "adapters of rank 16 are trained, the weights are frozen"
 REMEDIES: tuple[Remedy, ...] = (
     _axis("checkpointing", "selective", SAME),
@@ -47,15 +60,28 @@ REMEDIES: tuple[Remedy, ...] = (
         "allocator",
         {"allocator": {"name": "expandable", "conf": "expandable_segments:True"}},
         SAME,
+        where=lambda resolved: not resolved["allocator"]["conf"],  # else its settings would be lost
     ),
-    _axis("optimizer", "adamw_torch_fused", SAME),
+    _axis("offload_optimizer", True, SAME, where=lambda resolved: resolved["sharding"] in _ZERO),
+    _axis("offload_param", True, SAME, where=lambda resolved: resolved["sharding"] in ("zero3", "fsdp1", "fsdp2")),
+    _axis("optimizer", "adamw_torch_fused", ROUNDING),
     _axis("attention", "sdpa", ROUNDING),
+    _axis(
+        "attention",
+        "flash_attention_2",
+        ROUNDING,
+        capability=(8, 0),
+        instead="flash-attn needs 8.0",
+        where=lambda resolved: resolved["precision"] not in ("fp32", "tf32"),
+    ),
     _axis("loss", "chunked", ROUNDING),
     _axis("loss", "fused_linear", ROUNDING),
     _axis("kernels", "liger", ROUNDING),
-    _axis("precision", "bf16", PRECISION, "products in bf16"),
-    _axis("precision", "bf16_pure", PRECISION, "weights, gradients and optimizer state in bf16"),
+    _axis("precision", "fp16", PRECISION, "products in fp16, the loss scaled", where=_in_fp32),
+    _axis("precision", "bf16", PRECISION, "products in bf16", **_BF16),
+    _axis("precision", "bf16_pure", PRECISION, "weights, gradients and optimizer state in bf16", **_BF16),
     _axis("optimizer", "adamw_bnb_8bit", PRECISION, "optimizer state in 8 bits"),
+    _axis("optimizer", "paged_adamw_8bit", PRECISION, "optimizer state in 8 bits, in memory that the host has too"),
     _axis("optimizer", "adafactor", METHOD, "Adafactor instead of AdamW"),
     _axis("optimizer", "lion_8bit", METHOD, "Lion, its state in 8 bits, instead of AdamW"),
     _axis("optimizer", "sgd", METHOD, "SGD without momentum instead of AdamW"),
@@ -73,7 +99,14 @@ REMEDIES: tuple[Remedy, ...] = (
 def applicable(resolved: Mapping[str, Any]) -> list[Remedy]:
     """The remedies that change something of this resolved trial, smaller batches of the same sum among them."""
     fixed = [one for one in REMEDIES if any(not _has(resolved, key, value) for key, value in one.change.items())]
-    return [*_batches(resolved), *fixed]
+    return [*_batches(resolved), *(one for one in fixed if one.where(resolved))]
+
+
+def too_old(one: Remedy, capability: tuple[int, int]) -> str | None:
+    """Why a card of this compute capability is too old for the remedy; None where it is not."""
+    if one.capability is None or capability >= one.capability:
+        return None
+    return f"{one.instead}, and the card has {capability[0]}.{capability[1]}"
 
 
 def changed(resolved: Mapping[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
@@ -105,7 +138,7 @@ def _batches(resolved: Mapping[str, Any]) -> list[Remedy]:
             f"micro_batch={size} grad_accum={passes * batch // size}",
             "batch",
             {"micro_batch": size, "grad_accum": passes * batch // size},
-            SAME,
+            ROUNDING,
         )
         for size in dict.fromkeys(sizes)
     ]

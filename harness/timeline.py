@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from vramsweep.harness.row import Row
 from vramsweep.harness.trial import SIMULATION, Trial
 
 FORMAT = 1  # of what is kept; raise it when a timeline's layout changes
-MOST = 4  # timelines of a sweep whose trials nobody named
 _USAGE = (
     "vramsweep timeline model=NAME seq_len=N device=simulated ... | vramsweep timeline results/SWEEP [TRIAL_ID ...]"
 )
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     words = [*arguments.words, *more]
     if not words:
         raise UserError(f"timeline of what? {_USAGE}")
-    if "=" in words[0] or words[0].startswith("-"):
+    if look.name_a_trial(words):
         found = look.one("timeline", words)
         if found is None:
             return 0
@@ -85,9 +84,9 @@ def of_trial(trial_id: str, trial: Trial) -> Record:
 
 
 def of_sweep(folder: Path, ids: Sequence[str], trace: bool) -> list[Record]:
-    """Timelines of a sweep's trials, or of those that `chosen` takes; a trial without a kept trace is left out, or
+    """Timelines of a sweep's trials, or of those that `look.chosen` takes; a trial without a kept trace is left out, or
     traced. Raises UserError."""
-    own = [(row, look.trial_of("timeline", row)) for row in look.finished(folder, ids, chosen)]
+    own = [(row, look.trial_of("timeline", row)) for row in look.finished(folder, ids)]
     found = [_kept(folder, row) for row, _ in own]
     missing = [i for i, one in enumerate(found) if one is None]
     if missing:
@@ -103,20 +102,6 @@ def of_sweep(folder: Path, ids: Sequence[str], trace: bool) -> list[Record]:
         for (row, trial), one in zip(own, found, strict=True)
         if one is not None
     ]
-
-
-def chosen(rows: Iterable[Row]) -> list[Row]:
-    """Of predicted rows, for each model and runner that with the largest peak that fits and the one that misses by
-    least."""
-    predicted = list(rows)
-    found: list[Row] = []
-    for kind in dict.fromkeys((row.get("model"), row.get("runner")) for row in predicted):
-        own = [row for row in predicted if (row.get("model"), row.get("runner")) == kind]
-        fits = [row for row in own if row.get("outcome") == "ok" and row.get("peak_reserved_bytes")]
-        full = [row for row in own if row.get("outcome") == "oom" and row.get("unlimited_peak_reserved_bytes")]
-        found += sorted(fits, key=lambda row: -row["peak_reserved_bytes"])[:1]
-        found += sorted(full, key=lambda row: row["unlimited_peak_reserved_bytes"])[:1]
-    return found[:MOST]
 
 
 def draw(data: Sequence[Mapping[str, Any]], out: Path) -> None:

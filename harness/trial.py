@@ -198,6 +198,14 @@ class Trial(_Frozen):
     repeat: int = Field(default=0, ge=0)
     fingerprints: dict[str, str] = {}
 
+    def memory_limit(self) -> int:
+        """What the allocator may have of the simulated card, in bytes: as much of it as its setting allows a process.
+
+        Raises KeyError where the card is not listed.
+        """
+        share = allocator_config.parse(self.allocator.conf).per_process_memory_fraction
+        return int(gpus.memory_limit(self.device.card) * share)
+
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step sees over all ranks, padding counted."""
         return self.samples_per_step() * self.seq_len

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
 from vramsweep.runners.predict import Refused, replay
+from vramsweep.runners.simulated import lagging
 from vramsweep.runners.timeline import LARGEST, STEP, Alike, Held, alike, held, holders
 from vramsweep.runners.trace import CATEGORIES, Mark, Trace
 
@@ -40,12 +41,14 @@ class Explanation:
 
     `most` is the most that each part holds at any moment of the run, whenever that is; `largest` are the storages that
     hold most of the peak, layers as one, `rest` bytes are in `rest_count` others. Where memory runs out, `refused` says
-    how, and `asked` what the request was for; all else goes on without the limit.
+    how, and `asked` what the request was for; all else goes on without the limit. `peak_reserved_most` is where a host
+    runs ahead as far as it may, None where that changes nothing.
     """
 
     phases: tuple[Moment, ...]
     peak: Moment
     peak_reserved: int
+    peak_reserved_most: int | None
     most: Parts
     largest: tuple[Alike, ...]
     rest: int
@@ -59,9 +62,11 @@ def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Exp
 
     Raises UserError for settings that cannot be simulated.
     """
-    refused = None if limit is None else replay(trace, config, limit).refused
     watch = _Watch(trace)
-    whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=watch.look)
+    whole = replay(trace, config, limit, look=watch.look)
+    if (refused := whole.refused) is not None:
+        watch = _Watch(trace)
+        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=watch.look)
     if not whole.phases or not watch.moments:
         return None
     moments = list(watch.by_phase(whole.phases))
@@ -75,6 +80,7 @@ def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Exp
         phases=tuple(_merged([one for one in moments if one.step in (None, last)])),
         peak=peak,
         peak_reserved=whole.peak["reserved"],
+        peak_reserved_most=lagging(trace, config, limit).get("peak_reserved_most_bytes"),
         most=watch.most,
         largest=tuple(kinds[:LARGEST]),
         rest=sum(kind.held.bytes * kind.count for kind in rest),

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vramsweep.harness import gpus, node
+from vramsweep.harness import node
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.attempt import LARGEST
@@ -72,7 +72,7 @@ def _of_family(
 def _of_group(
     family: Trials, trials: Sequence[Trial], known: Curve, every: bool, tracer: Tracer, deadline_s: float
 ) -> dict[str, Edge]:
-    cards = {trial_id: Card(setting(trial), room(trial)) for trial_id, trial in family.items()}
+    cards = {trial_id: Card(setting(trial), trial.memory_limit()) for trial_id, trial in family.items()}
     settings = {cards[trial_id].setting: trial for trial_id, trial in family.items()}
     limits = {name: sorted(card.limit for card in cards.values() if card.setting == name) for name in settings}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
@@ -155,12 +155,6 @@ def setting(trial: Trial) -> str:
 
 def _capability(trial: Trial) -> Capability:
     return trial.device.card.capability
-
-
-def room(trial: Trial) -> int:
-    """Bytes that the trial's setting lets a process take of its card's limit."""
-    limit = gpus.memory_limit(trial.device.card)
-    return int(limit * allocator_config.parse(trial.allocator.conf).per_process_memory_fraction)
 
 
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> Need:

@@ -21,15 +21,29 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import memory_limit
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import tracing
+from vramsweep.runners import simulated, tracing
 from vramsweep.runners.explain import explanation
 from vramsweep.runners.timeline import timeline
+from vramsweep.runners.trace import Trace
 
-# Each takes a trace, a setting of the allocator and a limit in bytes, and gives a dataclass, or None of an empty trace.
-QUESTIONS: dict[str, Callable[..., Any]] = {"timeline": timeline, "explanation": explanation}
+Answer = dict[str, Any] | None
 
 
-def of_trial(question: str, trial: Trial, traces: Path, trace: bool) -> dict[str, Any] | None:
+def _timeline(trace: Trace, trial: Trial) -> Answer:
+    found = timeline(trace, allocator_config.parse(trial.allocator.conf), memory_limit(trial.device.card))
+    return None if found is None else asdict(found)
+
+
+def _explanation(trace: Trace, trial: Trial) -> Answer:
+    found = explanation(trace, allocator_config.parse(trial.allocator.conf), memory_limit(trial.device.card))
+    return None if found is None else asdict(found) | {"host_refused": simulated.host_refused(trial, trace)}
+
+
+# Each is asked about a trial's trace, and answers with plain data, in bytes; None of an empty trace.
+QUESTIONS: dict[str, Callable[[Trace, Trial], Answer]] = {"timeline": _timeline, "explanation": _explanation}
+
+
+def of_trial(question: str, trial: Trial, traces: Path, trace: bool) -> Answer:
     """The trial's answer, in bytes; None where its trace is not kept and `trace` is false. Raises UserError."""
     card = trial.device.card
     if not trace and not (traces / f"{tracing.trace_key(trial, card)}.json").is_file():
@@ -37,8 +51,7 @@ def of_trial(question: str, trial: Trial, traces: Path, trace: bool) -> dict[str
     runner = importlib.import_module(registry.runner(trial.runner.name).module)
     with tempfile.TemporaryDirectory() as folder:
         traced, _ = tracing.kept(trial, card, Path(folder), runner, traces)
-    found = QUESTIONS[question](traced, allocator_config.parse(trial.allocator.conf), memory_limit(card))
-    return None if found is None else asdict(found)
+    return QUESTIONS[question](traced, trial)
 
 
 def main(request: Path, answer: Path) -> None:

@@ -103,7 +103,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
         about |= oom_columns(predicted.refused) | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
         asked = held(trace, predicted.refused.storage, predicted.refused.mark)
-        text = _refused(predicted.refused, asked, card, whole)
+        text = f"{_refused(predicted.refused, asked, card, whole)}; {_would_fit(trial, whole, limit)}"
         return Predicted(about, phases, SimulatedOutOfMemoryError(text, about))
     grown = growth(trace)
     found = columns(predicted) | lagging(trace, config, limit) | estimated | details | about
@@ -160,7 +160,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
     }
 
 
-def lagging(trace: Trace, config: allocator_config.AllocatorConfig, limit: int) -> dict[str, Any]:
+def lagging(trace: Trace, config: allocator_config.AllocatorConfig, limit: int | None) -> dict[str, Any]:
     """The row's columns on a host that runs ahead as far as it may; nothing where no other stream uses what is freed.
 
     Reserved goes no further than the card's memory: there the allocator waits.
@@ -170,7 +170,7 @@ def lagging(trace: Trace, config: allocator_config.AllocatorConfig, limit: int) 
     most = replay(trace, replace(config, per_process_memory_fraction=1.0), None, ahead=True).peak
     return {
         "peak_active_most_bytes": most["active"],
-        "peak_reserved_most_bytes": min(most["reserved"], limit),
+        "peak_reserved_most_bytes": most["reserved"] if limit is None else min(most["reserved"], limit),
     }
 
 
@@ -280,6 +280,18 @@ def _refused(refused: Refused, asked: Held, card: Gpu, without_limit: Prediction
     )
 
 
+def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
+    """How many tokens a pass would fit, where activations and temporaries are in proportion to them, and all else stays:
+    rather too few, as less is left unused in smaller pools."""
+    moving = without_limit.breakdown["activations"] + without_limit.breakdown["temporaries"]
+    fixed = without_limit.peak["reserved"] - moving
+    tokens = trial.seq_len * trial.micro_batch
+    fitting = (limit - fixed) * tokens // moving if moving else 0
+    if fitting < 1:
+        return f"{fixed / GIB:,.2f} GiB of it are there at any length and batch (vramsweep advise looks for what helps)"
+    return f"by proportion about {min(fitting, tokens):,} of its {tokens:,} tokens a pass would fit"
+
+
 def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
     """The row's columns on the memory of the fullest node: what its ranks hold, all as rank 0."""
     ranks = node.ranks(trial)
@@ -318,6 +330,15 @@ _LESS = {
     "rounding": "page-locked blocks are powers of two: use pin_memory=false for what is offloaded",
     "workers": "use fewer dataloader_num_workers",
 }
+
+
+def host_refused(trial: Trial, trace: Trace) -> str | None:
+    """Why a node's memory does not suffice, None where it does or is not known."""
+    host = host_replay(
+        trace.host, allocator_config.parse(trial.allocator.conf), node.loader_workers(trial) * node.LOADER_WORKER
+    )
+    full = host_full(trial, host)
+    return None if full is None else _host_refused(trial, host, host.phases[full][0], host_columns(trial, host))
 
 
 def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mapping[str, Any]) -> str:

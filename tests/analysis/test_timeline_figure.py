@@ -190,7 +190,7 @@ def rows(*kinds: tuple[str, str, str, int]) -> list[dict[str, Any]]:
 
 
 def test_the_largest_that_fits_and_the_smallest_that_does_not_are_chosen() -> None:
-    found = timeline.chosen(
+    found = look.chosen(
         rows(("a", "torch", "ok", 5), ("a", "torch", "ok", 7), ("a", "torch", "oom", 9), ("a", "torch", "oom", 8),
              ("b", "torch", "ok", 3), ("b", "trainer", "oom", 4), ("c", "torch", "ok", 1))
     )  # fmt: skip

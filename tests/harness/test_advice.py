@@ -14,7 +14,8 @@ from vramsweep.harness.advice import Option, front, search
 from vramsweep.harness.remedies import METHOD, PRECISION, REMEDIES, ROUNDING, SAME, Remedy, applicable, changed
 
 # Made up: factors of activations, of states, of what the logits take, and of time. They do not multiply as a whole, and
-# a fused kernel does nothing beside a chunked loss.
+# a fused kernel does nothing beside a chunked loss; a smaller optimizer state is a little more, until what is kept for
+# the backward phase is gone.
 EFFECTS = {
     "checkpointing=selective": (0.6, 1.0, 1.0, 1.1),
     "checkpointing=full": (0.1, 1.0, 1.0, 1.35),
@@ -35,6 +36,8 @@ def option(taken: Sequence[Remedy]) -> Option:
         kept, held, made, slower = EFFECTS[name]
         if name == "loss=chunked" and "kernels=liger" in names:
             made = 1.0
+        if name == "optimizer=adamw_bnb_8bit" and "checkpointing=full" not in names:
+            held = 1.01
         activations, states, logits, time = activations * kept, states * held, logits * made, time * slower
     return Option(tuple(taken), round(max(activations + states, states + logits + 0.3 * activations)), time)
 
@@ -122,31 +125,36 @@ def test_what_cannot_be_predicted_ends_the_search() -> None:
     assert (found.recommended, found.nearest, len(found.tried)) == (None, None, 1)
 
 
-def test_what_does_not_help_is_not_combined() -> None:
-    def worse(taken: Sequence[tuple[Remedy, ...]]) -> list[Option]:
-        found = [option(these) for these in taken]
-        return [
-            one if "kernels=liger" not in {r.words for r in one.remedies} else Option(one.remedies, 99_999, 9.0)
-            for one in found
-        ]
-
-    found = search(OURS, worse, 4000, most=10_000)
-    both = [one for one in found.tried if len(one.remedies) > 1]
-    assert both and all("kernels=liger" not in {r.words for r in one.remedies} for one in both)
+def test_what_harms_alone_is_found_where_it_helps() -> None:
+    """Nothing but the smaller state, with checkpointing, is small enough that keeps the training what it was."""
+    eight = next(one for one in OURS if one.words == "optimizer=adamw_bnb_8bit")
+    least = min((one for one in every() if one.level <= PRECISION), key=lambda one: one.need or 0)
+    assert eight in least.remedies and (option([eight]).need or 0) > (option([]).need or 0)
+    found = search(OURS, Predictor(), least.need or 0, most=24)
+    assert found.recommended is not None and eight in found.recommended.remedies
+    assert found.recommended.level == PRECISION
 
 
-def test_what_the_run_does_already_is_no_change() -> None:
-    def idle(taken: Sequence[tuple[Remedy, ...]]) -> list[Option]:
-        found = [option([one for one in these if one.words != "allocator=expandable"]) for these in taken]
-        return [Option(these, one.need, one.seconds) for these, one in zip(taken, found, strict=True)]
+def test_what_runs_out_does_not_fit_however_little_it_needs() -> None:
+    full = [Option((), 50, 1.0, full=True)]
+    found = search([], lambda taken: full[: len(taken)], 100)
+    assert found.recommended is None and found.nearest == full[0]
 
-    found = search(OURS, idle, 4000, most=10_000)
-    both = [one for one in found.tried if len(one.remedies) > 1]
-    assert both and all("allocator=expandable" not in {r.words for r in one.remedies} for one in both)
+
+def test_without_times_less_work_is_faster() -> None:
+    half, full = (next(one for one in OURS if one.words == f"checkpointing={kind}") for kind in ("selective", "full"))
+    sizes = {(): (100, (1.0, 1.0)), (half,): (60, (1.0, 2.0)), (full,): (40, (1.3, 2.0))}
+
+    def predict(taken: Sequence[tuple[Remedy, ...]]) -> list[Option]:
+        return [Option(these, sizes[these][0], None, work=sizes[these][1]) for these in taken]
+
+    found = search([full, half], predict, 70)
+    assert found.recommended is not None and found.recommended.remedies == (half,)
+    assert [one.need for one in found.front] == [60, 40]
 
 
 def resolved(**over: Any) -> dict[str, Any]:
-    return trial.parse(tiny(device={"name": "simulated", "gpu": "t4-16gb"}, **over)).model_dump(mode="json")
+    return trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over)).model_dump(mode="json")
 
 
 def test_remedies_are_changes_that_a_trial_can_have() -> None:
@@ -166,6 +174,17 @@ def test_every_remedy_says_what_it_changes() -> None:
         assert bool(one.result) == (one.level >= PRECISION), one.words
         assert {word.partition("=")[0] for word in one.words.split()} == set(one.change), one.words
     assert list(range(len(remedies.LEVELS))) == [SAME, ROUNDING, PRECISION, METHOD]
+
+
+def test_what_a_card_is_too_old_for_says_so() -> None:
+    bf16, fp16 = (next(one for one in REMEDIES if one.words == f"precision={name}") for name in ("bf16", "fp16"))
+    assert "emulated" in (remedies.too_old(bf16, (7, 5)) or "") and remedies.too_old(bf16, (8, 0)) is None
+    assert remedies.too_old(fp16, (7, 5)) is None
+    names = [one.words for one in applicable(resolved(precision="fp32"))]
+    assert "precision=fp16" in names and "offload_optimizer=true" not in names  # nothing is divided
+    assert "precision=fp16" not in [one.words for one in applicable(resolved(precision="bf16"))]
+    asked = resolved(allocator={"name": "mine", "conf": "per_process_memory_fraction:0.5"})
+    assert "allocator=expandable" not in [one.words for one in applicable(asked)]
 
 
 def test_words_of_remedies_take_the_place_of_others() -> None:

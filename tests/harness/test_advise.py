@@ -68,7 +68,7 @@ def test_rows_become_options() -> None:
     assert advise.option((FULL,), item, ok) == Option((FULL,), 7, 3.0 / 1000)
     assert advise.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None}).need == 9
     full = {"outcome": "oom", "unlimited_peak_reserved_bytes": 11, "peak_reserved_bytes": None, "reason": "too small"}
-    assert advise.option((), item, full) == Option((), 11, None)
+    assert advise.option((), item, full) == Option((), 11, None, full=True)
     crash = advise.option((), item, {"outcome": "crash", "reason": "it broke"})
     assert (crash.need, crash.reason) == (None, "it broke")
     invalid = plan.Planned("x", {}, None, "needs compute capability 8.0")
@@ -84,7 +84,9 @@ def test_what_is_said() -> None:
     assert "+1,500" in alone and "x 1.30" in alone and "SGD without momentum instead of AdamW" in alone
     assert "checkpointing=full optimizer=sgd" in together
     assert "Recommended: checkpointing=full (the same result)" in text  # SGD is faster, and another training
-    assert "vramsweep sweep model=tiny seq_len=32 checkpointing=full\n" in text  # for the card that is there
+    assert (
+        "vramsweep sweep model=tiny seq_len=32 checkpointing=full device=cuda\n" in text
+    )  # for the card that is there
     assert "Not tried" not in text
 
 
@@ -119,7 +121,7 @@ def test_goals_of_length_say_how_far_each_gets() -> None:
                advise.Reached(by["optimizer=sgd",], None)]  # fmt: skip
     text = said(advice, "seq_len", reached, ["model=tiny", "seq_len=32"])
     assert "Recommended: checkpointing=full (the same result)" in text  # as far as with SGD
-    assert "vramsweep sweep model=tiny seq_len=900 checkpointing=full" in text
+    assert "vramsweep sweep model=tiny seq_len=900 checkpointing=full device=cuda" in text
     assert advise.best([advise.Reached(by[()], None)]) is None
 
 

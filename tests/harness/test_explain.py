@@ -44,6 +44,8 @@ def answer(**over: Any) -> dict[str, Any]:
                    activations=2500), backward],
         "peak": backward,
         "peak_reserved": backward["reserved"],
+        "peak_reserved_most": None,
+        "host_refused": None,
         "most": parts(parameters=400, gradients=400, optimizer_state=800, activations=3000, temporaries=7),
         "largest": [{"held": held(125 * MIB, "model.layers.*.mlp", "aten.mm"), "count": 24}],
         "rest": 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,30 @@ def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> Non
     assert sum(rows[4]["oom_parts_bytes"].values()) == rows[4]["oom_request_bytes"] + rows[4]["oom_allocated_bytes"]
     assert all(row["oom_parts_bytes"] is row["oom_request_bytes"] is None for row in rows[:4])
     assert rows[4]["phase"] == "step 0, forward"
+
+
+def predicted_at(batch: int, card: dict[str, Any], folder: Path) -> simulated.Predicted:
+    chosen = trial.parse(tiny(device={"name": "simulated"} | card, seq_len=512, micro_batch=batch))
+    trace, details = tracing.trace_trial(chosen, chosen.device.card, folder, torch_loop)
+    return simulated.predict(chosen, trace, details)
+
+
+def test_what_would_have_fitted_does_and_hardly_more(tmp_path: Path) -> None:
+    whole = predicted_at(96, {"gpu": "a100-80gb"}, tmp_path).columns["peak_reserved_bytes"]
+    card = {
+        "gpu": "a100-80gb",
+        "memory_gib": round(whole / (1 << 30) / 3 + 0.8, 2),
+        "capability": "8.6",
+    }  # with a context
+    error = str(predicted_at(96, card, tmp_path).error)
+    found = re.search(r"by proportion about ([\d,]+) of its 49,152 tokens a pass would fit$", error)
+    assert found, error
+    batch = int(found[1].replace(",", "")) // 512
+    assert 8 <= batch <= 80
+    assert predicted_at(batch, card, tmp_path).error is None
+    assert predicted_at(round(1.25 * batch), card, tmp_path).error is not None
+    none = {"gpu": "a100-80gb", "memory_gib": 0.8, "capability": "8.6"}
+    assert "are there at any length and batch" in str(predicted_at(96, none, tmp_path).error)
 
 
 def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path: Path) -> None:
