@@ -61,10 +61,10 @@ def kind(precision: str) -> str:
     return precision if precision in ("fp32", "tf32", "fp8") else "half"
 
 
-def found(gpu: str, precision: str) -> Efficiency | None:
-    """What is known of this card, else of any; None where nobody published speeds of this kind of arithmetic."""
+def found(product: str | None, precision: str) -> Efficiency | None:
+    """What is known of this listed card, else of any; None where nobody published speeds of this kind of arithmetic."""
     known = _shipped()
-    return known.get((gpu, kind(precision))) or known.get((ANY, kind(precision)))
+    return known.get((product or ANY, kind(precision))) or known.get((ANY, kind(precision)))
 
 
 @cache

@@ -215,7 +215,7 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
         "estimated_launch_s": found.launch_s,
     }
     parts = (found.compute_s, found.attention_s, found.memory_s, found.launch_s, sent.seconds)
-    known = efficiencies.found(card.name, trial.precision)
+    known = efficiencies.found(card.product, trial.precision)
     if known is not None:
         step = known.seconds(parts, row["estimated_launches"])
         tokens = trial.tokens_per_step() / step
@@ -271,12 +271,14 @@ def _refused(refused: Refused, asked: Held, card: Gpu, without_limit: Prediction
     largest = sorted(filter(beside.get, beside), key=lambda name: -beside[name])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {beside[name] / MIB:,.0f}" for name in largest)
     need = without_limit.peak["reserved"]
-    enough = gpus.enough(need)
+    least = max(card.capability, (8, 0))  # what of a card's generation the run needs is not known
+    enough = gpus.enough(need, card.headroom_gib, least)
+    none = f"more than any listed card of capability {'.'.join(map(str, least))} or later has"
     return (
-        f"{card.name} ({memory_limit(card) / GIB:.2f} GiB without the CUDA context) is too small: a request of "
+        f"{card.name} ({memory_limit(card) / GIB:.2f} GiB left for the allocator) is too small: a request of "
         f"{refused.request / MIB:,.1f} MiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
         f"{refused.allocated / MIB:,.0f} MiB ({parts}); without a limit the run would reserve {need / GIB:,.2f} GiB"
-        f"{', which ' + enough.name + ' has' if enough else ', more than any listed card has'}"
+        f"{', ' + ('which ' + enough.name + ' has' if enough else none)}"
     )
 
 
