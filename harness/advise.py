@@ -325,9 +325,12 @@ def exact(trial: Trial) -> str:
     count = trial.model.parameters
     if count is None:
         return "How many parameters it has is not known either: nothing can be said without measuring."
+    plain = {"precision": "fp32", "optimizer": "default", "adapter": "none", "quantization": "none", "sharding": "none"}
+    other = ", ".join(f"{name}={value}" for name, own in plain.items() if (value := getattr(trial, name)) != own)
     return (
         f"What is known without: {count:,} parameters, {BYTES_A_PARAMETER} bytes each in fp32 with gradients and "
-        f"AdamW's state: {BYTES_A_PARAMETER * count / MIB:,.0f} MiB, and activations beside; measure the rest."
+        f"AdamW's state: {BYTES_A_PARAMETER * count / MIB:,.0f} MiB{f', {other} not regarded' if other else ''}, and "
+        "activations beside; measure the rest."
     )
 
 
