@@ -88,6 +88,13 @@ def test_what_would_have_fitted_does_and_hardly_more(tmp_path: Path) -> None:
     assert "are there at any length and batch" in str(predicted_at(96, none, tmp_path).error)
 
 
+def test_a_card_with_other_memory_keeps_what_is_known_of_its_speed(tmp_path: Path) -> None:
+    own, smaller = (predicted_at(1, {"gpu": "h100-80gb"} | more, tmp_path) for more in ({}, {"memory_gib": 8.0}))
+    assert "on h100-80gb, fp32" in smaller.columns["calibration"]
+    assert smaller.columns["calibrated_step_s"] == own.columns["calibrated_step_s"]
+    assert smaller.columns["gpu_name"] == "h100-80gb with 8 GiB"
+
+
 def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path: Path) -> None:
     chosen = trial.parse(tiny(device=DEVICE, seq_len=512))
     trace, details = tracing.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, torch_loop)
