@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from vramsweep.harness import differences, gpus, links, registry, techniques
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import GPUS, Gpu
+from vramsweep.harness.gpus import GPUS, Capability, Gpu
 
 ID_VERSION = 2
 SIMULATION = 10  # raise it when what a simulated run predicts changes
@@ -122,18 +124,33 @@ class DeviceAxis(_Frozen):
     interconnect: str | None = None
     node_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    capability: str | None = Field(default=None, pattern=r"^\d+\.\d$")
+    capability: str | None = None
     headroom_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
     @field_validator("capability", mode="before")
     @classmethod
-    def _typed_as_a_number(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, float) else value
+    def _typed_as_a_number(cls, value: Any) -> str | None:
+        if value is None:
+            return None
+        found = re.fullmatch(r"(\d+)(?:\.(\d))?", str(value), re.ASCII)
+        if found is None:
+            raise PydanticCustomError("capability", "write major.minor, such as 8.6")
+        given, highest = (int(found[1]), int(found[2] or 0)), max(gpu.capability for gpu in GPUS)
+        if given > highest:
+            most = {"highest": _dotted(highest)}
+            raise PydanticCustomError(
+                "capability", "no listed card has more than {highest}; give one such as 8.6", most
+            )
+        return _dotted(given)
 
     @property
     def card(self) -> Gpu:
         """The card that is simulated. Raises KeyError where `gpu` is not listed."""
         return gpus.card(self.gpu, self.memory_gib, self.capability, self.headroom_gib)
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))
 
 
 class ProtocolAxis(_Frozen):

@@ -269,7 +269,16 @@ def trainer(**options: Any) -> dict[str, Any]:
         (tiny(device={"name": "cpu", "memory_gib": 8.0}), "device.memory_gib belongs to device=simulated"),
         (tiny(device={**SIMULATED, "gpu": "voodoo2"}), "or say what it has: device.memory_gib=8 device.capability=7.5"),
         (tiny(device={**SIMULATED, "capability": "7.5"}), "device.capability=7.5 needs device.memory_gib"),
-        (tiny(device={**SIMULATED, "memory_gib": 8.0, "capability": "turing"}), "capability = 'turing'"),
+        (tiny(device={**SIMULATED, "memory_gib": 8.0, "capability": "turing"}), "capability = 'turing': write major"),
+        (
+            tiny(device={**SIMULATED, "memory_gib": 8.0, "capability": 8.65}),
+            "capability = 8.65: write major.minor, such",
+        ),
+        (tiny(device={**SIMULATED, "memory_gib": 8.0, "capability": True}), "capability = True: write major.minor"),
+        (
+            tiny(device={**SIMULATED, "memory_gib": 8.0, "capability": 99.9}),
+            "capability = 99.9: no listed card has more than 12.0; give one such as 8.6",
+        ),
         (tiny(device={**SIMULATED, "headroom_gib": 79.0}), "a100-80gb has no memory left beside its CUDA context"),
         (
             tiny(device={**SIMULATED, "memory_gib": 8.0, "capability": "6.1"}, optimizer="adamw_torch_8bit"),
@@ -292,6 +301,18 @@ def test_a_capability_may_be_typed_as_a_number() -> None:
     label = trial.label()
     assert all(one in label for one in ("device.memory_gib=8.0", "device.capability=7.5", "device.headroom_gib=0.5"))
     assert identity(tiny(device=SIMULATED)) == identity(tiny(device={**SIMULATED, "headroom_gib": 0}))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [(8, (8, 0)), (9, (9, 0)), (10, (10, 0)), ("12", (12, 0)), (10.3, (10, 3))]
+)
+def test_a_whole_number_is_a_capability_too(typed: Any, meant: tuple[int, int]) -> None:
+    trial, spelled = (
+        trials.parse(tiny(device={**SIMULATED, "memory_gib": 8, "capability": one}))
+        for one in (typed, ".".join(map(str, meant)))
+    )
+    assert trial.device.card.capability == meant
+    assert trial == spelled
 
 
 def test_steps_and_tokens() -> None:
