@@ -1,4 +1,4 @@
-"""Published speeds against estimates: factors by card and kind of arithmetic, judged by leaving out whole sources.
+"""Published speeds against estimates: factors by card and kind of arithmetic, judged by leaving out sources or cards.
 
 The model is harness/efficiencies.py's; what a user's own rows say of a card is calibrate.py's. Factors are fitted to
 logarithms of measured over estimated seconds, robustly (soft L1), every source counting the same however many readings
@@ -92,8 +92,24 @@ def left_out(speed: pd.DataFrame) -> pd.DataFrame:
     return found
 
 
+def other_cards(speed: pd.DataFrame, of: str) -> pd.Series[float]:
+    """The relative errors of this kind's readings by factors of all other cards; null where there is no other card."""
+    same = speed[speed["kind"].eq(of)]
+    found = pd.Series(np.nan, index=same.index)
+    for gpu in same["gpu"].unique():
+        own, rest = same[same["gpu"].eq(gpu)], same[same["gpu"].ne(gpu)]
+        if len(rest):
+            known = factors(rest, START, LOOSE)
+            found[own.index] = predicted(own, known) / own["measured"].to_numpy(float) - 1
+    return found
+
+
 def efficiencies(speed: pd.DataFrame) -> list[Efficiency]:
-    """What to ship: of each card and kind that has readings, and of all cards together."""
+    """What to ship: of each card and kind that has readings, and of all cards together.
+
+    A card's factors are judged by its readings, as left-out sources; those of all cards by every card's, as if nothing
+    were known of it.
+    """
     judged = left_out(speed)
     made = []
     for of in sorted(speed["kind"].unique()):
@@ -101,7 +117,7 @@ def efficiencies(speed: pd.DataFrame) -> list[Efficiency]:
         for gpu in (*sorted(same["gpu"].unique()), ANY):
             mine = same if gpu == ANY else same[same["gpu"].eq(gpu)]
             known = factors(same, START, LOOSE) if gpu == ANY else of_card(speed, gpu, of)
-            off = mine["calibrated"].dropna().abs()
+            off = (other_cards(speed, of) if gpu == ANY else mine["calibrated"]).dropna().abs()
             assert known is not None
             rounded = tuple(round(float(one), 3) for one in known[:-1])
             sources = tuple(sorted(mine["title"].unique()))

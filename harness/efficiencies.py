@@ -6,7 +6,7 @@ are the roofline's seconds of what the peak bounds, of fused attention, of what 
 than 1; and h for each launch at least, the time of the host. `efficiencies.json`
 holds factors for each card and kind of arithmetic that somebody published speeds of, and for any card ("any"); it is
 written by `vramsweep errors READINGS --efficiencies` (analysis/speed.py) from reference runs, and says which sources
-they are from and how far left-out sources were off.
+they are from and how far off they were where they were not made for.
 
 What comes out is an estimate: it never enters a measured column.
 """
@@ -29,9 +29,9 @@ class Efficiency:
     """Factors, in the order of `PARTS`, of a card (or `ANY`) and a kind of arithmetic; `host_s` is the host's time of a
     launch, in seconds.
 
-    `error` is the median size of the relative error when the source of a reading is left out, `spread` its 90th
-    percentile: of this card's readings, by factors of the other sources, which may be of other cards. None where no
-    other source has this kind of arithmetic.
+    `error` is the median size of the relative error of readings that the factors were not made from, `spread` its 90th
+    percentile. Of a card they are its own readings, by factors of the other sources, which may be of other cards; of
+    `ANY` all readings, each card's by factors of the other cards. None where no other has this kind of arithmetic.
     """
 
     gpu: str
@@ -51,9 +51,12 @@ class Efficiency:
     def text(self) -> str:
         """What it rests on, in a line."""
         where = "all cards, as none is known for this one" if self.gpu == ANY else self.gpu
-        off = "" if self.error is None else f"; without their own source they were off by {self.error:.0%} (median)"
+        own = "card" if self.gpu == ANY else "source"
+        off = f"not checked: one {own}"
+        if self.error is not None:
+            off = f"without their own {own} they were off by {self.error:.0%} (median)"
         sources = f"{len(self.sources)} source{'s' * (len(self.sources) > 1)}"
-        return f"{self.readings} published speeds of {sources} on {where}, {self.kind}{off}"
+        return f"{self.readings} published speeds of {sources} on {where}, {self.kind}; {off}"
 
 
 def kind(precision: str) -> str:

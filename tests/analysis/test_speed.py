@@ -86,6 +86,25 @@ def test_another_card_goes_by_all_cards() -> None:
     ]
 
 
+def test_all_cards_are_judged_as_if_nothing_were_known_of_the_card() -> None:
+    """Two cards, the second twice as slow, of two sources each: the other source knows the card, the other card not."""
+    quick = [one for title in ("a", "b") for one in published(title, gpu="a100-80gb")]
+    slow = [one for title in ("c", "d") for one in published(title, gpu="t4-16gb", truth=2 * TRUE)]
+    made = {one.gpu: one for one in speed.efficiencies(speed.readings(errors(*quick, *slow)))}
+    assert made["a100-80gb"].error < 0.35 and made["t4-16gb"].error < 0.35
+    off = speed.other_cards(speed.readings(errors(*quick, *slow)), "half").to_numpy(float)
+    assert off[:24] == pytest.approx(1.0, abs=0.2)  # a T4's factors make an A100 twice as slow as it is
+    assert off[24:] == pytest.approx(-0.5, abs=0.1)
+    assert 0.45 < made[ANY].error < 1.05
+    assert "on all cards, as none is known for this one, half; without their own card they were" in made[ANY].text()
+
+
+def test_what_nobody_else_published_is_said_to_be_unchecked() -> None:
+    own, every = speed.efficiencies(speed.readings(errors(*published("only"))))
+    assert own.text() == "12 published speeds of 1 source on a100-80gb, half; not checked: one source"
+    assert every.error is None and every.text().endswith("half; not checked: one card")
+
+
 def test_what_is_shipped_is_read_again(tmp_path: Path) -> None:
     found = speed.readings(errors(*published("one", noise=0.05), *published("two", noise=0.05)))
     speed.write(found, tmp_path / "made.json")
