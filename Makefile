@@ -2,11 +2,12 @@
 # make test                      set up and run the tests
 #
 # PYTHON=python3 VENV=           use an environment that is already there (rented GPU images come with torch)
+# SWEEP=claims                   a preset of conf/sweep; its own models, unless MODEL= says another
 # ARGS='seq_len=128,256 ...'     further overrides, as on Hydra's command line
 
 PYTHON ?= python3
 VENV ?= .venv
-MODEL ?= qwen0.5b
+MODEL ?=
 DEVICE ?= auto
 SWEEP ?= auto
 ARGS ?=
@@ -21,7 +22,7 @@ READY := $(VENV)/.ready
 TECHNIQUES := $(VENV)/.techniques
 endif
 
-GRID = -m model=$(MODEL) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
+GRID = -m $(MODEL:%=model=%) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup sweep plan status doctor report paper test test-all lint format gpu-check validate bench
@@ -45,7 +46,7 @@ $(VENV)/.techniques: $(VENV)/.ready
 
 setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt
 
-sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu|simulated, ARGS=
+sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu|simulated, SWEEP=, ARGS=
 	$(PY) -m harness sweep $(GRID)
 
 plan: $(READY)  ## list the sweep's trials, rejections and an estimated time

@@ -28,6 +28,7 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import Row, complete, encodable, system
 
 NAME = "journal.jsonl"
+PLAN = "plan.json"  # beside it: the command, its trials, and the answer that its report begins with
 _CHECKSUM = re.compile(rb',"checksum":"([0-9a-f]{8})"\}$')
 _CHECKSUM_LENGTH = len(',"checksum":"00000000"}')
 # What flock says on file systems that have no locks: Lustre without -o flock, some NFS

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import shlex
 import signal
 import statistics
 import sys
@@ -65,7 +66,8 @@ class Session:
     """What the batches of one command share; Hydra's main returns nothing, so what came of them is left here.
 
     `folder` is the first batch's: all are one sweep. `detected` is the device that `auto` stood for, if it was asked.
-    `launcher` outlives a batch, as its templates are what takes time to start.
+    `launcher` outlives a batch, as its templates are what takes time to start. `cases` are the configurations of the
+    cases of `preset`, which wait here until all are there; None where the command has none.
     """
 
     folder: Path | None = None
@@ -77,6 +79,8 @@ class Session:
     front: Front = field(default_factory=Front)
     rows: dict[str, Row] = field(default_factory=dict)
     mistake: UserError | None = None
+    preset: str | None = None
+    cases: list[dict[str, Any]] | None = None
 
 
 _session = Session()
@@ -104,13 +108,20 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -
         raise UserError("--resolve needs --cfg job")
     hydra.version.setbase("1.3")
     sys.argv = [parser.prog, *argv]  # what plan.json keeps as the command
-    words = list(args.overrides)
+    words, cases = list(args.overrides), list[str]()
     try:
         with _explained(words):
             if not (args.help or args.hydra_help):
                 _check(args)
                 args.overrides = _preset(args) + ([f"action={action}"] if action != "run" else [])
-            _run_hydra(args, parser, _single, str(CONF), "config")
+                _session.preset, cases = _cases(args) if not (args.cfg or args.info) else (None, [])
+            if not cases:
+                _run_hydra(args, parser, _single, str(CONF), "config")
+        if cases:
+            _session.cases = []
+            for case in cases:
+                _compose(args, parser, case)
+            _launch(_session.cases, whole=True)
     except SystemExit as end:  # how Hydra ends after --help, and `launch` after a mistake or an interruption
         if _session.mistake is not None:
             raise _session.mistake from None
@@ -145,7 +156,13 @@ def launch(jobs: Sequence[Job], whole: bool = True) -> list[Row | float | None]:
     try:
         with _variable(FULL_ERROR, None):  # which workers must not inherit
             resolved = {id(config): _resolved(config) for config in {id(config): config for config, _ in jobs}.values()}
-            return _launch([resolved[id(config)] | values for config, values in jobs], whole)
+            configs = [resolved[id(config)] | values for config, values in jobs]
+            if _session.cases is None:
+                return _launch(configs, whole)
+            if not whole:
+                raise UserError("a preset of cases is run at once; a sweeper that comes in batches needs one without")
+            _session.cases += configs
+            return [None] * len(configs)
     except UserError as error:
         _session.mistake = error
         raise SystemExit(2) from None
@@ -158,7 +175,9 @@ def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float
     planned = plan.order(expanded)
     earlier = list(session.planned.values())
     session.planned |= {p.trial_id: p for p in planned}
-    session.folder = session.folder or Path(settings.results) / (settings.name or _name(planned, session.front.suffix))
+    session.folder = session.folder or Path(settings.results) / (
+        settings.name or _name(planned, session.preset, session.front.suffix)
+    )
     if settings.action == "run" and whole:
         _refuse_invalid(sweep.placed(planned))  # before a folder is made: most likely a mistyped value
     devices = {config["device"]["name"] for config in resolved if isinstance(config.get("device"), Mapping)}
@@ -337,6 +356,49 @@ def _preset(args: argparse.Namespace) -> list[str]:
     return [*rest, f"sweep={device}"]
 
 
+def _cases(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """The preset that these words name and its cases, each a line of words; none where it has none, or none is named.
+
+    Raises UserError where they are something else.
+    """
+    named = [word for word in args.overrides if word.startswith("sweep=")]
+    if not named:
+        return None, []
+    config = _loader(args).load_configuration(
+        args.config_name or "config", named, RunMode.MULTIRUN, validate_sweep_overrides=False
+    )
+    preset = str(config.hydra.runtime.choices.sweep)
+    found = OmegaConf.to_container(config.cases) if OmegaConf.is_config(config.cases) else config.cases
+    if not isinstance(found, list) or not all(isinstance(case, str) for case in found):
+        raise UserError(f"sweep/{preset}.yaml: cases={found}: allowed is a list of lines, each the words of a command")
+    return preset if found else None, found
+
+
+def _compose(args: argparse.Namespace, parser: argparse.ArgumentParser, case: str) -> None:
+    """Let Hydra expand one case, as with -m, into the session. The command line's own words win over the case's.
+
+    Raises UserError for a mistake, which names the case unless it is about the command line's words.
+    """
+    own = args.overrides
+    keys = {word.lstrip("+~").partition("=")[0] for word in own}
+
+    def said(word: str) -> bool:
+        key = word.lstrip("+~").partition("=")[0]
+        return any(key == own_key or key.startswith(f"{own_key}.") for own_key in keys)
+
+    one = argparse.Namespace(**(vars(args) | {"multirun": True, "run": False}))
+    try:
+        one.overrides = [word for word in map(_today, shlex.split(case)) if not said(word)] + own
+        with _explained(one.overrides):
+            _check(one)
+            _run_hydra(one, parser, _single, str(CONF), "config")
+    except (ValueError, UserError, SystemExit) as error:
+        mistake = _session.mistake if isinstance(error, SystemExit) else error
+        if mistake is None or any(str(mistake).startswith(word) for word in own):
+            raise
+        raise UserError(f"{mistake} (in sweep/{_session.preset}.yaml, case {case!r})") from None
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raise UserError for what Hydra would take, but not as it was meant, or would not take and not say why."""
     groups = _loader(args)
@@ -461,9 +523,11 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def _name(planned: Sequence[Planned], suffix: str | None) -> str:
+def _name(planned: Sequence[Planned], preset: str | None, suffix: str | None) -> str:
+    """What a sweep's folder is called: after its preset of cases, else after its models and runners."""
+
     def of(key: str) -> str:
         names = {str((p.resolved.get(key) or {}).get("name")) for p in planned}
         return "+".join(sorted(names)).replace("/", "_")
 
-    return f"{of('model')}-{of('runner')}-{suffix or of('device')}"
+    return f"{preset or of('model') + '-' + of('runner')}-{suffix or of('device')}"

@@ -37,6 +37,8 @@ class Settings:
     breaker: int = 10
     objective: str | None = None
     predict: bool | str = True
+    cases: Sequence[str] = ()
+    answer: str | None = None
 
     def __post_init__(self) -> None:
         allowed = {"isolation": ("warm", "cold"), "action": ("run", "plan", "resolve"), "output": ("text", "json")}

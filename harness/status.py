@@ -10,7 +10,7 @@ from pathlib import Path
 from vramsweep.harness import journal
 from vramsweep.harness.outcome import is_answer, is_verdict
 from vramsweep.harness.row import Outcome
-from vramsweep.harness.sweep import PLAN, counted
+from vramsweep.harness.sweep import counted
 from vramsweep.harness.trial import ID_VERSION
 
 
@@ -61,7 +61,7 @@ def read(folder: Path) -> Status:
 def _wanted(folder: Path) -> tuple[dict[str, tuple[str | None, ...]] | None, bool]:
     """The last plan's trials, each with its system, and whether any system counts; None where no plan of today is."""
     try:
-        found = json.loads((folder / PLAN).read_text())
+        found = json.loads((folder / journal.PLAN).read_text())
         if found["id_version"] != ID_VERSION:
             return None, False
         systems = [tuple(one) for one in found["systems"]]

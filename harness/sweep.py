@@ -19,13 +19,11 @@ from pathlib import Path
 from vramsweep.harness import account, machine, outcome, plan, predictions, registry, variables
 from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, environment, steps
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.journal import Journal, finished, read, terminal
+from vramsweep.harness.journal import PLAN, Journal, finished, read, terminal
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Lines, Progress
 from vramsweep.harness.row import Outcome, Row, system
 from vramsweep.harness.trial import ID_VERSION
-
-PLAN = "plan.json"
 
 
 def run(
@@ -87,7 +85,7 @@ def _resumed(
         print(f"{folder}: {unreadable} unreadable line(s) of its journals skipped", file=sys.stderr)
     mine, others = known(rows, planned, settings.any_system)
     todo = placed(plan.pending(planned, mine, settings.retry_failed))
-    _write_plan(folder, [*earlier, *planned], settings.any_system)
+    _write_plan(folder, [*earlier, *planned], settings)
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
     shown = progress(len(todo))
     shown.began(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
@@ -272,8 +270,9 @@ def _foreign(
     return found
 
 
-def _write_plan(folder: Path, planned: Sequence[Planned], any_system: bool) -> None:
-    """What `status` holds the journal against: the trials, and the system that each would be measured on."""
+def _write_plan(folder: Path, planned: Sequence[Planned], settings: Settings) -> None:
+    """What `status` holds the journal against: the trials, and the system that each would be measured on; and which
+    answer the report begins with."""
     systems = _systems(planned)
     distinct = list(dict.fromkeys(systems.values()))
     record = {
@@ -283,7 +282,8 @@ def _write_plan(folder: Path, planned: Sequence[Planned], any_system: bool) -> N
         "trials": list(systems),
         "systems": distinct,
         "system": [distinct.index(own) for own in systems.values()],
-        "any_system": any_system,
+        "any_system": settings.any_system,
+        "answer": settings.answer,
         "pid": os.getpid(),
     }
     (folder / PLAN).write_text(json.dumps(record))

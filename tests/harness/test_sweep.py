@@ -272,7 +272,7 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     now = status.read(tmp_path / "t")
     assert (now.done, now.total) == (1, 1)
     monkeypatch.setattr(machine, "facts", lambda: {"cpu_name": "three", "torch_version": "2.13.0"})
-    sweep._write_plan(tmp_path / "t", plan.order(plan.expand(values, 1)), any_system=False)
+    sweep._write_plan(tmp_path / "t", plan.order(plan.expand(values, 1)), plan.Settings(**SETTINGS))
     assert (status.read(tmp_path / "t").done, status.read(tmp_path / "t").state) == (0, "stopped")
     (tmp_path / "t" / journal.NAME).write_bytes(
         b"".join((tmp_path / "t" / journal.NAME).read_bytes().splitlines(True)[:2])
@@ -365,7 +365,7 @@ def test_status_of_a_finished_sweep(run_sweep: Run, tmp_path: Path) -> None:
     with (tmp_path / "t" / journal.NAME).open("a") as file:
         file.write('{"torn')
     assert status.read(tmp_path / "t").unreadable == 1
-    assert json.loads((tmp_path / "t" / sweep.PLAN).read_text())["trials"]
+    assert json.loads((tmp_path / "t" / journal.PLAN).read_text())["trials"]
 
 
 def test_status_of_a_sweep_that_the_machine_stopped(
