@@ -93,8 +93,8 @@ def test_all_cards_are_judged_as_if_nothing_were_known_of_the_card() -> None:
     made = {one.gpu: one for one in speed.efficiencies(speed.readings(errors(*quick, *slow)))}
     assert made["a100-80gb"].error < 0.35 and made["t4-16gb"].error < 0.35
     off = speed.other_cards(speed.readings(errors(*quick, *slow)), "half").to_numpy(float)
-    assert off[:24] == pytest.approx(1.0, abs=0.2)  # a T4's factors make an A100 twice as slow as it is
-    assert off[24:] == pytest.approx(-0.5, abs=0.1)
+    assert np.median(off[:24]) == pytest.approx(1.0, abs=0.15)  # a T4's factors make an A100 twice as slow as it is
+    assert np.median(off[24:]) == pytest.approx(-0.5, abs=0.1)
     assert 0.45 < made[ANY].error < 1.05
     assert "on all cards, as none is known for this one, half; without their own card they were" in made[ANY].text()
 
