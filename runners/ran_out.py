@@ -17,7 +17,14 @@ _REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
 _ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch")
 _UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_OPTIMIZERS = ("/torch/optim/", "/deepspeed/", "/bitsandbytes/", "/accelerate/", "/torchao/", "/galore_torch/")
+# What follows the last backward pass, by function and place: predictions count all of it as the optimizer's. Every step
+# of a torch.optim.Optimizer comes through torch/optim/optimizer.py, whoever wrote it.
+_AFTER_BACKWARD = re.compile(
+    r"(/torch/optim/.*:\w+"
+    r"|/(deepspeed|bitsandbytes|accelerate|torchao|galore_torch|runners/techniques)/.*:step"
+    r"|/torch/amp/grad_scaler\.py:(step|update|unscale_)"
+    r"|:(clip_grad_norm_|clip_grad_value_|clip_grads_with_norm_|get_total_norm|unscale_|zero_grad))$"
+)
 
 
 def columns(error: BaseException) -> dict[str, Any]:
@@ -36,13 +43,15 @@ def columns(error: BaseException) -> dict[str, Any]:
 def phase(error: BaseException) -> str:
     """The phase of a step that an error was raised in, by the functions that it came through, the outermost first.
 
-    A pass that checkpointing repeats in the backward phase is of that.
+    A pass that checkpointing repeats in the backward phase is of that. The meter knows no better: it watches backward
+    passes in the probe step only, and memory runs out in the first. What a custom step does by itself after them is
+    called forward.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if code.co_name in ("backward", "_engine_run_backward"):
             return "backward"
-        if code.co_name == "step" and any(part in code.co_filename for part in _OPTIMIZERS):
+        if _AFTER_BACKWARD.search(f"{code.co_filename}:{code.co_name}"):
             return "optimizer"
     return "forward"
 

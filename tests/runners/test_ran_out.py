@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from vramsweep.runners import ran_out
+from vramsweep.runners.techniques.master import MasterWeights
 
 # pytorch/pytorch's issues have both forms.
 PLAIN = (
@@ -77,3 +79,86 @@ def test_the_phase_is_where_it_was_raised(where: str, phase: str) -> None:
         made.sum().backward()
         optimizer.step()
     assert ran_out.phase(caught.value) == phase
+
+
+class FullOnUse(torch.Tensor):
+    """A gradient on which any operator runs out of memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("__get__", "__set__", "is_sparse"):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise torch.OutOfMemoryError(PLAIN)
+
+
+class Restless(torch.optim.Optimizer):
+    """One that nobody knows: its file is no library's."""
+
+    def step(self, closure: Any = None) -> None:
+        raise torch.OutOfMemoryError(PLAIN)
+
+
+def full() -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3).as_subclass(FullOnUse)
+    return parameter
+
+
+def clipped() -> None:
+    torch.nn.utils.clip_grad_norm_([full()], 1.0)
+
+
+def clipped_by_value() -> None:
+    torch.nn.utils.clip_grad_value_([full()], 1.0)
+
+
+def unscaled() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD([full()], lr=0.1))
+
+
+def scaler_s_step() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD([full()], lr=0.1))
+
+
+def cast_to_master() -> None:
+    MasterWeights([full()], lambda masters: torch.optim.SGD(masters, lr=0.1)).step()
+
+
+def stepped() -> None:
+    Restless([torch.nn.Parameter(torch.ones(3))], {}).step()
+
+
+def forgotten() -> None:
+    torch.optim.SGD([full()], lr=0.1).zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(
+    "what", [clipped, clipped_by_value, unscaled, scaler_s_step, cast_to_master, stepped, forgotten]
+)
+def test_what_follows_the_backward_pass_is_the_optimizer_s(what: Callable[[], None]) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        what()
+    assert ran_out.phase(caught.value) == "optimizer"
+
+
+def test_a_batch_and_a_scaled_loss_are_of_the_forward_phase() -> None:
+    class Data(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            raise torch.OutOfMemoryError(PLAIN)
+
+    def step() -> None:  # a custom target's, which is no optimizer's
+        next(iter(torch.utils.data.DataLoader(Data())))
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step()
+    assert ran_out.phase(caught.value) == "forward"
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.amp.GradScaler("cpu").scale(torch.ones(3).as_subclass(FullOnUse))
+    assert ran_out.phase(caught.value) == "forward"
