@@ -9,10 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from vramsweep.harness.errors import UserError
 
 
@@ -72,6 +68,9 @@ def _status(argv: Sequence[str]) -> int:
 
 
 def _doctor(argv: Sequence[str]) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
     from vramsweep.harness.doctor import doctor
 
     parser = argparse.ArgumentParser(prog="vramsweep doctor", description="Is this machine fit for a night's sweep?")
@@ -107,6 +106,10 @@ def _columns(argv: Sequence[str]) -> int:
 
 
 def _techniques(argv: Sequence[str]) -> int:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     from vramsweep.harness import techniques
     from vramsweep.harness.techniques import tables
 
@@ -143,6 +146,44 @@ def _techniques(argv: Sequence[str]) -> int:
             console.print(table)
     if arguments.axis is None:
         console.print("\nvramsweep techniques SETTING tells what does not go together, why, and what is missing here.")
+    return 0
+
+
+def _cards(argv: Sequence[str]) -> int:
+    from vramsweep.harness.gpus import GIB, GPUS, TERA, memory_limit
+
+    parser = argparse.ArgumentParser(prog="vramsweep cards", description="The cards that device.gpu can name.")
+    parser.add_argument("--json", action="store_true", help="with sources; bytes, bytes/s and FLOP/s")
+    if parser.parse_args(argv).json:
+        print(json.dumps([asdict(gpu) | {"memory_limit_bytes": memory_limit(gpu)} for gpu in GPUS], indent=1))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    rates = ("fp32", "tf32", "half", "bf16", "fp8")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("device.gpu", no_wrap=True)
+    for name in ("GiB", "limit", "cap.", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("link", no_wrap=True)
+    for gpu in GPUS:
+        known = [getattr(gpu, rate) for rate in rates]
+        table.add_row(
+            gpu.name,
+            f"{gpu.memory_gib:g}",
+            f"{memory_limit(gpu) / GIB:.1f}",
+            ".".join(map(str, gpu.capability)),
+            f"{gpu.bandwidth / 1e9:.0f}",
+            *("–" if rate is None else f"{rate / TERA:.0f}" for rate in known),
+            gpu.link or "–",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        "\nGiB: nominal; limit: what the allocator can have; cap.: compute capability; then dense peaks in TFLOP/s. "
+        "Any other card: device.memory_gib=8 device.capability=7.5; sources: --json.",
+        highlight=False,
+    )
     return 0
 
 
@@ -184,6 +225,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "columns": _columns,
     "techniques": _techniques,
+    "cards": _cards,
     "replay": _replay,
     "advise": _advise,
     "explain": _explain,

@@ -33,7 +33,7 @@ what lies between weights and card. Of a run that does not fit: the request for 
   vramsweep explain results/SWEEP                      # of each model the largest that fits, the smallest that does not
   vramsweep explain results/SWEEP TRIAL_ID --json      # bytes
 
-Words are those of `vramsweep sweep --help`; device=simulated is understood."""
+Words are those of `vramsweep sweep --help`; device=simulated is understood. Cards: vramsweep cards"""
 
 
 def main(argv: Sequence[str]) -> int:

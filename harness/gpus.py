@@ -11,8 +11,8 @@ from dataclasses import replace
 from vramsweep.harness.cards import GPUS, TERA, Capability, Gpu
 
 __all__ = [
-    "CONTEXT_BYTES", "GPUS", "SHORTFALL", "Capability", "Gpu", "card", "card_lines", "card_table", "enough", "find",
-    "memory_limit", "named", "peak_flops", "reported_bytes", "smallest",
+    "CONTEXT_BYTES", "GIB", "GPUS", "SHORTFALL", "TERA", "Capability", "Gpu", "card", "card_lines", "card_table",
+    "enough", "find", "memory_limit", "named", "peak_flops", "reported_bytes", "smallest",
 ]  # fmt: skip
 
 GIB = 1 << 30

@@ -39,7 +39,8 @@ predict memory on a card that need not be here: a sweep with -m and device=simul
 FIRST..LAST and FIRST..LAST..STEP are all whole numbers between, both ends included, also within lists (1..4,8,16).
 Every other word is one of `vramsweep sweep --help`. Rows, traces and report are in results/MODEL-RUNNER-predicted, or
 what name= says; the same command goes on where one was interrupted. report=false leaves figures and report out.
-Status: 0, every trial has an answer; 1, some failed, or went over --max-reserved; 2, a mistake; 130, interrupted."""
+Status: 0, every trial has an answer; 1, some failed, or went over --max-reserved; 2, a mistake; 130, interrupted.
+Cards: vramsweep cards"""
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 # What tells no configuration apart: where in it a trial is, and what hangs on other settings.

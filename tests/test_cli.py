@@ -248,6 +248,43 @@ def test_columns_and_help() -> None:
     assert "doctor" in call("--help").stdout
 
 
+def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["cards"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (t4,) = (line.split() for line in lines if line.startswith("t4-16gb"))
+    assert t4 == ["t4-16gb", "16", "13.9", "7.5", "320", "8", "–", "65", "–", "–", "pcie3"]
+    assert cli.main(["cards", "--json"]) == 0
+    listed = {card["name"]: card for card in json.loads(capsys.readouterr().out)}
+    assert listed["t4-16gb"]["memory_limit_bytes"] == (14912 - 700) << 20 and listed["t4-16gb"]["bf16"] is None
+    assert listed.keys() <= {line.partition(" ")[0] for line in lines}
+    for verb in ("explain", "predict"):
+        with pytest.raises(SystemExit):
+            cli.main([verb, "--help"])
+        assert "Cards: vramsweep cards" in capsys.readouterr().out
+
+
+def test_what_only_prints_imports_nothing_heavy() -> None:
+    """Each of these is answered at once; what trains, fits or draws takes seconds to import."""
+    code = """
+import contextlib, sys
+from vramsweep.__main__ import main
+for words in (["--help"], ["cards"], ["columns"], ["techniques"], ["status"], ["doctor", "--help"]):
+    with contextlib.suppress(SystemExit):
+        main(words)
+light = set(sys.modules)
+for words in (["explain", "--help"], ["advise", "--help"], ["predict", "--help"], ["plan", "--help"]):
+    with contextlib.suppress(SystemExit):
+        main(words)
+heavy = {"torch", "transformers", "deepspeed", "pandas", "scipy", "plotly", "numpy", "sklearn", "matplotlib"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert not {"hydra", "omegaconf"} & light
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_console_script_is_the_same_command(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "vramsweep"
     if not script.exists():

@@ -21,6 +21,7 @@ HARNESS = {
     "status": "how far a running or finished sweep is",
     "doctor": "check machine, driver, torch build, disk and foreign GPU processes",
     "techniques": "settings that trade memory, time or exactness: what each needs, how far it is proven",
+    "cards": "the cards that device.gpu can name: memory, capability, peaks",
     "columns": "what the columns of a row mean",
     "timeline": "what a predicted step holds from event to event: one trial, or a sweep's largest",
     "validate": "predict runs that others measured and published, and show how far off that is",
