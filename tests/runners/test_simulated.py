@@ -112,7 +112,8 @@ def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path
     assert "beside " in reason and ", workspaces 16, optimizer state 1)" in reason
     assert "GiB, which gh200-144gb has" in reason or "GiB, which h200" in reason
     trace.sizes[layers] = 1000 << 30
-    assert "more than any listed card of capability 8.0 or later has" in str(simulated.predict(chosen, trace, details).error)
+    error = simulated.predict(chosen, trace, details).error
+    assert "more than any listed card of capability 8.0 or later has" in str(error)
 
 
 @pytest.mark.slow
