@@ -14,7 +14,7 @@ from typing import Any
 
 from vramsweep.harness.remedies import LEVELS, SAME, Remedy
 
-MOST = 48  # combinations that are predicted, unless the user asks for more
+MOST = 32  # combinations that are predicted, unless the user asks for more
 WAVE = 8  # of them at a time, before it is looked again which is best
 
 
@@ -84,13 +84,15 @@ class Advice:
         return list({one.remedies: one for one in found}.values())
 
 
-def search(remedies: Sequence[Remedy], predict: Predict, limit: int, most: int = MOST) -> Advice:
+def search(
+    remedies: Sequence[Remedy], predict: Predict, limit: int, most: int = MOST, smallest: bool = False
+) -> Advice:
     """Predict the run as it is, each remedy alone, and then combinations of those that are known, `most` at most.
 
     Where there are no more than that, all of them, so that what is recommended is on the front of all. Else first those
     that the effects of single remedies, multiplied, promise to be the fastest that fit, in every level, and the
-    smallest; then what differs in one remedy from the best so far: a peak that is gone leaves another one, for which
-    remedies help that alone did nothing, or harm.
+    smallest of levels in which nothing fits yet (`smallest`: of all); then what differs in one remedy from the best so
+    far: a peak that is gone leaves another one, for which remedies help that alone did nothing, or harm.
     """
     [base] = predict([()])
     if base.need is None:
@@ -107,9 +109,18 @@ def search(remedies: Sequence[Remedy], predict: Predict, limit: int, most: int =
     if len(combinations) <= most:
         look(combinations)
     else:
-        look(_promising(combinations, guess, limit)[: most // 2])
-        left = most - most // 2
-        while left > 0 and (near := _near(list(tried.values()), combinations, guess, limit)[: min(left, WAVE)]):
+        before = (base.need, base.seconds, base.work)
+        idle = {one.remedies[0] for one in known if (one.need, one.seconds, one.work) == before}
+        busy = [taken for taken in combinations if not idle.intersection(taken)]
+        look(
+            _promising(busy, guess, len(LEVELS) if smallest else _fitting([base, *known], limit), limit)[
+                : most - most // 2
+            ]
+        )
+        left = most // 2
+        while left > 0 and (
+            near := _near(list(tried.values()), combinations, guess, limit, smallest)[: min(left, WAVE)]
+        ):
             look(near)
             left -= len(near)
     return Advice(base, tuple(singles), tuple(tried.values()), 1 + len(singles) + len(combinations), limit)
@@ -154,32 +165,42 @@ def _guesses(base: Option, singles: Sequence[Option]) -> Guess:
     return guess
 
 
-def _promising(combinations: Sequence[tuple[Remedy, ...]], guess: Guess, limit: int) -> list[tuple[Remedy, ...]]:
-    """The same, what is worth predicting first: in turns, of each level, the fastest that may fit, and the smallest."""
+def _fitting(options: Sequence[Option], limit: int) -> int:
+    """The least level in which something is known to fit; beyond all levels where nothing does."""
+    return min((one.level for one in options if one.fits(limit)), default=len(LEVELS))
+
+
+def _promising(
+    combinations: Sequence[tuple[Remedy, ...]], guess: Guess, fitting: int, limit: int
+) -> list[tuple[Remedy, ...]]:
+    """The same, what is worth predicting first: in turns, of each level, the fastest that may fit, and the smallest
+    where something fits only from a higher level on."""
     guesses = [guess(taken) for taken in combinations]
     queues: list[list[Option]] = []
     for level in sorted({one.level for one in guesses}):
         own = [one for one in guesses if one.level == level]
         near = [one for one in own if one.fits(round(1.15 * limit))]
         queues.append(sorted(near, key=_place))
-        queues.append(sorted(own, key=_size))
+        if level < fitting:
+            queues.append(sorted(own, key=_size))
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     return list(dict.fromkeys(one.remedies for one in turns if one is not None))
 
 
 def _near(
-    tried: Sequence[Option], combinations: Sequence[tuple[Remedy, ...]], guess: Guess, limit: int
+    tried: Sequence[Option], combinations: Sequence[tuple[Remedy, ...]], guess: Guess, limit: int, smallest: bool
 ) -> list[tuple[Remedy, ...]]:
     """What was not tried and has one remedy more, fewer or another than the best so far of each level: the fastest that
-    fits, and the smallest. Of each the most promising first."""
+    fits, and the smallest where nothing does (`smallest`: anyway). Of each the most promising first."""
     known = [one for one in tried if one.need is not None]
     done = {one.remedies for one in tried}
     fast: list[Option] = []
     small: list[Option] = []
     for level in sorted({one.level for one in known}):
         own = [one for one in known if one.level <= level]
-        small.append(min(own, key=_size))
-        fast += sorted((one for one in own if one.fits(limit)), key=_place)[:1]
+        fits = sorted((one for one in own if one.fits(limit)), key=_place)
+        fast += fits[:1]
+        small += [] if fits and not smallest else [min(own, key=_size)]
     queues = []
     for one, order in dict.fromkeys([*((one, _place) for one in fast), *((one, _size) for one in small)]):
         steps = (taken for taken in combinations if taken not in done and _steps(taken, one.remedies) == 1)

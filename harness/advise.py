@@ -185,7 +185,9 @@ def ask(asked: Asked, level: int, most: int) -> tuple[Advice, list[Reached]]:
                 asked.at(min(asked.most, max(asked.start, reach.down(reach.MOST * first.value))))
     remedies = [one for one in applicable(asked.base.resolved) if axis not in one.change and one.level <= level]
     reasons = {one: too_old(one, asked.trial.device.card.capability) for one in remedies}
-    found = advice.search([one for one in remedies if reasons[one] is None], asked.predict, asked.limit, most)
+    found = advice.search(
+        [one for one in remedies if reasons[one] is None], asked.predict, asked.limit, most, axis is not None
+    )
     left_out = [Option((one,), None, None, reason) for one, reason in reasons.items() if reason is not None]
     found = dataclasses.replace(found, singles=(*found.singles, *left_out))
     return found, [] if axis is None or found.base.need is None else asked.reach(found.least)
