@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
-from vramsweep.harness import journal
+from vramsweep.harness import journal, others
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION, SYSTEM, TEXT_LISTS
 from vramsweep.harness.trial import LEFT_OUT
@@ -38,11 +38,15 @@ _NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
 @dataclass(frozen=True)
 class Table:
-    """One row per trial. `frame` has every scalar and list column of the registry, typed, plus `trial.*` extras."""
+    """One row per trial. `frame` has every scalar and list column of the registry, typed, plus `trial.*` extras.
+
+    `others` is what other tools say that trials need: bytes by trial id and tool.
+    """
 
     frame: pd.DataFrame
     source: str
     warnings: tuple[str, ...] = ()
+    others: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
 
     def ok(self, *columns: str) -> pd.DataFrame:
         """These columns of the rows that finished and measured something, with their trial ids."""
@@ -67,7 +71,8 @@ def load(path: Path) -> Table:
     if file.suffix == ".csv":
         return from_frame(_read_csv(file), str(path))
     frame, warnings = _read_journals(path, files)
-    return from_frame(frame, str(path), warnings)
+    kept = others.said(path / others.FILE).found if path.is_dir() else {}
+    return replace(from_frame(frame, str(path), warnings), others=kept)
 
 
 def trials(path: Path, ids: Collection[str]) -> dict[str, Any]:

@@ -39,13 +39,14 @@ class Settings:
     predict: bool | str = True
     cases: Sequence[str] = ()
     answer: str | None = None
+    others: bool = False
 
     def __post_init__(self) -> None:
         allowed = {"isolation": ("warm", "cold"), "action": ("run", "plan", "resolve"), "output": ("text", "json")}
         for key, values in allowed.items():
             if getattr(self, key) not in values:
                 raise UserError(f"{key}={getattr(self, key)}: allowed is {' or '.join(values)}")
-        for key in ("retry_failed", "report", "any_system"):
+        for key in ("retry_failed", "report", "any_system", "others"):
             if not isinstance(getattr(self, key), bool):
                 raise UserError(f"{key}={getattr(self, key)}: allowed is true or false")
         least: dict[str, float] = {"repeats": 1, "timeout_s": 0.001, "retries": 0, "backoff_s": 0, "breaker": 0}

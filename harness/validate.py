@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -21,9 +20,8 @@ from typing import Any
 
 from rich.console import Console
 
-from vramsweep.harness import differences, launch, machine, reference, sweep
+from vramsweep.harness import differences, launch, machine, others, reference, sweep
 from vramsweep.harness import trial as trials
-from vramsweep.harness.attempt import environment
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CONTEXT_BYTES
 from vramsweep.harness.plan import Planned, Settings
@@ -34,7 +32,6 @@ from vramsweep.harness.trial import Trial
 
 READINGS = "readings.json"
 PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
-OTHERS = "others.jsonl"
 GIB = 1 << 30
 PREDICTED = (Outcome.OK, Outcome.OOM, Outcome.HOST_OOM)
 SOME = 5  # runs beside which words of the command are tried that are no trial alone
@@ -94,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
             raise UserError("\n".join(["none of the runs can be predicted:", *mistakes, *reasons(asked, {})]))
         folder = Path(settings.results) / (settings.name or "validation")
         rows, status = predict(asked, settings, folder)
-        said, sources = others(asked, rows, folder) if arguments.others else ({}, {})
+        said, sources = by_others(asked, rows, folder) if arguments.others else ({}, {})
     mistakes += reasons([one for one in asked if one.run.cannot is None], rows)
     record = {
         "made": {name: machine.version(name) for name in PACKAGES},
@@ -241,13 +238,12 @@ def reasons(asked: Sequence[Asked], rows: Mapping[str, Row]) -> list[str]:
     ]
 
 
-def others(
+def by_others(
     asked: Sequence[Asked], rows: Mapping[str, Row], folder: Path
 ) -> tuple[dict[str, dict[str, int | None]], dict[str, str]]:
     """What other tools say that the predicted runs need, in bytes by trial id and tool, and where each tool is from.
 
-    What was asked before, in this folder, is not asked again, nor what had no answer within the deadline. The tool that
-    takes minutes is asked about `TRACKED` runs of each source, of those whose peak moves.
+    The tool that takes minutes is asked about `TRACKED` runs of each source, of those whose peak moves.
     """
     wanted: dict[str, Any] = {}
     by_title: dict[str, list[str]] = defaultdict(list)
@@ -255,49 +251,12 @@ def others(
         row = rows.get(one.item.trial_id) if one.item is not None else None
         if one.item is None or row is None or row["outcome"] != Outcome.OK or row["parameters"] is None:
             continue
-        trainable = row["trainable_parameters"]
-        wanted[one.item.trial_id] = {
-            "trial": one.item.resolved,
-            "parameters": row["parameters"],
-            "trainable": row["parameters"] if trainable is None else trainable,
-        }
+        wanted[one.item.trial_id] = others.question(one.item, row)
         if held(row)["moves"]:
             by_title[one.run.title].append(one.item.trial_id)
     tracked = [ids[len(ids) * n // TRACKED] for ids in by_title.values() for n in range(min(TRACKED, len(ids)))]
-    file = folder / OTHERS
-    found, complete, sources = _said(file)
-    slow = set(tracked)
-    left = {name: values for name, values in wanted.items() if name not in found or name in slow - complete}
-    if left:
-        request = folder / "others.json"
-        request.write_text(json.dumps({"trials": left, "tracked": tracked}))
-        print(f"asking other tools about {len(left)} runs; they say it in {file}", flush=True)
-        with (folder / "others.log").open("a") as log:
-            done = subprocess.run(
-                [sys.executable, "-m", "vramsweep.runners.others", str(request), str(file)],
-                env=environment("", "simulated", os.environ), stdout=log, stderr=log, check=False,
-            )  # fmt: skip
-        if done.returncode == 0:  # all had their time
-            with file.open("a") as answers:
-                for name in left:
-                    answers.write(json.dumps({"trial_id": name, "tracked": name in slow, "others": {}}) + "\n")
-        found, _, sources = _said(file)
-    return found, sources
-
-
-def _said(file: Path) -> tuple[dict[str, dict[str, int | None]], set[str], dict[str, str]]:
-    """What the file holds: answers by trial id, the ids whose answer is all there will be, and where tools are from."""
-    found: dict[str, dict[str, int | None]] = {}
-    complete: set[str] = set()
-    sources: dict[str, str] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        with contextlib.suppress(ValueError):  # a line that was cut off
-            said = json.loads(line)
-            sources |= said.get("sources", {})
-            if "trial_id" in said:
-                found[said["trial_id"]] = found.get(said["trial_id"], {}) | said["others"]
-                complete |= {said["trial_id"]} if said["tracked"] else set()
-    return found, complete, sources
+    said = others.ask(wanted, tracked, folder)
+    return said.found, said.sources
 
 
 def lines(one: Asked, rows: Mapping[str, Row]) -> list[dict[str, Any]]:

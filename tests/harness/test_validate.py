@@ -436,7 +436,7 @@ def test_what_had_no_answer_in_time_is_not_asked_again(tmp_path: Path, monkeypat
     runs = [Asked(RUN, Planned("1", {}, None, None)), Asked(RUN, Planned("2", {}, None, None))]
     rows = {"1": row(parameters=7, peak_activations_bytes=50), "2": row(parameters=7)}
     for _ in range(2):
-        found, _sources = validate.others(runs, rows, tmp_path)
+        found, _sources = validate.by_others(runs, rows, tmp_path)
         assert found == {"1": {"rule": 5}, "2": {}}
     assert asked == [["1", "2"]]
 
