@@ -48,6 +48,7 @@ Recommended is what changes least of the result (same, but for rounding, less pr
 those the fastest that fits; with --goal longest or largest-batch what gets furthest with rounding changed at most, if
 that fits at all, in steps of 3 %. --accept rounding leaves out what changes more. Other words are those of
 `vramsweep sweep --help`; rows and traces are kept, so the same command is quick the second time.
+Cards: vramsweep cards; gpu=NAME is short for device.gpu=NAME.
 Status: 0, there is something that fits; 1, nothing does; 2, a mistake; 130, interrupted."""
 
 

@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
@@ -43,7 +43,6 @@ from vramsweep.harness.row import Row
 from vramsweep.harness.trial import Trial
 
 AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
-_VERBS = {"run": "sweep", "plan": "plan", "resolve": "timeline"}
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of printing them and ending the process
 
 
@@ -86,7 +85,7 @@ class Session:
 _session = Session()
 
 
-def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -> int:
+def main(argv: Sequence[str], action: str = "run", front: Front | None = None, verb: str = "sweep") -> int:
     """`sweep` and `plan`, or only to know the trials: Hydra's command line.
 
     `front` is that of a verb that shows a sweep in its own way.
@@ -96,7 +95,7 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -
     """
     global _session
     _session = Session(front=front or Front())
-    args, parser = _parse(argv, action)
+    args, parser = _parse(argv, action, verb)
     if args.shell_completion:
         raise UserError('completion of verbs and settings is one script: eval "$(vramsweep completion bash)"')
     if args.experimental_rerun is not None:
@@ -135,10 +134,10 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None) -
     return _finish(_session)
 
 
-def resolve(argv: Sequence[str]) -> tuple[list[Planned], Settings | None]:
-    """The trials that this command line names, none of which is run, and the sweep's settings; nothing where it only
+def resolve(argv: Sequence[str], verb: str = "sweep") -> tuple[list[Planned], Settings | None]:
+    """The trials that a command line names, none of which is run, and the sweep's settings; nothing where it only
     asks for help. Raises UserError for a mistake."""
-    main(argv, action="resolve")
+    main(argv, action="resolve", verb=verb)
     return list(_session.planned.values()), _session.settings
 
 
@@ -257,10 +256,10 @@ def complete(words: Sequence[str], word: str) -> list[str]:
     return [one for one in found if not one.startswith("hydra") or word.startswith("hydra")]
 
 
-def _parse(argv: Sequence[str], action: str) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+def _parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser = get_args_parser()
-    parser.prog = f"vramsweep {_VERBS[action]}"
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.prog = f"vramsweep {'plan' if action == 'plan' else verb}"
+    parser.error = partial(_refuse, parser.prog)  # type: ignore[method-assign]
     args = parser.parse_intermixed_args(["output=json" if word == "--json" else word for word in argv])
     given = {word.partition("=")[0] for word in args.overrides}
     today = [_today(word) for word in args.overrides]
@@ -292,8 +291,11 @@ def _today(override: str) -> str:
     return override.removeprefix("runner.") if moved else override
 
 
-def _refuse(message: str) -> NoReturn:
-    raise UserError(f"{message}; vramsweep sweep --help lists the options")
+def _refuse(command: str, message: str) -> NoReturn:
+    unknown, _, words = message.partition("unrecognized arguments: ")
+    if not unknown and words:  # argparse lists what follows them too
+        message = f"{unknown}unrecognized arguments: {' '.join(word for word in words.split() if word.startswith('-'))}"
+    raise UserError(f"{message}; {command} --help lists the options")
 
 
 def _loader(args: argparse.Namespace) -> ConfigLoaderImpl:

@@ -32,7 +32,7 @@ def one(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
     device=simulated is understood where no other is named.
     """
     given = any(word.partition("=")[0] == "device" for word in words)
-    planned, _ = launch.resolve([*([] if given else ["device=simulated"]), *spelled(words)])
+    planned, _ = launch.resolve([*([] if given else ["device=simulated"]), *spelled(words)], verb)
     if not planned:
         return None
     if len(planned) != 1:

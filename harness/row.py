@@ -204,7 +204,7 @@ COLUMNS: tuple[Column, ...] = (
         ("estimated_tokens_per_s", float, "tokens/s", "roofline estimate, not measured, as a rule an upper bound on speed: tokens of a step / estimated_step_s"),
         ("calibrated_step_s", float, "s", "estimate, not measured: the parts of estimated_step_s and estimated_communication_s, each times a factor that published speeds of this card and precision gave, or of all cards where there are none; no less than the host's time of all launches"),
         ("calibrated_tokens_per_s", float, "tokens/s", "estimate, not measured: tokens of a step / calibrated_step_s"),
-        ("calibration", str, "", "which published speeds the calibrated estimate rests on, and how far sources that were left out were off"),
+        ("calibration", str, "", "which published speeds the calibrated estimate rests on, and how far sources, or cards, that were left out were off"),
         ("estimated_compute_s", float, "s", "roofline estimate, not measured: kernels bound by the peak FLOP/s of their precision, but fused attention's"),
         ("estimated_attention_s", float, "s", "roofline estimate, not measured: fused attention kernels bound by the peak FLOP/s of their precision"),
         ("estimated_memory_s", float, "s", "roofline estimate, not measured: kernels bound by the memory's bandwidth"),
