@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vramsweep.analysis.answers import NAMES, asked
 from vramsweep.analysis.importers import open_rows
 from vramsweep.analysis.load import Table
 from vramsweep.analysis.metrics import METRICS
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     report = verbs.add_parser("report", help="rows.csv, figures and report.html of a sweep")
     _input(report)
     report.add_argument("--out", type=Path, help="default: the results folder itself")
+    report.add_argument("--answer", choices=NAMES, help="begin with this table (default: what the sweep was run for)")
     report.add_argument("--images", default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)")
     report.add_argument("--json", action="store_true")
     report.set_defaults(verb=_report)
@@ -172,7 +174,7 @@ def _report(arguments: argparse.Namespace) -> int:
     images = [] if arguments.images == "none" else [name.strip() for name in arguments.images.split(",")]
     if unknown := sorted(set(images) - {"png", "svg", "pdf"}):
         raise UserError(f"--images takes png, svg, pdf or none, not {', '.join(unknown)}")
-    written = write_report(table, folder, images)
+    written = write_report(table, folder, images, arguments.answer or asked(arguments.rows))
     _print_written(written, arguments.json)
     return 0
 
@@ -182,7 +184,7 @@ def _paper(arguments: argparse.Namespace) -> int:
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
-    _print_written(write_paper(table, folder), arguments.json)
+    _print_written(write_paper(table, folder, asked(arguments.rows)), arguments.json)
     return 0
 
 

@@ -17,6 +17,7 @@ from vramsweep.analysis import (
     timelines,
     words,
 )
+from vramsweep.analysis.answers import Answered, answered
 from vramsweep.analysis.calibrate import calibrate, calibrated
 from vramsweep.analysis.fit import Fit, fit_table
 from vramsweep.analysis.frontier import Limit, frontier
@@ -51,10 +52,15 @@ class Content:
     asked: dict[str, str]
     machine: dict[str, str]
     methods: str
+    answer: Answered | None = None
 
 
-def collect(table: Table) -> Content:
-    """Fit, draw and describe; measured, predicted and foreign rows each by themselves."""
+def collect(table: Table, answer: str | None = None) -> Content:
+    """Fit, draw and describe; measured, predicted and foreign rows each by themselves.
+
+    Raises UserError if there is no `answer` of that name.
+    """
+    asked_for = answered(table, answer)
     fits: list[Fit] = []
     limits: list[Limit] = []
     drawn: list[figures.Figure] = []
@@ -124,6 +130,7 @@ def collect(table: Table) -> Content:
         asked=findings.asked(table),
         machine=findings.machine(table),
         methods=findings.methods(table, fits),
+        answer=asked_for,
     )
 
 

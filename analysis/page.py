@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -10,12 +11,14 @@ from pathlib import Path
 import pandas as pd
 
 from vramsweep.analysis import figures, tables
+from vramsweep.analysis.answers import Answered
 from vramsweep.analysis.content import Content
 from vramsweep.analysis.findings import reproduce
 from vramsweep.analysis.load import Table, trials
 from vramsweep.harness.row import BY_NAME
 
 MOST_ROWS = 400
+_ADDRESS = re.compile(r"https://[\w./:#?=&;%~+-]*\w")
 HOLDS = "What holds the peak"
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
 _SECTIONS = (
@@ -41,10 +44,15 @@ def render(content: Content) -> str:
     }
     title = escape(content.title)
     coverage = "".join(f"<li><strong>{n:,}</strong> {escape(o)}</li>" for o, n in content.coverage.items())
-    links = "".join(f'<li><a href="#{key}">{escape(name)}</a></li>' for key, name in _SECTIONS)
+    named: tuple[tuple[str, str], ...] = _SECTIONS
+    if content.answer is not None:
+        bodies["answer"] = _answer(content.answer)
+        named = (("answer", content.answer.title), *_SECTIONS)
+    links = "".join(f'<li><a href="#{key}">{escape(name)}</a></li>' for key, name in named)
     sections = "".join(
-        f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{name}</h2>{bodies[key]}</section>'
-        for key, name in _SECTIONS
+        f'<section id="{key}" aria-labelledby="{key}-title"><h2 id="{key}-title">{escape(name)}</h2>'
+        f"{bodies[key]}</section>"
+        for key, name in named
     )
     header = (
         f'<a class="skip" href="#findings">Skip to the findings</a><main><h1>{title}</h1>'
@@ -94,6 +102,27 @@ def _figure(figure: figures.Figure, number: int, kept: bool = True) -> str:
         f'<div role="img" aria-label="{escape(figure.title)}">{figures.as_div(figure, number)}</div>'
         f"<figcaption>{escape(figure.caption + data)}</figcaption></figure>"
     )
+
+
+def _answer(answer: Answered) -> str:
+    """Its table, which on a narrow screen is a card for each line, and its notes."""
+    notes = "".join(f'<p class="soft">{escape(note)}</p>' for note in answer.notes)
+    if answer.frame.empty:
+        return f"<p>No row answers this.</p>{notes}"
+    names = [str(name) for name in answer.frame.columns]
+    number = [tables.numeric(answer.frame[name]) for name in names]
+    kinds = [' class="number"' if one else "" for one in number]
+    head = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, names, strict=True))
+    body = ""
+    for row in answer.frame.to_numpy():
+        cells = zip(kinds, names, map(str, row), strict=True)
+        body += "<tr>" + "".join(f'<td{k} data-name="{escape(n)}">{_linked(v)}</td>' for k, n, v in cells) + "</tr>"
+    return f'<table class="answer"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}'
+
+
+def _linked(text: str) -> str:
+    """Escaped, with addresses as links."""
+    return _ADDRESS.sub(lambda found: f'<a href="{found[0]}">{found[0]}</a>', escape(text))
 
 
 def _table(frame: pd.DataFrame, name: str) -> str:

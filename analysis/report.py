@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.analysis import figures, page, tables
+from vramsweep.analysis.answers import Answered
 from vramsweep.analysis.content import Content, collect
 from vramsweep.analysis.export import write_csv
 from vramsweep.analysis.load import Table
@@ -22,38 +23,42 @@ class Written:
     places: dict[str, Path]
     summary: str
     notes: tuple[str, ...]
+    answer: Answered | None = None
 
     def text(self) -> str:
         """For a terminal."""
         lines = [self.summary or "no curve could be fitted", ""]
         lines += [f"note: {note}" for note in self.notes]
+        lines += ["", self.answer.text(), ""] if self.answer else []
         lines += [f"{name:<8} {path}" for name, path in self.places.items()]
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         places = {name: str(path) for name, path in self.places.items()}
-        return {**places, "summary": self.summary.splitlines(), "notes": list(self.notes)}
+        own = {"answer_table": self.answer.frame.to_dict("records")} if self.answer else {}
+        return {**places, **own, "summary": self.summary.splitlines(), "notes": list(self.notes)}
 
 
-def write_report(table: Table, folder: Path, formats: Sequence[str]) -> Written:
-    """Write rows.csv, figures/ and report.html into `folder`. Raises UserError when it cannot be written."""
-    content = collect(table)
+def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str | None = None) -> Written:
+    """Write rows.csv, figures/, report.html and the answer of that name into `folder`. Raises UserError when it cannot
+    be written, or there is no such answer."""
+    content = collect(table, answer)
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_csv(table.frame, places["rows"])
-        places |= _write_residuals(content, folder)
+        places |= _write_residuals(content, folder) | _write_answer(content.answer, folder)
         places["report"].write_text(page.render(content), encoding="utf-8")
         notes = figures.write(content.figures, places["figures"], formats)
     except OSError as error:
         raise _unwritable(error, folder) from None
-    return Written(places, content.summary, (*content.warnings, *notes))
+    return Written(places, content.summary, (*content.warnings, *notes), content.answer)
 
 
-def write_paper(table: Table, folder: Path) -> Written:
+def write_paper(table: Table, folder: Path, answer: str | None = None) -> Written:
     """Write the paper folder: PDF figures, .tex and .md tables, CSV, methods, environment. Raises UserError."""
-    content = collect(table)
+    content = collect(table, answer)
     places = {"figures": folder / "figures", "tables": folder / "tables", "methods": folder / "methods.txt",
               "machine": folder / "environment.json", "rows": folder / "rows.csv"}  # fmt: skip
     try:
@@ -85,8 +90,21 @@ def _write_residuals(content: Content, folder: Path) -> dict[str, Path]:
     return {"residuals": path}
 
 
+def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
+    """answer.csv and answer.md; where the latter is."""
+    files = [folder / "answer.csv", folder / "answer.md"]
+    if answer is None:
+        for file in files:
+            file.unlink(missing_ok=True)
+        return {}
+    answer.frame.to_csv(files[0], index=False)
+    files[1].write_text(answer.markdown(), encoding="utf-8")
+    return {"answer": files[1]}
+
+
 def _write_tables(content: Content, folder: Path) -> None:
-    for title, name, frame in content.tables:
+    answer = content.answer
+    for title, name, frame in [*([(answer.title, "answer", answer.frame)] if answer else []), *content.tables]:
         if len(frame):
             (folder / f"{name}.tex").write_text(tables.latex(frame, title, name), encoding="utf-8")
             (folder / f"{name}.md").write_text(tables.markdown(frame), encoding="utf-8")

@@ -79,7 +79,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "-m model=tiny,llama9": ("model=llama9", MODELS),
     "allocator=nothing": ("allowed: cuda_malloc_async, custom, default",),
     "device=tpu": ("allowed: auto, cpu, cuda, simulated",),
-    "sweep=gpu": ("allowed: auto, cpu, cuda, lengths, none, simulated",),
+    "sweep=gpu": ("allowed: auto, claims, ", "cpu, cuda, ", "simulated"),
     "hydra/launcher=submitit": ("hydra/launcher=submitit", "allowed: basic", "vramsweep"),
     "modle=tiny": ("modle", "did you mean model?"),
     "-m modle=tiny,gpt2": ("modle", "did you mean model?"),

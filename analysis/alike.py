@@ -1,0 +1,86 @@
+"""Rows that differ in nothing but chosen axes, and what to call them: what every answer compares.
+
+Rows of a GPU where there are any, else predicted ones; never both together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from vramsweep.analysis.groups import ASKED
+from vramsweep.analysis.load import EXTRA, Table
+from vramsweep.harness.row import SYSTEM
+from vramsweep.harness.techniques import AXES
+
+_DEFAULTS = {axis.name: axis.default for axis in AXES} | {"precision": "bf16"}  # its default depends on the runner
+_SETTINGS = (*ASKED, "seq_len", "simulated_gpu", *SYSTEM)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one kind: measured on a GPU, or predicted. `frame` has `step_s`: measured, or estimated if predicted."""
+
+    frame: pd.DataFrame
+    measured: bool
+
+    @property
+    def basis(self) -> str:
+        """`predicted for h100-80gb`, `measured on NVIDIA L4`."""
+        cards = self.frame["gpu_name" if self.measured else "simulated_gpu"].dropna().unique()
+        return f"{'measured on' if self.measured else 'predicted for'} {', '.join(sorted(map(str, cards))) or 'a GPU'}"
+
+    def where(self, mask: pd.Series[bool]) -> Rows:
+        """Fewer of them."""
+        return Rows(self.frame[mask.fillna(False).astype(bool)], self.measured)
+
+    def ok(self, *columns: str) -> pd.DataFrame:
+        """Those that finished and have these columns."""
+        finished = self.frame[self.frame["outcome"].eq("ok").fillna(False).astype(bool)]
+        return finished.dropna(subset=list(columns))
+
+
+def kinds(table: Table) -> list[Rows]:
+    """Our own rows of a GPU, then predicted ones; without the kind that is not there."""
+    frame = table.frame[table.frame["foreign"].isna()]
+    found = []
+    for device in ("cuda", "simulated"):
+        own = frame[frame["device"].eq(device).fillna(False)]
+        seconds = own["step_median_s"]
+        if device == "simulated":
+            seconds = own["calibrated_step_s"].fillna(own["estimated_step_s"])
+        if len(own):
+            found.append(Rows(own.assign(step_s=seconds), device == "cuda"))
+    return found
+
+
+def alike(frame: pd.DataFrame, *axes: str) -> Iterator[pd.DataFrame]:
+    """The rows in parts within which only `axes`, and what follows from these, differ; repeats are in one part."""
+    extras = [str(name) for name in frame.columns if str(name).startswith(EXTRA)]
+    keys = [name for name in (*_SETTINGS, *extras) if not name.removeprefix(EXTRA).startswith(axes)]
+    if len(frame):
+        text = frame[keys].astype("string").fillna("")
+        yield from (part for _, part in frame.groupby(text.agg("|".join, axis=1), sort=False))
+
+
+def label(row: pd.Series[Any], *without: str) -> str:
+    """`gpt2, 1,024 tokens, batch 4, checkpointing=full`: the settings that are not the default, without some."""
+    parts = [str(row["model"])]
+    if "seq_len" not in without:
+        parts.append(f"{row['seq_len']:,} tokens")
+    if "micro_batch" not in without:
+        parts.append(f"batch {row['micro_batch']}")
+    if row["world_size"] != 1 or row["sharding"] != "none":
+        parts.append(f"{row['sharding']} x {row['world_size']}")
+    parts += [name.replace("_", " ") for name in ("offload_optimizer", "offload_param") if row[name] is True]
+    parts += [
+        str(row[axis.name]) if axis.name == "precision" else f"{axis.name}={row[axis.name]}"
+        for axis in AXES
+        if axis.name not in without and not pd.isna(row[axis.name]) and row[axis.name] != _DEFAULTS[axis.name]
+    ]
+    if "allocator" not in without and row["allocator"] != "default":
+        parts.append(str(row["allocator"]))
+    return ", ".join(parts)

@@ -1,0 +1,119 @@
+"""The tables that a sweep of a question ends in: in the report, the terminal and files. All rows are fabricated."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from test_claims import GIB, Row, row, table, timed
+
+from vramsweep.analysis import answers, cli, edges, ways
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.journal import PLAN
+
+
+def written(rows: list[Row], folder: Path, answer: Any) -> Path:
+    folder.mkdir(parents=True)
+    lines = [json.dumps({**one, "trial_id": f"t{i}", "sweep": folder.name}) for i, one in enumerate(rows)]
+    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    if answer is not None:
+        (folder / PLAN).write_text(json.dumps({"answer": answer}))
+    return folder
+
+
+def test_the_report_of_a_question_begins_with_its_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(timed(0.3), tmp_path / "claims", "claims")
+    assert cli.main(["report", str(folder), "--images", "none"]) == 0
+    said = capsys.readouterr().out
+    assert "CONFIRMED (PREDICTED): Gradient checkpointing costs 20 to 33 % of time\n  found: 30 % (made-up" in said
+    card = said[said.index("Are the guides right?") : said.index("\nrows ")]
+    assert max(map(len, card.splitlines())) <= 80
+    page = (folder / "report.html").read_text()
+    assert re.findall('<section id="([a-z]+)"', page)[:2] == ["answer", "findings"]
+    assert 'data-name="verdict">confirmed (predicted)' in page
+    assert '<a href="https://arxiv.org/abs/2205.14135">' in page
+    assert len(pd.read_csv(folder / "answer.csv")) == len(answers.claims.CLAIMS)
+    assert (folder / "answer.md").read_text().startswith("# Are the guides right?")
+    assert cli.main(["report", str(folder), "--images", "none", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answer_table"][1]["verdict"] == "confirmed (predicted)"
+    assert cli.main(["paper", str(folder), "--json"]) == 0
+    assert (folder / "paper" / "tables" / "answer.tex").exists()
+
+
+def test_no_question_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(timed(0.3), tmp_path / "sweep", None)
+    assert cli.main(["report", str(folder), "--images", "none", "--answer", "claims"]) == 0
+    assert (folder / "answer.md").exists()
+    assert cli.main(["report", str(folder), "--images", "none"]) == 0  # without it, the earlier one is no part of it
+    assert not (folder / "answer.md").exists()
+    assert '<section id="answer"' not in (folder / "report.html").read_text()
+    capsys.readouterr()
+    for content in ("{", "[]", '{"answer": 3}'):
+        (folder / PLAN).write_text(content)
+        assert answers.asked(folder) is None
+    (folder / PLAN).write_text('{"answer": "clams"}')
+    assert cli.main(["report", str(folder), "--images", "none"]) == 2
+    assert "answer=clams: there is no such answer; allowed: claims, " in capsys.readouterr().err
+    with pytest.raises(UserError, match="no such answer"):
+        answers.answered(table(*timed(0.3)), "clams")
+
+
+@pytest.mark.parametrize("answer", answers.ANSWERS, ids=lambda a: a.name)
+def test_every_answer_can_say_that_there_is_nothing(answer: answers.Answer) -> None:
+    found = answers.answered(table(row(device="cpu", simulated_gpu=None)), answer.name)
+    assert found is not None
+    assert "No row answers this." in found.text() or set(found.frame["verdict"]) == {"not tested"}
+    assert found.markdown()
+
+
+def test_what_fits() -> None:
+    def one(gib: float, fits: bool, **values: Any) -> Row:
+        peak = "peak_reserved_bytes" if fits else "unlimited_peak_reserved_bytes"
+        return row(**{"peak_reserved_bytes": None, peak: int(gib * GIB), "outcome": "ok" if fits else "oom", **values})
+
+    lora = {"checkpointing": "full", "adapter": "lora"}
+    rows = [
+        one(20, True, precision="fp32"),
+        one(30, False, precision="bf16"),
+        one(12.34, True, checkpointing="full"),
+        one(9, True, checkpointing="full", optimizer="adamw_bnb_8bit"),
+        one(7, True, precision="bf16_pure", **lora),
+        row(model="small", parameters=5, outcome="crash", reason="no such thing", precision="fp32"),
+        row(precision="fp16"),  # none of the ways
+    ]
+    frame, notes = ways.make(table(*rows))
+    assert frame.to_dict("records") == [
+        {"model": "small", "fp32": "crash", "bf16": "–", "checkpt": "–", "8-bit": "–", "LoRA": "–", "QLoRA": "–"},
+        {"model": "made-up", "fp32": "yes 20.0", "bf16": "no 30.0", "checkpt": "yes 12.3", "8-bit": "yes 9.0",
+         "LoRA": "yes 7.0", "QLoRA": "–"},
+    ]  # fmt: skip
+    assert notes[0] == "tokens 1,024, batch 1, card predicted: h100-80gb"
+    assert "no such thing" in notes[-1]
+    both, _ = ways.make(table(*rows, {**rows[0], "device": "cuda", "gpu_name": "NVIDIA L4", "simulated_gpu": None}))
+    assert list(both["card"]) == ["measured: NVIDIA L4", "predicted: h100-80gb", "predicted: h100-80gb"]
+
+
+def test_what_a_curve_says() -> None:
+    def curve(fitting: dict[int, int], out: tuple[int, ...], axis: str, **values: Any) -> list[Row]:
+        fits = [row(peak_reserved_bytes=gib * GIB, **{axis: x}, **values) for x, gib in fitting.items()]
+        return [*fits, *(row(outcome="oom", peak_reserved_bytes=None, **{axis: x}, **values) for x in out)]
+
+    rows = [
+        *curve({512: 4, 1024: 6, 4096: 9}, (2048,), "seq_len"),  # one that fits above one that does not is luck
+        *curve({512: 4, 2048: 6}, (), "seq_len", allocator="expandable", allocator_conf="expandable:True"),
+        *curve({}, (2, 4), "micro_batch", seq_len=16),
+    ]
+    frame, notes = edges.make(table(*rows))
+    assert frame.to_numpy().tolist() == [
+        ["made-up, batch 1", "tokens", "1,024", "4.0 to 6.0", "2,048"],
+        ["made-up, batch 1, expandable", "tokens", "2,048", "4.0 to 6.0", "–"],
+        ["made-up, 16 tokens", "batch", "none", "–", "2"],
+    ]
+    assert notes[0] == "predicted for h100-80gb."
+    found = answers.answered(table(*rows), "seqlen-zero3")
+    assert found is not None
+    assert max(map(len, found.text().splitlines())) <= 80

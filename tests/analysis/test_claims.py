@@ -1,0 +1,205 @@
+"""The cards: every claim against rows that confirm it, rows that refute it, and no rows; all of them fabricated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from vramsweep.analysis import claims
+from vramsweep.analysis.load import Table, from_frame
+from vramsweep.harness.row import Row, complete
+from vramsweep.harness.techniques import DEFAULTS
+
+GIB = 1 << 30
+P = 1_000_000_000  # parameters of the made-up model
+
+
+def row(peak: float = 10 * GIB, **values: Any) -> Row:
+    """A predicted row of a made-up model; `peak` is what it allocates at most."""
+    base = {
+        "attempt": 1, "terminal": True, "outcome": "ok", "model": "made-up", "parameters": P, "trainable_parameters": P,
+        "seq_len": 1024, "micro_batch": 1, "grad_accum": 1, "precision": "bf16", "allocator": "default",
+        "allocator_conf": "", "runner": "torch", "sharding": "none", "world_size": 1, "device": "simulated",
+        "simulated_gpu": "h100-80gb", "weights": "random", "data": "synthetic", "protocol": "brief", "seed": 0,
+        "repeat": 0, "memory_limit_bytes": 79 * GIB, "peak_allocated_bytes": int(peak),
+        "peak_reserved_bytes": int(peak),
+    }  # fmt: skip
+    return complete({**DEFAULTS, **base, **values})
+
+
+def table(*rows: Row) -> Table:
+    return from_frame(pd.DataFrame([{**one, "trial_id": f"t{i}"} for i, one in enumerate(rows)]), "test")
+
+
+def card(name: str, *rows: Row) -> claims.Card:
+    rows = rows or (row(model="another", outcome="crash", peak_allocated_bytes=None),)
+    return next(one for one in claims.cards(table(*rows)) if one.claim.name == name)
+
+
+def checkpointed(saved: float) -> list[Row]:
+    return [
+        row(GIB * (5 + batch * (1 - saved * (how == "full"))), micro_batch=batch, checkpointing=how)
+        for batch in (1, 2, 4)
+        for how in ("none", "full")
+    ]
+
+
+def timed(cost: float) -> list[Row]:
+    return [row(estimated_step_s=1.0), row(estimated_step_s=1 + cost, checkpointing="full")]
+
+
+def attention(times: float) -> list[Row]:
+    return [row(seq_len=2048), row(10 * GIB * times, seq_len=2048, attention="eager")]
+
+
+def optimizers(saved: float) -> list[Row]:
+    """What is held in the forward phase differs; the peaks are the same, as another phase has them."""
+    return [
+        row(forward_peak_allocated_bytes=16 * P, optimizer="adamw_torch"),
+        row(forward_peak_allocated_bytes=int((16 - saved) * P), optimizer="adamw_bnb_8bit"),
+    ]
+
+
+def loaded(share: float) -> list[Row]:
+    return [
+        row(load_peak_allocated_bytes=4 * P, precision="fp32"),
+        row(load_peak_allocated_bytes=int(4 * P * share), precision="bf16"),
+    ]
+
+
+def batches(*peaks: float) -> list[Row]:
+    return [row(GIB * peak, micro_batch=batch) for batch, peak in zip((1, 2, 4), peaks, strict=True)]
+
+
+def lengths(kernel: str, linear: float, quadratic: float) -> list[Row]:
+    def one(length: int) -> Row:
+        at = length / 4096
+        return row(GIB * (4 + linear * at + quadratic * at**2), seq_len=length, attention=kernel)
+
+    phases = {"forward_peak_allocated_bytes": GIB, "backward_peak_allocated_bytes": GIB}
+    flat = row(4 * GIB, seq_len=8, attention=kernel, optimizer_peak_allocated_bytes=4 * GIB, **phases)
+    return [one(1024), one(2048), one(4096), flat]
+
+
+def adapted(gb: float, **values: Any) -> list[Row]:
+    seven = {"parameters": 7 * P, "trainable_parameters": 40_000_000, "adapter": "lora", "lora_r": 16}
+    return [row(peak_reserved_bytes=int(gb * 1e9), load_peak_allocated_bytes=4 * P, **seven, **values)]
+
+
+def accumulated(more: float) -> list[Row]:
+    return [row(10 * P), row((10 + more) * P, grad_accum=4)]
+
+
+def eight(*outcomes: str) -> list[Row]:
+    return [
+        row(precision=precision, parameters=70 * P, world_size=8, sharding="zero3", outcome=outcome,
+            peak_reserved_bytes=78 * GIB if outcome == "ok" else None,
+            unlimited_peak_reserved_bytes=158 * GIB if outcome == "oom" else None)
+        for precision, outcome in zip(("bf16", "bf16_pure"), outcomes, strict=True)
+    ]  # fmt: skip
+
+
+def allocators(expandable: float) -> list[Row]:
+    return [
+        row(peak_reserved_bytes=10 * GIB),
+        row(peak_reserved_bytes=int(10 * GIB * expandable), allocator="expandable", allocator_conf="expandable:True"),
+    ]
+
+
+PURE = {"precision": "bf16_pure"}
+CASES = [
+    ("checkpointing-saves", checkpointed(0.65), 65, checkpointed(0.85), 85),
+    ("checkpointing-costs", timed(0.3), 30, timed(0.1), 10),
+    ("flash-attention", attention(12), 12, attention(1.8), 1.8),
+    ("adam-8bit", optimizers(6), 6, optimizers(3), 3),
+    ("autocast-weights", loaded(1.0), 100, loaded(0.5), 50),
+    ("linear-in-batch", batches(6, 7, 9), 0, batches(6, 6, 9), 100 / 3),
+    ("eager-quadratic", lengths("eager", 1, 3), 75, lengths("eager", 3, 1), 25),
+    ("sdpa-linear", lengths("sdpa", 4, 0), 0, lengths("sdpa", 3, 1), 25),
+    ("lora-7b", adapted(14.3, **PURE), 14.3, adapted(19, **PURE), 19),
+    ("qlora-7b", adapted(6, quantization="nf4"), 6, adapted(9, quantization="nf4_double"), 9),
+    ("accumulation", accumulated(0), 0, accumulated(4), 4),
+    ("70b-on-8", eight("oom", "ok"), 100 * 78 / 79, eight("oom", "oom"), 200),
+    ("expandable-segments", allocators(0.9), -10, allocators(1.1), 10),
+]
+
+
+def test_every_claim_is_tested_here() -> None:
+    assert [case[0] for case in CASES] == [claim.name for claim in claims.CLAIMS]
+    assert all(claim.source.startswith("https://") for claim in claims.CLAIMS)
+
+
+@pytest.mark.parametrize(("name", "confirming", "number", "refuting", "other"), CASES, ids=[c[0] for c in CASES])
+def test_rows_decide(name: str, confirming: list[Row], number: float, refuting: list[Row], other: float) -> None:
+    yes, no = card(name, *confirming), card(name, *refuting)
+    assert (yes.verdict, no.verdict) == ("confirmed (predicted)", "refuted (predicted)")
+    assert yes.found[0][1] == pytest.approx(number, abs=1e-6)
+    assert no.found[0][1] == pytest.approx(other, abs=1e-6)
+    assert yes.claim.shown.format(number) in yes.text()
+    assert "predicted for h100-80gb" in no.text()
+    nothing = card(name)
+    assert (nothing.verdict, nothing.found) == ("not tested", ())
+    assert nothing.text() == "no rows of a GPU, and none predicted, that can be compared so"
+
+
+@pytest.mark.parametrize(("name", "confirming", "_", "refuting", "__"), CASES, ids=[c[0] for c in CASES])
+def test_measured_rows_win_over_predicted_ones(
+    name: str, confirming: list[Row], _: float, refuting: list[Row], __: float
+) -> None:
+    """The same rows, of a card: what is predicted beside them does not decide, and is not said to be measured."""
+    measured = [
+        {
+            **one, "device": "cuda", "simulated_gpu": None, "gpu_name": "NVIDIA H100", "memory_limit_bytes": None,
+            "device_total_bytes": 79 * GIB, "step_median_s": one["estimated_step_s"], "estimated_step_s": None,
+        }
+        for one in confirming
+    ]  # fmt: skip
+    found = card(name, *measured, *refuting)
+    assert found.verdict == "confirmed"
+    assert found.text().endswith("measured on NVIDIA H100")
+
+
+def test_rows_that_differ_in_something_else_too_are_not_compared() -> None:
+    one, other = timed(0.3)
+    assert card("checkpointing-costs", one, {**other, "seq_len": 512}).verdict == "not tested"
+    assert card("checkpointing-costs", one, {**other, "simulated_gpu": "l4-24gb"}).verdict == "not tested"
+    assert card("checkpointing-costs", one, {**other, "torch_version": "2.0"}).verdict == "not tested"
+
+
+def test_one_comparison_that_does_not_hold_refutes_and_comes_first() -> None:
+    rows = [*timed(0.3), *({**one, "model": "b"} for one in timed(0.1))]
+    found = card("checkpointing-costs", *rows)
+    assert found.verdict == "refuted (predicted)"
+    assert found.text() == (
+        "10 % (b, 1,024 tokens, batch 1, bf16); 30 % (made-up, 1,024 tokens, batch 1, bf16). "
+        "Holds in 1 of 2, predicted for h100-80gb"
+    ).replace(", bf16", "")
+
+
+def test_why_a_claim_is_not_tested_is_said() -> None:
+    rows = [{**one, "outcome": "crash", "reason": "cannot be traced"} for one in adapted(6, quantization="nf4")]
+    found = card("qlora-7b", *rows)
+    assert (found.verdict, found.text()) == ("not tested", "cannot be traced")
+
+
+def test_a_card_that_ran_out_of_memory_and_cannot_say_what_it_needs_refutes() -> None:
+    rows = [{**one, "device": "cuda", "unlimited_peak_reserved_bytes": None} for one in eight("oom", "oom")]
+    assert card("70b-on-8", *rows).verdict == "refuted"
+
+
+def test_rows_of_a_cpu_decide_nothing() -> None:
+    assert (
+        card("checkpointing-saves", *({**one, "device": "cpu"} for one in checkpointed(0.65))).verdict == "not tested"
+    )
+
+
+def test_the_table_holds_every_card() -> None:
+    frame, notes = claims.make(table(*timed(0.3)))
+    assert len(frame) == len(claims.CLAIMS)
+    assert list(frame.columns) == ["claim", "verdict", "found", "compared", "what decides", "source"]
+    assert set(frame["verdict"]) == {"confirmed (predicted)", "not tested"}
+    assert notes
+    measured = [{**one, "device": "cuda", "step_median_s": one["estimated_step_s"]} for one in timed(0.3)]
+    assert claims.make(table(*measured))[1] == []
