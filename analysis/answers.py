@@ -39,9 +39,14 @@ class Answered:
     frame: pd.DataFrame
     notes: tuple[str, ...]
 
+    @property
+    def wide(self) -> bool:
+        """Whether a table of it takes more than `WIDTH` columns, so that each line is shown as a card."""
+        return sum(width + 2 for width in _widths(self.frame)) - 2 > WIDTH
+
     def text(self) -> str:
         """For a terminal, in `WIDTH` columns: a table where it fits, else each line as a card."""
-        body = _table(self.frame) or _cards(self.frame) or "No row answers this."
+        body = (_cards if self.wide else _table)(self.frame) if len(self.frame) else "No row answers this."
         return "\n".join([self.title, "", body, *(textwrap.fill(note, WIDTH) for note in self.notes)])
 
     def markdown(self) -> str:
@@ -80,16 +85,16 @@ def asked(folder: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def _widths(frame: pd.DataFrame) -> list[int]:
+    return [max(len(str(text)) for text in (name, *frame[name])) for name in frame.columns]
+
+
 def _table(frame: pd.DataFrame) -> str:
-    """Aligned columns; "" where they take more than `WIDTH`."""
-    names = [str(name) for name in frame.columns]
-    right = [tables.numeric(frame[name]) for name in names]
-    lines = [names, *([str(cell) for cell in row] for row in frame.to_numpy())]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
-    if sum(widths) + 2 * len(widths) - 2 > WIDTH or not len(frame):
-        return ""
+    """Aligned columns, numbers to the right."""
+    right = [tables.numeric(frame[name]) for name in frame.columns]
+    lines = [[str(name) for name in frame.columns], *([str(cell) for cell in row] for row in frame.to_numpy())]
     aligned = (
-        "  ".join(f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(line, widths, right, strict=True))
+        "  ".join(f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(line, _widths(frame), right, strict=True))
         for line in lines
     )
     return "\n".join(line.rstrip() for line in aligned) + "\n"
@@ -97,7 +102,7 @@ def _table(frame: pd.DataFrame) -> str:
 
 def _cards(frame: pd.DataFrame) -> str:
     """Each line as its first two cells, then the others below, wrapped."""
-    first, second, *others = [str(name) for name in frame.columns] or ["", ""]
+    first, second, *others = (str(name) for name in frame.columns)
     cards = []
     for row in frame.to_dict("records"):
         lines = [textwrap.fill(f"{str(row[second]).upper()}: {row[first]}", WIDTH)]

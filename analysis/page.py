@@ -105,19 +105,21 @@ def _figure(figure: figures.Figure, number: int, kept: bool = True) -> str:
 
 
 def _answer(answer: Answered) -> str:
-    """Its table, which on a narrow screen is a card for each line, and its notes."""
+    """Its table, or a card for each line where that is too wide, and its notes."""
     notes = "".join(f'<p class="soft">{escape(note)}</p>' for note in answer.notes)
     if answer.frame.empty:
         return f"<p>No row answers this.</p>{notes}"
-    names = [str(name) for name in answer.frame.columns]
-    number = [tables.numeric(answer.frame[name]) for name in names]
-    kinds = [' class="number"' if one else "" for one in number]
-    head = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, names, strict=True))
-    body = ""
-    for row in answer.frame.to_numpy():
-        cells = zip(kinds, names, map(str, row), strict=True)
-        body += "<tr>" + "".join(f'<td{k} data-name="{escape(n)}">{_linked(v)}</td>' for k, n, v in cells) + "</tr>"
-    return f'<table class="answer"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}'
+    if not answer.wide:
+        return _table(answer.frame, answer.title) + notes
+    title, verdict, *others = (str(name) for name in answer.frame.columns)
+    cards = ""
+    for row in answer.frame.astype("string").to_dict("records"):
+        said = "".join(f"<dt>{escape(name)}</dt><dd>{_linked(row[name])}</dd>" for name in others)
+        cards += (
+            f'<article class="card"><h3>{escape(row[title])}</h3><p><strong>{escape(row[verdict])}</strong></p>'
+            f"<dl>{said}</dl></article>"
+        )
+    return cards + notes
 
 
 def _linked(text: str) -> str:
