@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, tiny
 from rich.console import Console
 
-from vramsweep.harness import advise, plan, trial
+from vramsweep.harness import advise, plan, reach, trial
 from vramsweep.harness.advice import Advice, Option, search
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.remedies import REMEDIES
@@ -152,12 +152,43 @@ def test_mistakes_are_explained(words: list[str], message: str, tmp_path: Path) 
         advise.main([*words, f"results={tmp_path}"])
 
 
+def command(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    line = [sys.executable, "-m", "vramsweep", "advise", "model=tiny", "precision=fp32", f"results={folder}", *words]
+    done = subprocess.run([*line, "--json"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_a_goal_s_answer_fits_and_the_next_does_not(tmp_path: Path) -> None:
+    words = ["seq_len=512", "micro_batch=16", "gpu=l4-24gb", "device.memory_gib=0.9", "device.capability=8.6"]
+    status, found = command(tmp_path, *words, "--goal", "largest-batch", "--accept", "same", "--most", "3")
+    assert status == 0
+    by = {" ".join(one["change"]): one["largest"] for one in found["micro_batch"]}
+    assert 0 < by[""] < max(by.values()) and {one["result"] for one in found["micro_batch"]} == {"the same result"}
+    chosen = found["recommended"]
+    assert max(by.values()) == by[" ".join(chosen["change"])]
+    for batch, fits in ((by[""], True), (reach.onwards(by[""]), False)):
+        size = f"micro_batch={batch}"
+        _, direct = command(tmp_path, *words[:1], size, *words[2:], "--accept", "same", "--most", "0")
+        assert direct["as_it_is"]["fits"] == fits
+
+
+@pytest.mark.slow
+def test_a_share_of_the_card_is_all_that_there_is(tmp_path: Path) -> None:
+    share = "allocator.conf=per_process_memory_fraction:0.004"
+    status, found = command(tmp_path, "seq_len=512", "micro_batch=16", "gpu=l4-24gb", share, "--most", "0", "--accept", "same")
+    assert found["memory_limit_bytes"] < 100 << 20 and not found["as_it_is"]["fits"]
+    assert all(one["reserved_bytes"] <= found["memory_limit_bytes"] for one in found["alone"] if one["fits"])
+    assert status == int(not any(one["fits"] for one in found["alone"]))
+
+
 @pytest.mark.slow
 def test_what_is_recommended_fits_when_it_is_predicted_by_itself(tmp_path: Path) -> None:
     """A card so small that the tiny model needs help; the same command again asks nothing anew."""
     words = ["model=tiny", "seq_len=512", "micro_batch=16", "precision=fp32", f"results={tmp_path}",
              "device.memory_gib=0.9", "device.capability=8.6"]  # fmt: skip
-    command = [sys.executable, "-m", "vramsweep", "advise", *words, "--most", "6", "--json"]
+    command = [sys.executable, "-m", "vramsweep", "advise", *words, "--most", "2", "--accept", "precision", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     advice = json.loads(done.stdout)
@@ -173,4 +204,4 @@ def test_what_is_recommended_fits_when_it_is_predicted_by_itself(tmp_path: Path)
     assert direct["explanation"]["peak_reserved"] == chosen["reserved_bytes"] <= advice["memory_limit_bytes"]
     again = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert json.loads(again.stdout)["recommended"] == chosen
-    assert "0 to do" in again.stderr and " MiB fits" not in again.stderr
+    assert "[1]" in done.stderr and "[1]" not in again.stderr

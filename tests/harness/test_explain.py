@@ -122,6 +122,17 @@ def test_what_the_driver_shows_names_what_is_not_in_it(over: dict[str, Any], lin
     assert line in " ".join(out.getvalue().split())
 
 
+def test_the_host_and_the_allocator_s_share_decide_too() -> None:
+    text = said(answer(host_refused="a node's 8 GiB of host memory are too few"))
+    assert "does not fit the host: a node's 8 GiB of host memory are too few" in text
+    ahead = said(answer(peak_reserved_most=3 * answer()["peak_reserved"]))
+    assert "as far as the host runs ahead" in ahead
+    half = trial.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"},
+                            allocator={"name": "half", "conf": "per_process_memory_fraction:0.5"}))  # fmt: skip
+    plain = trial.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"}))
+    assert half.memory_limit() == plain.memory_limit() // 2 > 10 << 30
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

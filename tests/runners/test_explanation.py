@@ -14,7 +14,7 @@ from conftest import TARGETS, tiny
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
-from vramsweep.runners import build, custom, simulated, torch_loop, tracing
+from vramsweep.runners import build, custom, look_worker, simulated, torch_loop, tracing
 from vramsweep.runners.explain import ROUNDING, Explanation, explanation
 from vramsweep.runners.predict import replay
 from vramsweep.runners.trace import CATEGORIES, Trace
@@ -111,6 +111,30 @@ def test_what_was_asked_for_and_what_was_held_sum(tmp_path: Path) -> None:
     assert refused.allocated <= refused.reserved <= limit
     assert refused.reserved + refused.request > limit - (20 << 20)  # nothing of that size was free in between
     assert replace(found, refused=None, asked=None) == whole
+
+
+@pytest.mark.parametrize("conf", ["garbage_collection_threshold:0.6", "per_process_memory_fraction:0.5", ""])
+def test_what_fits_is_explained_in_the_room_that_it_has(tmp_path: Path, conf: str) -> None:
+    """As the row has it: a setting that collects garbage, or a card nearly full, reserves as the limit has it."""
+    trace = traced(tmp_path, seq_len=512, micro_batch=8)
+    whole = replay(trace, AllocatorConfig(), None).peak["reserved"]
+    share = parse(conf).per_process_memory_fraction
+    for limit in (int(room * whole / share) for room in (0.97, 1.0, 1.3, 2.0)):
+        found, row = of(trace, conf, limit), replay(trace, parse(conf), limit)
+        assert (found.refused is None) == (row.refused is None)
+        if row.refused is None:
+            assert found.peak_reserved == row.peak["reserved"] <= limit * share
+
+
+def test_a_node_without_room_is_told(tmp_path: Path) -> None:
+    def answered(gib: float | None) -> dict[str, Any]:
+        device = {"name": "simulated", "gpu": "a100-80gb", "node_memory_gib": gib}
+        found = look_worker.of_trial("explanation", trial.parse(tiny(device=device)), tmp_path, True)
+        assert found is not None
+        return found
+
+    assert "a node's 0.01 GiB of host memory are too few" in answered(0.01)["host_refused"]
+    assert answered(512)["host_refused"] is answered(None)["host_refused"] is None
 
 
 def test_a_card_that_has_no_room_for_the_model_says_so_of_loading(tmp_path: Path) -> None:
