@@ -177,7 +177,8 @@ def test_a_goal_s_answer_fits_and_the_next_does_not(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_share_of_the_card_is_all_that_there_is(tmp_path: Path) -> None:
     share = "allocator.conf=per_process_memory_fraction:0.004"
-    status, found = command(tmp_path, "seq_len=512", "micro_batch=16", "gpu=l4-24gb", share, "--most", "0", "--accept", "same")
+    few = ["--most", "0", "--accept", "same"]
+    status, found = command(tmp_path, "seq_len=512", "micro_batch=16", "gpu=l4-24gb", share, *few)
     assert found["memory_limit_bytes"] < 100 << 20 and not found["as_it_is"]["fits"]
     assert all(one["reserved_bytes"] <= found["memory_limit_bytes"] for one in found["alone"] if one["fits"])
     assert status == int(not any(one["fits"] for one in found["alone"]))

@@ -1,0 +1,72 @@
+"""What estimates say beside a step, and what changes do: of fabricated rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from test_claims import GIB, Row, row, table
+
+from vramsweep.analysis import estimates
+
+MIB = 1 << 20
+
+
+def ran_out(need: float, **values: object) -> Row:
+    return row(**{"outcome": "oom", "peak_allocated_bytes": None, "peak_reserved_bytes": None,
+                  "unlimited_peak_reserved_bytes": int(need), **values})  # type: ignore[arg-type] # fmt: skip
+
+
+def test_changes_are_told_from_the_run_that_all_others_come_from() -> None:
+    found, notes = estimates.changes(
+        table(
+            row(6 * GIB, checkpointing="full", estimated_step_s=1.25),
+            row(5 * GIB, micro_batch=2, grad_accum=2, estimated_step_s=1.0, calibrated_step_s=2.2),
+            ran_out(9 * GIB, micro_batch=4, estimated_step_s=0.5, calibrated_step_s=2.0),
+            ran_out(8 * GIB, micro_batch=4, optimizer="sgd"),
+            row(3 * GIB, micro_batch=4, optimizer="sgd", checkpointing="full", outcome="ok"),
+            row(2 * GIB, micro_batch=4, optimizer="adafactor", outcome="crash", peak_reserved_bytes=None),
+            row(4 * GIB, micro_batch=4, checkpointing="full", estimated_step_s=3.0),
+        )
+    )
+    by = {line["change"]: line for line in found.to_dict("records")}
+    assert next(iter(by)) == "as it is"
+    assert by["as it is"] == {"change": "as it is", "MiB": "9,216", "saves": "+0", "fits": "no", "time": "x 1.00"}
+    assert by["checkpointing=full"] == {
+        "change": "checkpointing=full", "MiB": "4,096", "saves": "+5,120", "fits": "yes", "time": "x 1.50",
+    }  # fmt: skip
+    assert by["batch 2 grad_accum=2"]["time"] == "x 1.10"  # as many samples, calibrated as the base is
+    assert by["optimizer=sgd"]["time"] == "–" and by["optimizer=sgd"]["fits"] == "no"
+    assert by["optimizer=adafactor"]["MiB"] == "crash"
+    assert "batch 1 checkpointing=full" in by and "optimizer=sgd checkpointing=full" not in list(by)[:3]
+    assert "no other tool was asked" in notes[1] and "the step reserves 9,216" in notes[1]
+
+
+def test_what_other_tools_say_stands_beside_the_step() -> None:
+    rows = table(row(10 * GIB), ran_out(40 * GIB, model="big", parameters=4_000_000_000, world_size=8))
+    ids = dict(zip(rows.frame["model"], rows.frame["trial_id"], strict=True))
+    said = {"16 bytes a parameter": 16 * 10**9, "accelerate estimate-memory": None, "torch MemTracker": 11 * GIB}
+    asked = replace(rows, others={ids["made-up"]: said, ids["big"]: {"DeepSpeed estimate_zero": 20 * GIB}})
+    found, notes = estimates.composition(asked)
+    small, big = found.to_dict("records")
+    assert small["16 B"] == "14.9 +49%" and small["accel."] == "–" and small["peak"] == "10.0"
+    assert big["DeepSp."] == "20.0 -50%" and big["peak"] == "40.0 *" and big["cards"] == "8"
+    assert big["states"] == "–"  # unknown, not 0
+    assert any("runs out of memory there" in note for note in notes)
+    text = " ".join(notes)
+    assert "16 B 16 bytes a parameter; DeepSp. DeepSpeed estimate_zero" in text and "accel." not in text
+    _, without = estimates.changes(asked.where(rows.frame["model"] == "made-up"))
+    assert "16 bytes a parameter says 15,259, torch MemTracker says 11,264; the step reserves 10,240" in without[1]
+
+
+def test_states_are_summed_where_all_are_known() -> None:
+    parts = {"peak_parameters_bytes": 4 * GIB, "peak_buffers_bytes": 0, "peak_gradients_bytes": GIB,
+             "peak_optimizer_state_bytes": 2 * GIB}  # fmt: skip
+    found, notes = estimates.composition(table(row(9 * GIB, checkpointing="full", **parts)))
+    assert found.loc[0, "states"] == "7.0"
+    assert found.loc[0, "model"] == "made-up ckpt"
+    assert "others=true" in " ".join(notes) and "ckpt: full checkpointing." in notes
+
+
+def test_a_table_without_rows_is_empty() -> None:
+    nothing = table(row(device="cpu"))
+    assert len(estimates.changes(nothing)[0]) == len(estimates.composition(nothing)[0]) == 0
