@@ -283,7 +283,7 @@ def _refused(refused: Refused, asked: Held, card: Gpu, without_limit: Prediction
 
 
 def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
-    """How many tokens a pass would fit, where activations and temporaries are in proportion to them, and all else stays:
+    """How many tokens a pass would fit, where activations and temporaries are in proportion to them and all else stays;
     rather too few, as less is left unused in smaller pools."""
     moving = without_limit.breakdown["activations"] + without_limit.breakdown["temporaries"]
     fixed = without_limit.peak["reserved"] - moving
