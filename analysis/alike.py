@@ -67,20 +67,18 @@ def alike(frame: pd.DataFrame, *axes: str) -> Iterator[pd.DataFrame]:
 
 
 def label(row: pd.Series[Any], *without: str) -> str:
-    """`gpt2, 1,024 tokens, batch 4, checkpointing=full`: the settings that are not the default, without some."""
-    parts = [str(row["model"])]
-    if "seq_len" not in without:
-        parts.append(f"{row['seq_len']:,} tokens")
-    if "micro_batch" not in without:
-        parts.append(f"batch {row['micro_batch']}")
-    if row["world_size"] != 1 or row["sharding"] != "none":
-        parts.append(f"{row['sharding']} x {row['world_size']}")
-    parts += [name.replace("_", " ") for name in ("offload_optimizer", "offload_param") if row[name] is True]
+    """`gpt2, 1,024 tokens, batch 4, checkpointing=full`: what is known of the settings and not the default, without
+    some."""
+    known = {name: value for name, value in row.dropna().items() if name not in without}
+    parts = [str(known.get("model", "unknown"))]
+    parts += [f"{known['seq_len']:,} tokens"] if "seq_len" in known else []
+    parts += [f"batch {known['micro_batch']}"] if "micro_batch" in known else []
+    if known.get("world_size", 1) != 1 or known.get("sharding", "none") != "none":
+        parts.append(f"{known.get('sharding')} x {known.get('world_size')}")
+    parts += [name.replace("_", " ") for name in ("offload_optimizer", "offload_param") if known.get(name)]
     parts += [
-        str(row[axis.name]) if axis.name == "precision" else f"{axis.name}={row[axis.name]}"
+        str(known[axis.name]) if axis.name == "precision" else f"{axis.name}={known[axis.name]}"
         for axis in AXES
-        if axis.name not in without and not pd.isna(row[axis.name]) and row[axis.name] != _DEFAULTS[axis.name]
+        if axis.name in known and known[axis.name] != _DEFAULTS[axis.name]
     ]
-    if "allocator" not in without and row["allocator"] != "default":
-        parts.append(str(row["allocator"]))
-    return ", ".join(parts)
+    return ", ".join(parts + ([str(known["allocator"])] if known.get("allocator", "default") != "default" else []))

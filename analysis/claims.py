@@ -143,13 +143,13 @@ def _saved(rows: Rows) -> Numbers:
     """Percent of what grows with the batch that checkpointing takes away."""
     for same in alike(rows.ok(_PEAK), "micro_batch", "checkpointing"):
         table = same.pivot_table(_PEAK, "micro_batch", "checkpointing", "median").dropna()
-        if len(table) > 1 and {"none", "full"} <= set(table.columns):
-            growth = table.iloc[-1] - table.iloc[0]
+        if len(table) < 2 or not {"none", "full"} <= set(table.columns):
+            continue
+        growth = table.iloc[-1] - table.iloc[0]
+        if growth["none"] > 0:
             where = label(same.iloc[0], "micro_batch", "checkpointing")
-            yield (
-                f"{where}, batch {table.index[0]} to {table.index[-1]}",
-                100 * float(1 - growth["full"] / growth["none"]),
-            )
+            saved = 100 * float(1 - growth["full"] / growth["none"])
+            yield f"{where}, batch {table.index[0]} to {table.index[-1]}", saved
 
 
 def _cost(rows: Rows) -> Numbers:
@@ -193,7 +193,7 @@ def _off_the_line(rows: Rows) -> Numbers:
     """How far, in percent of the whole growth, a peak is from the line between the smallest and the largest batch."""
     for same in alike(rows.ok(_PEAK), "micro_batch"):
         peaks = same.groupby("micro_batch")[_PEAK].median().astype(float)
-        growth = float(peaks.iloc[-1] - peaks.iloc[0])
+        growth = float(peaks.max() - peaks.min()) if len(peaks) else 0.0
         if len(peaks) > 2 and growth > 0:
             line = np.interp(peaks.index.to_numpy(float), [peaks.index[0], peaks.index[-1]], peaks.iloc[[0, -1]])
             off = 100 * float(np.abs(peaks.to_numpy() - line).max()) / growth

@@ -31,18 +31,18 @@ WAYS = (
     Way("LoRA", {**_PLAIN, "precision": "bf16_pure", "checkpointing": "full", "adapter": "lora"}),
     Way("QLoRA", {**_PLAIN, "checkpointing": "full", "adapter": "lora", "quantization": "nf4_double"}),
 )
-_SAME = {"seq_len": "tokens", "micro_batch": "batch"}
 
 
 def make(table: Table) -> tuple[pd.DataFrame, list[str]]:
     """One line per model (and length, batch and card, where there are several), one column per way."""
     lines, notes = [], []
     for rows in kinds(table):
-        frame = rows.frame.sort_values(["parameters", "model", *_SAME])
+        frame = rows.frame.sort_values(["parameters", "model", "seq_len", "micro_batch"])
         cards = frame["gpu_name" if rows.measured else "simulated_gpu"].fillna("unknown")
-        keys = [frame[name] for name in ("model", *_SAME)]
-        for (model, length, batch, card), part in frame.groupby([*keys, cards], sort=False, dropna=False):
-            line = {"model": str(model), "tokens": f"{length:,}", "batch": str(batch)}
+        lengths = frame["seq_len"].map("{:,}".format, na_action="ignore")
+        keys = [frame["model"], lengths, frame["micro_batch"], cards]
+        for (model, length, batch, card), part in frame.groupby(keys, sort=False, dropna=False):
+            line = {"model": str(model), "tokens": str(length), "batch": str(batch)}
             line["card"] = f"{'measured' if rows.measured else 'predicted'}: {card}"
             cells = {way.name: _cell(part, way) for way in WAYS}
             if any(cells.values()):

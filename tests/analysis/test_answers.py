@@ -70,6 +70,17 @@ def test_every_answer_can_say_that_there_is_nothing(answer: answers.Answer) -> N
     assert found.markdown()
 
 
+@pytest.mark.parametrize("name", ["claims", "fit-24gb", "seqlen-zero3"])
+def test_rows_of_which_little_is_known_stop_no_answer(name: str) -> None:
+    rows = [
+        {name: value if name in kept else None for name, value in row(outcome=outcome, seq_len=length).items()}
+        for kept in ({"outcome"}, {"outcome", "device"}, {"outcome", "device", "seq_len", "peak_allocated_bytes"})
+        for outcome in ("ok", "oom", "invalid")
+        for length in (16, 32, 64)
+    ]
+    assert answers.answered(table(*rows), name) is not None
+
+
 def test_what_fits() -> None:
     def one(gib: float, fits: bool, **values: Any) -> Row:
         peak = "peak_reserved_bytes" if fits else "unlimited_peak_reserved_bytes"
