@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vramsweep.harness import account, machine, others, outcome, plan, predictions, registry, variables
+from vramsweep.harness import account, ask_others, machine, outcome, plan, predictions, registry, variables
 from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, environment, steps
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import PLAN, Journal, finished, read, terminal
@@ -64,8 +64,8 @@ def run(
     if faults:
         print(f"{faults} trial(s) were stopped by a fault of the machine; the same command runs them again")
     if settings.others:
-        asked = {p.trial_id: others.question(p, mine.get(p.trial_id)) for p in planned}
-        others.ask({name: one for name, one in asked.items() if one is not None}, (), folder)
+        asked = {p.trial_id: ask_others.question(p, mine.get(p.trial_id)) for p in planned}
+        ask_others.ask({name: one for name, one in asked.items() if one is not None}, (), folder)
     if settings.report:
         report(folder)
     return mine, 1 if unanswered or len(mine) < len(planned) else 0

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vramsweep.harness import differences, launch, machine, others, reference, sweep
+from vramsweep.harness import ask_others, differences, launch, machine, reference, sweep
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CONTEXT_BYTES
@@ -251,11 +251,11 @@ def by_others(
         row = rows.get(one.item.trial_id) if one.item is not None else None
         if one.item is None or row is None or row["outcome"] != Outcome.OK or row["parameters"] is None:
             continue
-        wanted[one.item.trial_id] = others.question(one.item, row)
+        wanted[one.item.trial_id] = ask_others.question(one.item, row)
         if held(row)["moves"]:
             by_title[one.run.title].append(one.item.trial_id)
     tracked = [ids[len(ids) * n // TRACKED] for ids in by_title.values() for n in range(min(TRACKED, len(ids)))]
-    said = others.ask(wanted, tracked, folder)
+    said = ask_others.ask(wanted, tracked, folder)
     return said.found, said.sources
 
 

@@ -63,6 +63,7 @@ def test_imports(path: Path) -> None:
             "flags",
             "gpus",
             "journal",
+            "others",
             "row",
             "techniques",
             "trial",
@@ -71,7 +72,7 @@ def test_imports(path: Path) -> None:
         assert used <= allowed
 
 
-@pytest.mark.parametrize("name", ["outcome", "row", "plan", "trial", "gpus", "links", "roofline", "variables"])
+@pytest.mark.parametrize("name", ["outcome", "row", "plan", "trial", "gpus", "links", "others", "roofline", "variables"])
 def test_the_pure_core_starts_nothing(name: str) -> None:
     assert not tops(ROOT / "harness" / f"{name}.py") & {"subprocess", "os", "time", "psutil", "pynvml"}
 
