@@ -19,6 +19,7 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import PLAN
 
 WIDTH = 80
+FOLDED = 30
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,21 @@ def asked(folder: Path) -> str | None:
 
 
 def _widths(frame: pd.DataFrame) -> list[int]:
-    return [max(len(str(text)) for text in (name, *frame[name])) for name in frame.columns]
+    """Of each column; the first may have as little as `FOLDED`, where its cells are folded."""
+    first, *others = (max(len(str(text)) for text in (name, *frame[name])) for name in frame.columns)
+    left = WIDTH - sum(width + 2 for width in others)
+    return [min(first, max(left, FOLDED)), *others]
 
 
 def _table(frame: pd.DataFrame) -> str:
-    """Aligned columns, numbers to the right."""
-    right = [tables.numeric(frame[name]) for name in frame.columns]
-    lines = [[str(name) for name in frame.columns], *([str(cell) for cell in row] for row in frame.to_numpy())]
+    """Aligned columns, numbers to the right; what is long in the first goes on below."""
+    right, widths = [tables.numeric(frame[name]) for name in frame.columns], _widths(frame)
+    lines: list[list[str]] = []
+    for first, *cells in ([str(cell) for cell in row] for row in ([*frame.columns], *frame.to_numpy())):
+        head, *more = textwrap.wrap(first, widths[0]) or [""]
+        lines += [[head, *cells], *([part, *("" for _ in cells)] for part in more)]
     aligned = (
-        "  ".join(f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(line, _widths(frame), right, strict=True))
+        "  ".join(f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(line, widths, right, strict=True))
         for line in lines
     )
     return "\n".join(line.rstrip() for line in aligned) + "\n"

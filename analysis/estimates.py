@@ -77,12 +77,14 @@ def _kept(row: pd.Series[Any]) -> str:
 
 def _load(row: pd.Series[Any], said: Mapping[str, int | None]) -> str:
     """What is known before the first step, beside what the step takes."""
-    told = [f"{tool} says {size / MIB:,.0f}" for tool, size in said.items() if size is not None]
+    told = [f"{tool}: {size / MIB:,.0f}" for tool, size in said.items() if size is not None]
     need = _need(row)
     count = row["parameters"]
-    weights = "" if pd.isna(count) else f"The weights are {4 * count / MIB:,.0f} MiB in fp32; "
-    takes = "not known" if need is None else f"{need / MIB:,.0f}"
-    return f"{weights}{', '.join(told) or 'no other tool was asked (others=true)'}; the step reserves {takes}."
+    weights = [] if pd.isna(count) else [f"weights in fp32: {4 * count / MIB:,.0f}"]
+    if not told:
+        told = ["no other tool was asked (others=true)"]
+    takes = "how much is not known" if need is None else f"{need / MIB:,.0f}"
+    return f"MiB before it runs: {'; '.join([*weights, *told])}. What a step reserves: {takes}."
 
 
 def _cells(row: pd.Series[Any], base: pd.Series[Any]) -> dict[str, str]:

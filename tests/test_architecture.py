@@ -72,7 +72,10 @@ def test_imports(path: Path) -> None:
         assert used <= allowed
 
 
-@pytest.mark.parametrize("name", ["outcome", "row", "plan", "trial", "gpus", "links", "others", "roofline", "variables"])
+PURE = ("outcome", "row", "plan", "trial", "gpus", "links", "others", "roofline", "variables")
+
+
+@pytest.mark.parametrize("name", PURE)
 def test_the_pure_core_starts_nothing(name: str) -> None:
     assert not tops(ROOT / "harness" / f"{name}.py") & {"subprocess", "os", "time", "psutil", "pynvml"}
 

@@ -128,3 +128,13 @@ def test_what_a_curve_says() -> None:
     found = answers.answered(table(*rows), "seqlen-zero3")
     assert found is not None
     assert max(map(len, found.text().splitlines())) <= 80
+
+
+def test_a_long_first_cell_is_folded_where_the_rest_has_room() -> None:
+    def shown(first: str, second: str) -> list[str]:
+        frame = pd.DataFrame([{"change": first, "MiB": second, "fits": "yes"}])
+        return answers.Answered("n", "t", frame, ()).text().splitlines()[2:]
+
+    lines = shown("checkpointing=full optimizer=adamw_bnb_8bit use_cache=off grad_accum=2 loss=chunked", "3,154")
+    assert max(map(len, lines)) <= 80 and lines[1].endswith("3,154  yes") and lines[2] == "grad_accum=2 loss=chunked"
+    assert shown("short", "a number with many words " * 4)[0].startswith("A NUMBER WITH MANY WORDS")  # a card

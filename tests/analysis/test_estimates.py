@@ -38,7 +38,7 @@ def test_changes_are_told_from_the_run_that_all_others_come_from() -> None:
     assert by["optimizer=sgd"]["time"] == "–" and by["optimizer=sgd"]["fits"] == "no"
     assert by["optimizer=adafactor"]["MiB"] == "crash"
     assert "batch 1 checkpointing=full" in by and "optimizer=sgd checkpointing=full" not in list(by)[:3]
-    assert "no other tool was asked" in notes[1] and "the step reserves 9,216" in notes[1]
+    assert "no other tool was asked" in notes[1] and "What a step reserves: 9,216" in notes[1]
 
 
 def test_what_other_tools_say_stands_beside_the_step() -> None:
@@ -55,7 +55,7 @@ def test_what_other_tools_say_stands_beside_the_step() -> None:
     text = " ".join(notes)
     assert "16 B 16 bytes a parameter; DeepSp. DeepSpeed estimate_zero" in text and "accel." not in text
     _, without = estimates.changes(asked.where(rows.frame["model"] == "made-up"))
-    assert "16 bytes a parameter says 15,259, torch MemTracker says 11,264; the step reserves 10,240" in without[1]
+    assert "16 bytes a parameter: 15,259; torch MemTracker: 11,264. What a step reserves: 10,240." in without[1]
 
 
 def test_states_are_summed_where_all_are_known() -> None:
