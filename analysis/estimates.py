@@ -96,7 +96,7 @@ def _cells(row: pd.Series[Any], base: pd.Series[Any]) -> dict[str, str]:
         "MiB": f"{need / MIB:,.0f}",
         "saves": "–" if before is None else f"{(before - need) / MIB:+,.0f}",
         "fits": "yes" if row["outcome"] == "ok" else "no",
-        "time": "–" if pd.isna(time) or pd.isna(was) else f"x {time / was:.2f}",
+        "time": "–" if pd.isna(time) or pd.isna(was) else f"x{time / was:.2f}",
     }
 
 
