@@ -21,6 +21,7 @@ GB = 1e9  # as guides count
 _FUSED = ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash_attention_2")
 _ADAM = ("default", "adamw_torch", "adamw_torch_fused", "adamw_torch_foreach", "adamw_torch_loop")
 _PEAK = "peak_allocated_bytes"
+_FORWARD = "forward_peak_allocated_bytes"  # holds weights, optimizer state and activations, no gradients
 
 Numbers = Iterator[tuple[str, float]]  # where, and the number there
 
@@ -140,9 +141,9 @@ def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], colu
 
 
 def _saved(rows: Rows) -> Numbers:
-    """Percent of what grows with the batch that checkpointing takes away."""
-    for same in alike(rows.ok(_PEAK), "micro_batch", "checkpointing"):
-        table = same.pivot_table(_PEAK, "micro_batch", "checkpointing", "median").dropna()
+    """Percent of what the forward phase keeps for each sample that checkpointing takes away."""
+    for same in alike(rows.ok(_FORWARD), "micro_batch", "checkpointing"):
+        table = same.pivot_table(_FORWARD, "micro_batch", "checkpointing", "median").dropna()
         if len(table) < 2 or not {"none", "full"} <= set(table.columns):
             continue
         growth = table.iloc[-1] - table.iloc[0]
@@ -177,7 +178,7 @@ def _a_parameter(rows: Rows, axis: str, column: str) -> Iterator[tuple[str, pd.S
 
 
 def _eight_bit(rows: Rows) -> Numbers:
-    for where, values in _a_parameter(rows, "optimizer", "forward_peak_allocated_bytes"):
+    for where, values in _a_parameter(rows, "optimizer", _FORWARD):
         for name in set(values.index) & set(_ADAM):
             if "adamw_bnb_8bit" in values.index:
                 yield f"{where}, against {name}", float(values[name] - values["adamw_bnb_8bit"])
@@ -204,7 +205,7 @@ def _off_the_line(rows: Rows) -> Numbers:
 def _quadratic(rows: Rows) -> Numbers:
     """Percent of the growth over the longest length that is quadratic, by a parabola through three lengths or more."""
     frame = rows.ok(_PEAK)
-    steps = frame[["forward_peak_allocated_bytes", "backward_peak_allocated_bytes"]].max(axis=1)
+    steps = frame[[_FORWARD, "backward_peak_allocated_bytes"]].max(axis=1)
     frame = frame[~(frame["optimizer_peak_allocated_bytes"] > steps).fillna(False).astype(bool)]
     for same in alike(frame, "seq_len"):
         peaks = same.groupby("seq_len")[_PEAK].median().astype(float)
@@ -264,7 +265,7 @@ CLAIMS = (
         "checkpointing-saves",
         "Gradient checkpointing saves 60 to 70 % of the activations",
         f"{_GUIDE} (60 to 70 %)",
-        "peak allocated memory that grows with the batch, checkpointing=full against none",
+        "peak allocated memory of the forward phase: its growth with the batch, checkpointing=full against none",
         _any, _saved, "{:.0f} %", "the range as it is claimed", 60, 70,
     ),
     Claim(
