@@ -26,6 +26,7 @@ from vramsweep.harness import advice, launch, look, plan, reach, sweep
 from vramsweep.harness.advice import Advice, Option
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import CARDS
 from vramsweep.harness.largest import MOST_BATCH
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Counts
@@ -48,7 +49,7 @@ Recommended is what changes least of the result (same, but for rounding, less pr
 those the fastest that fits; with --goal longest or largest-batch what gets furthest with rounding changed at most, if
 that fits at all, in steps of 3 %. --accept rounding leaves out what changes more. Other words are those of
 `vramsweep sweep --help`; rows and traces are kept, so the same command is quick the second time.
-Cards: vramsweep cards; gpu=NAME is short for device.gpu=NAME.
+gpu=NAME is short for device.gpu=NAME.
 Status: 0, there is something that fits; 1, nothing does; 2, a mistake; 130, interrupted."""
 
 
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         prog="vramsweep advise",
         usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]",
         description=HELP,
+        epilog=CARDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from vramsweep.harness import look
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import CONTEXT_BYTES
+from vramsweep.harness.gpus import CARDS, CONTEXT_BYTES
 from vramsweep.harness.trial import Trial
 
 MIB = 1 << 20
@@ -33,7 +33,7 @@ what lies between weights and card. Of a run that does not fit: the request for 
   vramsweep explain results/SWEEP                      # of each model the largest that fits, the smallest that does not
   vramsweep explain results/SWEEP TRIAL_ID --json      # bytes
 
-Words are those of `vramsweep sweep --help`; device=simulated is understood. Cards: vramsweep cards"""
+Words are those of `vramsweep sweep --help`; device=simulated is understood."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
         prog="vramsweep explain",
         usage=_USAGE,
         description=HELP,
+        epilog=CARDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -150,3 +150,6 @@ def card_lines() -> str:
         wrapped = textwrap.wrap(text, 79, initial_indent=head, subsequent_indent=" " * 8, break_on_hyphens=False)
         lines += [line.replace("\N{NO-BREAK SPACE}", " ") for line in wrapped]
     return "\n".join(lines)
+
+
+CARDS = f"cards (vramsweep cards says more): capability, names, GiB that the allocator can have\n{card_lines()}"

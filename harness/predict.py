@@ -22,6 +22,7 @@ from vramsweep.harness import largest, launch
 from vramsweep.harness.allocator.cli import size_in_bytes
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import CARDS
 from vramsweep.harness.plan import Planned, Settings, settings_of
 from vramsweep.harness.progress import Few, bar
 from vramsweep.harness.row import Outcome, Row
@@ -39,8 +40,7 @@ predict memory on a card that need not be here: a sweep with -m and device=simul
 FIRST..LAST and FIRST..LAST..STEP are all whole numbers between, both ends included, also within lists (1..4,8,16).
 Every other word is one of `vramsweep sweep --help`. Rows, traces and report are in results/MODEL-RUNNER-predicted, or
 what name= says; the same command goes on where one was interrupted. report=false leaves figures and report out.
-Status: 0, every trial has an answer; 1, some failed, or went over --max-reserved; 2, a mistake; 130, interrupted.
-Cards: vramsweep cards"""
+Status: 0, every trial has an answer; 1, some failed, or went over --max-reserved; 2, a mistake; 130, interrupted."""
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 # What tells no configuration apart: where in it a trial is, and what hangs on other settings.
@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         prog="vramsweep predict",
         usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]",
         description=HELP,
+        epilog=CARDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
