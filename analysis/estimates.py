@@ -38,7 +38,7 @@ def composition(table: Table) -> Found:
                 {
                     "model": f"{row['model']}{_kept(row)}",
                     "cards": str(row["world_size"]),
-                    "peak": _gib(peak) + ("" if row["outcome"] == "ok" else " *"),
+                    "peak": _gib(peak) + ("" if _is(row["outcome"], "ok") else " *"),
                     "states": _gib(states),
                     **{name: _beside(said.get(tool), peak) for tool, name in TOOLS.items()},
                 }
@@ -72,7 +72,12 @@ def changes(table: Table) -> Found:
 
 
 def _kept(row: pd.Series[Any]) -> str:
-    return " ckpt" if row["checkpointing"] == "full" else ""
+    return " ckpt" if _is(row["checkpointing"], "full") else ""
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """A null is nothing that is wanted."""
+    return not pd.isna(value) and bool(value == wanted)
 
 
 def _load(row: pd.Series[Any], said: Mapping[str, int | None]) -> str:
@@ -95,19 +100,20 @@ def _cells(row: pd.Series[Any], base: pd.Series[Any]) -> dict[str, str]:
     return {
         "MiB": f"{need / MIB:,.0f}",
         "saves": "–" if before is None else f"{(before - need) / MIB:+,.0f}",
-        "fits": "yes" if row["outcome"] == "ok" else "no",
+        "fits": "yes" if _is(row["outcome"], "ok") else "no",
         "time": "–" if pd.isna(time) or pd.isna(was) else f"x{time / was:.2f}",
     }
 
 
 def _need(row: pd.Series[Any]) -> float | None:
     """Bytes reserved, if need be without a limit."""
-    found = row["peak_reserved_bytes" if row["outcome"] == "ok" else "unlimited_peak_reserved_bytes"]
+    found = row["peak_reserved_bytes" if _is(row["outcome"], "ok") else "unlimited_peak_reserved_bytes"]
     return None if pd.isna(found) else float(found)
 
 
 def _settings(row: pd.Series[Any]) -> list[str]:
-    accumulated = [f"grad_accum={row['grad_accum']}"] if row["grad_accum"] != 1 else []
+    passes = row["grad_accum"]
+    accumulated = [] if pd.isna(passes) or passes == 1 else [f"grad_accum={passes}"]
     return [*label(row).split(", "), *accumulated]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pandas as pd
 from test_claims import GIB, Row, row, table
 
 from vramsweep.analysis import estimates
+from vramsweep.analysis.load import from_frame
 
 MIB = 1 << 20
 
@@ -70,3 +72,11 @@ def test_states_are_summed_where_all_are_known() -> None:
 def test_a_table_without_rows_is_empty() -> None:
     nothing = table(row(device="cpu"))
     assert len(estimates.changes(nothing)[0]) == len(estimates.composition(nothing)[0]) == 0
+
+
+def test_rows_of_which_little_is_known_are_lines_too() -> None:
+    bare = {"device": "simulated", "outcome": "ok", "terminal": True, "model": "other", "trial_id": "t"}
+    both = from_frame(pd.DataFrame([bare, {**row(4 * GIB), "trial_id": "u"}]), "test")
+    for make in (estimates.changes, estimates.composition):
+        found, _ = make(both)
+        assert len(found) == 2 and "nan" not in str(found).lower()
