@@ -370,6 +370,9 @@ def _cases(args: argparse.Namespace) -> tuple[str | None, list[str]]:
         args.config_name or "config", named, RunMode.MULTIRUN, validate_sweep_overrides=False
     )
     preset = str(config.hydra.runtime.choices.sweep)
+    own = next((word for word in args.overrides if word.startswith("cases=")), None)
+    if own is not None and config.cases:
+        raise UserError(f"{own}: sweep={preset} has cases of its own; leave one out")
     found = OmegaConf.to_container(config.cases) if OmegaConf.is_config(config.cases) else config.cases
     if not isinstance(found, list) or not all(isinstance(case, str) for case in found):
         raise UserError(f"sweep/{preset}.yaml: cases={found}: allowed is a list of lines, each the words of a command")

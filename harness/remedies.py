@@ -7,7 +7,7 @@ them a trial can have, which the rules of settings and techniques tell (trial.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # What may change of the result, from what nobody would notice to another training.
@@ -99,7 +99,8 @@ REMEDIES: tuple[Remedy, ...] = (
 def applicable(resolved: Mapping[str, Any]) -> list[Remedy]:
     """The remedies that change something of this resolved trial, smaller batches of the same sum among them."""
     fixed = [one for one in REMEDIES if any(not _has(resolved, key, value) for key, value in one.change.items())]
-    return [*_batches(resolved), *(one for one in fixed if one.where(resolved))]
+    able = (one for one in fixed if one.where(resolved))
+    return [*_batches(resolved), *(_without_cache(one) if resolved["use_cache"] == "on" else one for one in able)]
 
 
 def too_old(one: Remedy, capability: tuple[int, int]) -> str | None:
@@ -122,6 +123,13 @@ def words(given: Sequence[str], remedies: Iterable[Remedy]) -> list[str]:
     more = [word for one in remedies for word in one.words.split()]
     keys = {word.partition("=")[0] for word in more}
     return [*(word for word in given if word.partition("=")[0] not in keys), *more]
+
+
+def _without_cache(one: Remedy) -> Remedy:
+    """Checkpointing goes with no cache: where the trial asks for one, that goes too."""
+    if one.group != "checkpointing":
+        return one
+    return replace(one, words=f"{one.words} use_cache=off", change={**one.change, "use_cache": "off"})
 
 
 def _has(resolved: Mapping[str, Any], key: str, value: Any) -> bool:

@@ -30,6 +30,7 @@ from vramsweep.runners.trace import Mark, Trace
 
 GIB = 1 << 30
 MIB = 1 << 20
+PASSES = ("forward", "backward", "step")  # whose memory goes with the tokens
 TRACED = "traced"  # of a trace: the trial's own, not what formulas say of its length and batch
 
 
@@ -284,9 +285,12 @@ def _refused(refused: Refused, asked: Held, card: Gpu, without_limit: Prediction
 
 def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
     """How many tokens a pass would fit, where activations and temporaries are in proportion to them and all else stays;
-    rather too few, as less is left unused in smaller pools."""
-    moving = without_limit.breakdown["activations"] + without_limit.breakdown["temporaries"]
-    fixed = without_limit.peak["reserved"] - moving
+    rather too few, as less is left unused in smaller pools. What loading and the optimizer hold is no matter of tokens.
+    """
+    still = max((most["allocated"] for mark, most in without_limit.phases if mark.phase not in PASSES), default=0)
+    moving = without_limit.breakdown["activations"]
+    moving += without_limit.breakdown["temporaries"] if still < without_limit.peak["allocated"] else 0
+    fixed = max(still, without_limit.peak["reserved"] - moving)
     tokens = trial.seq_len * trial.micro_batch
     fitting = (limit - fixed) * tokens // moving if moving else 0
     if fitting < 1:

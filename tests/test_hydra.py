@@ -555,3 +555,14 @@ def test_every_preset_can_be_planned(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert planned(capsys, "-m", f"sweep={file.stem}", *(["device=simulated"] if file.stem == "none" else []))
+
+
+@pytest.mark.parametrize("name", ["claims", "composition", "fit-24gb", "forum-gpt2", "seqlen-zero3"])
+def test_our_presets_of_cases_can_be_measured_too(name: str) -> None:
+    """Words of the simulated device that a preset has give way with it."""
+    planned, settings = launch.resolve([f"sweep={name}", "device=cuda"])
+    assert settings is not None and settings.answer == name
+    simulated = [one.reason for one in planned if one.reason and "device." in one.reason]
+    assert len(planned) > 5 and not simulated
+    predicted, _ = launch.resolve([f"sweep={name}"])
+    assert len(predicted) >= len(planned) and not [one.reason for one in predicted if one.trial is None]

@@ -180,6 +180,9 @@ def test_what_a_card_is_too_old_for_says_so() -> None:
     bf16, fp16 = (next(one for one in REMEDIES if one.words == f"precision={name}") for name in ("bf16", "fp16"))
     assert "emulated" in (remedies.too_old(bf16, (7, 5)) or "") and remedies.too_old(bf16, (8, 0)) is None
     assert remedies.too_old(fp16, (7, 5)) is None
+    cached = resolved(use_cache="on", runner={"name": "trainer"})
+    (full,) = (one for one in applicable(cached) if one.words.startswith("checkpointing=full"))
+    assert trial.parse(changed(cached, [full])).use_cache == "off"  # else the trial is refused, alone and with others
     names = [one.words for one in applicable(resolved(precision="fp32"))]
     assert "precision=fp16" in names and "offload_optimizer=true" not in names  # nothing is divided
     assert "precision=fp16" not in [one.words for one in applicable(resolved(precision="bf16"))]

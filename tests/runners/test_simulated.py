@@ -95,6 +95,19 @@ def test_a_card_with_other_memory_keeps_what_is_known_of_its_speed(tmp_path: Pat
     assert smaller.columns["gpu_name"] == "h100-80gb with 8 GiB"
 
 
+def test_what_the_optimizer_takes_does_not_go_with_the_tokens(tmp_path: Path) -> None:
+    """Of a single token all that counts is the optimizer's step, whose temporaries are as large as the weights."""
+    values: dict[str, Any] = {"seq_len": 8, "micro_batch": 1, "precision": "fp32"}
+    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **values))
+    trace, _ = tracing.trace_trial(chosen, chosen.device.card, tmp_path, torch_loop)
+    whole = predict.replay(trace, AllocatorConfig(), None)
+    optimizer = max(most["allocated"] for mark, most in whole.phases if mark.phase == "optimizer")
+    assert optimizer == whole.peak["allocated"]
+    assert whole.breakdown["temporaries"] >= 4 * (chosen.model.parameters or 0)
+    said = simulated._would_fit(chosen, whole, optimizer - 1)
+    assert "are there at any length and batch" in said
+
+
 def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path: Path) -> None:
     chosen = trial.parse(tiny(device=DEVICE, seq_len=512))
     trace, details = tracing.trace_trial(chosen, gpus.named("a100-80gb"), tmp_path, torch_loop)
