@@ -5,21 +5,36 @@ Estimates are of weights, gradients and optimizer state, most of them; none know
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
 
-from vramsweep.analysis.alike import kinds, label
+from vramsweep.analysis.alike import alike, kinds, label
 from vramsweep.analysis.load import Table
 from vramsweep.analysis.metrics import GIB, MIB
+from vramsweep.harness.techniques import AXES
 
 TOOLS = {
     "16 bytes a parameter": "16 B",
     "accelerate estimate-memory": "accel.",
     "DeepSpeed estimate_zero": "DeepSp.",
 }  # those that a table shows, by what they are called in it
+CHANGES = (
+    "model",
+    "runner",
+    "seq_len",
+    "micro_batch",
+    "grad_accum",
+    "sharding",
+    "world_size",
+    "offload_optimizer",
+    "offload_param",
+    "allocator",
+    *(axis.name for axis in AXES),
+)  # axes that a change may be of, as they are typed
 STATES = ("parameters", "buffers", "gradients", "optimizer_state")
 Found = tuple[pd.DataFrame, list[str]]
 
@@ -27,8 +42,8 @@ Found = tuple[pd.DataFrame, list[str]]
 def composition(table: Table) -> Found:
     """A line per run: its peak, what of that are states, and what each tool says, in GiB, and how far that is off."""
     lines = []
-    for rows in kinds(table):
-        for _, row in rows.frame.sort_values(["parameters", "world_size"]).iterrows():
+    for card, runs in _by_card(table):
+        for row in sorted(runs, key=lambda row: (_number(row["parameters"]), _number(row["world_size"]))):
             peak = row["peak_allocated_bytes"]
             if pd.isna(peak):
                 peak = row["unlimited_peak_reserved_bytes"]
@@ -41,34 +56,61 @@ def composition(table: Table) -> Found:
                     "peak": _gib(peak) + ("" if _is(row["outcome"], "ok") else " *"),
                     "states": _gib(states),
                     **{name: _beside(said.get(tool), peak) for tool, name in TOOLS.items()},
+                    "card": card,
                 }
             )
-    notes = [f"GiB a card, {rows.basis}; peak: of what a step allocates." for rows in kinds(table)]
+    frame, notes = _one_card(pd.DataFrame(lines))
+    notes = [
+        *notes,
+        *(
+            ["GiB a card; peak: of what a step allocates; states: weights, gradients and optimizer state then."]
+            if lines
+            else []
+        ),
+    ]
     if any(line["model"].endswith("ckpt") for line in lines):
         notes.append("ckpt: full checkpointing.")
     if any(line["peak"].endswith("*") for line in lines):
         notes.append("* runs out of memory there: what it would reserve without a limit.")
     if lines and not table.others:
-        notes.append("No other tool was asked: others=true asks them.")
-    return pd.DataFrame(lines), [*notes, *_sources(lines)]
+        notes.append("No other tool's answer is at hand: others=true asks them.")
+    return frame, [*notes, *_sources(lines)]
 
 
 def changes(table: Table) -> Found:
-    """The run that the others differ least from, and what each of them changes: MiB reserved, and a token's time."""
+    """Of each card the run that the others differ least from, and what each of them changes: MiB reserved, and a
+    token's time."""
     lines: list[dict[str, str]] = []
     notes: list[str] = []
+    for card, runs in _by_card(table):
+        settings = [_settings(row) for row in runs]
+        away = [sum(len(_changed(one, other)) for other in settings) for one in settings]
+        base, center = settings[away.index(min(away))], runs[away.index(min(away))]
+        told = [(_changed(base, one), row) for one, row in zip(settings, runs, strict=True)]
+        for more, row in sorted(told, key=lambda one: (len(one[0]), -(_need(one[1]) or 0))):
+            said = " ".join(f"{axis}={value}" for axis, value in more.items())
+            lines.append({"change": said or "as it is", **_cells(row, center), "card": card})
+        times = "measured" if card.startswith("measured") else "estimated"
+        notes += [f"{label(center)}, {card}. Times are {times}."]
+        notes += [_load(center, table.others.get(str(center["trial_id"]), {}))]
+    return _one_card(pd.DataFrame(lines))[0], notes
+
+
+def _by_card(table: Table) -> Iterator[tuple[str, list[pd.Series[Any]]]]:
+    """`predicted: h100-80gb` and its runs, each once: of repeats the one in the middle."""
     for rows in kinds(table):
-        every = [row for _, row in rows.frame.iterrows()]
-        parts = [frozenset(_settings(row)) for row in every]
-        center = min(zip(every, parts, strict=True), key=lambda one: sum(len(one[1] ^ other) for other in parts))[0]
-        base = set(_settings(center))
-        for row in sorted(every, key=lambda row: (len({*_settings(row)} - base), -(_need(row) or 0))):
-            more = [part for part in _settings(row) if part not in base]
-            lines.append({"change": " ".join(more) or "as it is", **_cells(row, center)})
-        said = table.others.get(str(center["trial_id"]), {})
-        notes += [f"{label(center)}, {rows.basis}. Times are {'measured' if rows.measured else 'estimated'}."]
-        notes += [_load(center, said)]
-    return pd.DataFrame(lines), notes
+        cards = rows.frame["gpu_name" if rows.measured else "simulated_gpu"].fillna("unknown")
+        for card, own in rows.frame.groupby(cards, sort=False):
+            parts = (part.sort_values("peak_reserved_bytes") for part in alike(own))
+            runs = [part.iloc[len(part) // 2] for part in parts]
+            yield f"{'measured' if rows.measured else 'predicted'}: {card}", runs
+
+
+def _one_card(frame: pd.DataFrame) -> Found:
+    """The card is a note where it is the same in all lines, else a column."""
+    if frame.empty or frame["card"].nunique() > 1:
+        return frame, []
+    return frame.drop(columns="card"), [f"{frame['card'].iloc[0]}."]
 
 
 def _kept(row: pd.Series[Any]) -> str:
@@ -111,10 +153,18 @@ def _need(row: pd.Series[Any]) -> float | None:
     return None if pd.isna(found) else float(found)
 
 
-def _settings(row: pd.Series[Any]) -> list[str]:
-    passes = row["grad_accum"]
-    accumulated = [] if pd.isna(passes) or passes == 1 else [f"grad_accum={passes}"]
-    return [*label(row).split(", "), *accumulated]
+def _settings(row: pd.Series[Any]) -> dict[str, str]:
+    """What was asked for, by axis, as it is typed; without what is not known."""
+    return {axis: str(row[axis]) for axis in CHANGES if axis in row and not pd.isna(row[axis])}
+
+
+def _changed(base: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """The axes of both in which the other differs, with its values."""
+    return {axis: value for axis, value in other.items() if axis in base and base[axis] != value}
+
+
+def _number(value: Any) -> float:
+    return math.inf if pd.isna(value) else float(value)
 
 
 def _gib(size: float | None) -> str:

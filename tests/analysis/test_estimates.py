@@ -36,10 +36,10 @@ def test_changes_are_told_from_the_run_that_all_others_come_from() -> None:
     assert by["checkpointing=full"] == {
         "change": "checkpointing=full", "MiB": "4,096", "saves": "+5,120", "fits": "yes", "time": "x1.50",
     }  # fmt: skip
-    assert by["batch 2 grad_accum=2"]["time"] == "x1.10"  # as many samples, calibrated as the base is
+    assert by["micro_batch=2 grad_accum=2"]["time"] == "x1.10"  # as many samples, calibrated as the base is
     assert by["optimizer=sgd"]["time"] == "–" and by["optimizer=sgd"]["fits"] == "no"
     assert by["optimizer=adafactor"]["MiB"] == "crash"
-    assert "batch 1 checkpointing=full" in by and "optimizer=sgd checkpointing=full" not in list(by)[:3]
+    assert "micro_batch=1 checkpointing=full" in by and "optimizer=sgd checkpointing=full" not in list(by)[:3]
     assert "no other tool was asked" in notes[1] and "What a step reserves: 9,216" in notes[1]
 
 
@@ -80,3 +80,22 @@ def test_rows_of_which_little_is_known_are_lines_too() -> None:
     for make in (estimates.changes, estimates.composition):
         found, _ = make(both)
         assert len(found) == 2 and "nan" not in str(found).lower()
+
+
+def test_cards_are_told_apart_and_repeats_are_one() -> None:
+    runs = [row(size * GIB, repeat=n, simulated_gpu=card) for card, least in (("l4-24gb", 4), ("t4-16gb", 8))
+            for n, size in enumerate((least, least + 1, least + 2))]  # fmt: skip
+    for make, column in ((estimates.changes, "MiB"), (estimates.composition, "peak")):
+        found, _ = make(table(*runs))
+        assert list(found["card"]) == ["predicted: l4-24gb", "predicted: t4-16gb"]
+        assert list(found[column]) == (["5,120", "9,216"] if column == "MiB" else ["5.0", "9.0"])
+    both, _ = estimates.changes(table(row(), row(device="cuda", gpu_name="NVIDIA L4", simulated_gpu=None)))
+    assert [card.partition(":")[0] for card in both["card"]] == ["measured", "predicted"]
+
+
+def test_a_change_back_to_a_default_is_named() -> None:
+    found, _ = estimates.changes(
+        table(row(precision="fp32"), row(precision="fp32", checkpointing="full"), row(5 * GIB),
+              row(precision="fp32", optimizer="sgd"))
+    )  # fmt: skip
+    assert set(found["change"]) == {"as it is", "precision=bf16", "checkpointing=full", "optimizer=sgd"}
