@@ -17,7 +17,10 @@ from vramsweep.harness.row import SYSTEM
 from vramsweep.harness.techniques import AXES
 
 _DEFAULTS = {axis.name: axis.default for axis in AXES} | {"precision": "bf16"}  # its default depends on the runner
-_SETTINGS = (*ASKED, "seq_len", "simulated_gpu", *SYSTEM)
+_SETTINGS = (*ASKED, "seq_len", "simulated_gpu")
+# Found, not asked for: null where a worker died early, then as in the rows of equal settings if these agree.
+_FOUND = (*SYSTEM, "memory_limit_bytes", "host_ranks", "estimated_link")
+_FOLLOWS = {"allocator": ("allocator_conf", f"{EXTRA}allocator.name", f"{EXTRA}allocator.conf")}
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,20 @@ def kinds(table: Table) -> list[Rows]:
 
 def alike(frame: pd.DataFrame, *axes: str) -> Iterator[pd.DataFrame]:
     """The rows in parts within which only `axes`, and what follows from these, differ; repeats are in one part."""
+    varied = {name for axis in axes for name in (axis, EXTRA + axis, *_FOLLOWS.get(axis, ()))}
     extras = [str(name) for name in frame.columns if str(name).startswith(EXTRA)]
-    keys = [name for name in (*_SETTINGS, *extras) if not name.removeprefix(EXTRA).startswith(axes)]
+    keys = [name for name in (*_SETTINGS, *extras) if name not in varied]
     if len(frame):
-        text = frame[keys].astype("string").fillna("")
-        yield from (part for _, part in frame.groupby(text.agg("|".join, axis=1), sort=False))
+        asked = _joined(frame[keys])
+        found = frame[list(_FOUND)].astype("string")
+        same = found.groupby(asked)
+        agreed = same.transform("first").where(same.transform("nunique") == 1)
+        found = found.where(frame["outcome"].eq("ok").fillna(False).astype(bool), found.fillna(agreed))
+        yield from (part for _, part in frame.groupby(asked + "|" + _joined(found), sort=False))
+
+
+def _joined(frame: pd.DataFrame) -> pd.Series[Any]:
+    return frame.astype("string").fillna("").agg("|".join, axis=1)
 
 
 def label(row: pd.Series[Any], *without: str) -> str:

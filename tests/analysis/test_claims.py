@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from vramsweep.analysis import claims
+from vramsweep.analysis import alike, claims
 from vramsweep.analysis.load import Table, from_frame
 from vramsweep.harness.row import Row, complete
 from vramsweep.harness.techniques import DEFAULTS
@@ -170,6 +170,24 @@ def test_rows_that_differ_in_something_else_too_are_not_compared() -> None:
     assert card("checkpointing-costs", one, {**other, "seq_len": 512}).verdict == "not tested"
     assert card("checkpointing-costs", one, {**other, "simulated_gpu": "l4-24gb"}).verdict == "not tested"
     assert card("checkpointing-costs", one, {**other, "torch_version": "2.0"}).verdict == "not tested"
+
+
+@pytest.mark.parametrize("setting", ["checkpointing_every", "checkpointing_reentrant", "checkpointing_ops"])
+def test_a_setting_named_like_the_axis_is_a_setting(setting: str) -> None:
+    """And no consequence of it: rows that differ in it are neither repeats nor compared."""
+    one, other = timed(0.3)
+    value = {"checkpointing_every": 2, "checkpointing_reentrant": True, "checkpointing_ops": "save_matmuls"}[setting]
+    assert card("checkpointing-costs", one, {**other, setting: value}).verdict == "not tested"
+
+
+def test_rows_of_other_limits_are_no_repeats_and_a_row_that_died_is_of_its_curve() -> None:
+    one, other = timed(0.3)
+    limit = {"memory_limit_bytes": 77 * GIB}
+    assert card("checkpointing-costs", one, {**other, **limit}).verdict == "not tested"
+    died = {**other, "outcome": "crash", "memory_limit_bytes": None, "torch_version": None}
+    parts = alike.alike(table(one, {**one, **limit}, died).frame, "checkpointing")
+    assert [len(part) for part in parts] == [1, 1, 1]  # which of the two it is of, nothing tells
+    assert [len(part) for part in alike.alike(table(one, died).frame, "checkpointing")] == [2]
 
 
 def test_one_comparison_that_does_not_hold_refutes_and_comes_first() -> None:
