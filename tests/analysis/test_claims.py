@@ -89,7 +89,13 @@ def lengths(kernel: str, linear: float, quadratic: float) -> list[Row]:
 
 def adapted(gb: float, **values: Any) -> list[Row]:
     seven = {"parameters": 7 * P, "trainable_parameters": 40_000_000, "adapter": "lora", "lora_r": 16}
-    return [row(peak_reserved_bytes=int(gb * 1e9), load_peak_allocated_bytes=4 * P, **seven, **values)]
+    held = {"peak_reserved_bytes": int(gb * 1e9), "load_peak_allocated_bytes": 4 * P}
+    return [row(**{**held, **seven, **values})]
+
+
+def held(gb: float) -> list[Row]:
+    """Activations make the whole step larger, which is no matter."""
+    return adapted(30, optimizer_peak_allocated_bytes=int(gb * 1e9), precision="bf16_pure")
 
 
 def accumulated(more: float) -> list[Row]:
@@ -98,7 +104,7 @@ def accumulated(more: float) -> list[Row]:
 
 def eight(*outcomes: str) -> list[Row]:
     return [
-        row(precision=precision, parameters=70 * P, world_size=8, sharding="zero3", outcome=outcome,
+        row(precision=precision, parameters=70 * P, world_size=8, sharding="fsdp2", outcome=outcome,
             peak_reserved_bytes=78 * GIB if outcome == "ok" else None,
             unlimited_peak_reserved_bytes=158 * GIB if outcome == "oom" else None)
         for precision, outcome in zip(("bf16", "bf16_pure"), outcomes, strict=True)
@@ -112,7 +118,7 @@ def allocators(expandable: float) -> list[Row]:
     ]
 
 
-PURE = {"precision": "bf16_pure"}
+PAPER = {"quantization": "nf4_double", "checkpointing": "full"}
 CASES = [
     ("checkpointing-saves", checkpointed(0.65), 65, checkpointed(0.85), 85),
     ("checkpointing-costs", timed(0.3), 30, timed(0.1), 10),
@@ -122,8 +128,8 @@ CASES = [
     ("linear-in-batch", batches(6, 7, 9), 0, batches(6, 6, 9), 100 / 3),
     ("eager-quadratic", lengths("eager", 1, 3), 75, lengths("eager", 3, 1), 25),
     ("sdpa-linear", lengths("sdpa", 4, 0), 0, lengths("sdpa", 3, 1), 25),
-    ("lora-7b", adapted(14.3, **PURE), 14.3, adapted(19, **PURE), 19),
-    ("qlora-7b", adapted(6, quantization="nf4"), 6, adapted(9, quantization="nf4_double"), 9),
+    ("lora-7b", held(14.3), 14.3, held(19), 19),
+    ("qlora-7b", adapted(6, quantization="nf4"), 6, adapted(9, **PAPER), 9),
     ("accumulation", accumulated(0), 0, accumulated(4), 4),
     ("70b-on-8", eight("oom", "ok"), 100 * 78 / 79, eight("oom", "oom"), 200),
     ("expandable-segments", allocators(0.9), -10, allocators(1.1), 10),
@@ -208,7 +214,46 @@ def test_why_a_claim_is_not_tested_is_said() -> None:
 
 def test_a_card_that_ran_out_of_memory_and_cannot_say_what_it_needs_refutes() -> None:
     rows = [{**one, "device": "cuda", "unlimited_peak_reserved_bytes": None} for one in eight("oom", "oom")]
-    assert card("70b-on-8", *rows).verdict == "refuted"
+    found = card("70b-on-8", *rows)
+    assert found.verdict == "refuted"
+    assert found.text().startswith("out of memory (made-up") and "inf" not in found.text()
+
+
+def test_what_can_be_done_is_not_refuted_by_another_configuration() -> None:
+    rows = [{**one, "sharding": "zero3"} for one in eight("oom", "oom")]
+    assert card("70b-on-8", *rows).verdict == "not confirmed (predicted)"
+    assert card("70b-on-8", *rows, *eight("oom", "oom")).verdict == "refuted (predicted)"
+    assert card("qlora-7b", *adapted(9, quantization="nf4")).verdict == "not confirmed (predicted)"
+
+
+def test_a_prediction_confirms_what_no_gpu_has_tried() -> None:
+    measured = [{**one, "device": "cuda"} for one in eight("oom", "oom")]
+    assert card("70b-on-8", *measured, *eight("ok", "ok")).verdict == "refuted"
+    offloaded = {**eight("ok", "ok")[0], "offload_optimizer": True, "host_peak_bytes": 1499 * 10**9}
+    found = card("70b-on-8", *measured, offloaded)
+    assert found.verdict == "confirmed (predicted)"
+    assert "offload optimizer, 1,499 GB of host memory)" in found.text()
+    assert card("70b-on-8", {**offloaded, "outcome": "host_oom"}).verdict == "refuted (predicted)"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "other"),
+    [
+        ("adam-8bit", optimizers(3), {"precision": "bf16_pure"}),
+        ("adam-8bit", optimizers(3), {"sharding": "zero1", "world_size": 8}),
+        ("accumulation", accumulated(4), {"sharding": "fsdp2", "world_size": 8}),
+        ("lora-7b", held(19), {"micro_batch": 8}),
+        ("lora-7b", held(19), {"sharding": "fsdp2", "world_size": 8}),
+        ("qlora-7b", adapted(6, **PAPER), {"seq_len": 2048}),
+        ("linear-in-batch", batches(6, 6, 6.01), {}),
+    ],
+)
+def test_rows_that_do_not_test_a_claim_are_left_out(name: str, rows: list[Row], other: dict[str, Any]) -> None:
+    assert card(name, *({**one, **other} for one in rows)).verdict == "not tested"
+
+
+def test_a_figure_without_a_bound_refutes_both_ways() -> None:
+    assert card("lora-7b", *held(10)).verdict == "refuted (predicted)"
 
 
 def test_rows_of_a_cpu_decide_nothing() -> None:
