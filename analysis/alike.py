@@ -16,7 +16,7 @@ from vramsweep.analysis.load import EXTRA, Table
 from vramsweep.harness.row import SYSTEM
 from vramsweep.harness.techniques import AXES
 
-_DEFAULTS = {axis.name: axis.default for axis in AXES} | {"precision": "bf16"}  # its default depends on the runner
+DEFAULTS = {axis.name: axis.default for axis in AXES} | {"precision": "bf16"}  # its default depends on the runner
 _SETTINGS = (*ASKED, "seq_len", "simulated_gpu")
 # Found, not asked for: null where a worker died early, then as in the rows of equal settings if these agree.
 _FOUND = (*SYSTEM, "memory_limit_bytes", "host_ranks", "estimated_link")
@@ -91,6 +91,6 @@ def label(row: pd.Series[Any], *without: str) -> str:
     parts += [
         str(known[axis.name]) if axis.name == "precision" else f"{axis.name}={known[axis.name]}"
         for axis in AXES
-        if axis.name in known and known[axis.name] != _DEFAULTS[axis.name]
+        if axis.name in known and known[axis.name] != DEFAULTS[axis.name]
     ]
     return ", ".join(parts + ([str(known["allocator"])] if known.get("allocator", "default") != "default" else []))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
-from vramsweep.analysis.alike import Rows, kinds
+from vramsweep.analysis.alike import DEFAULTS, Rows, kinds
 from vramsweep.analysis.load import Table
 from vramsweep.analysis.metrics import GIB
 
@@ -17,11 +18,12 @@ class Way:
     """A way of training: its name, and what its rows have; every other technique is at its default."""
 
     name: str
-    has: Mapping[str, str]
+    has: Mapping[str, Any]
 
 
-_PLAIN = {
-    "precision": "bf16", "checkpointing": "none", "optimizer": "default", "adapter": "none", "quantization": "none",
+_PLAIN = DEFAULTS | {
+    "allocator": "default", "sharding": "none", "world_size": 1, "grad_accum": 1, "offload_optimizer": False,
+    "offload_param": False,
 }  # fmt: skip
 WAYS = (
     Way("fp32", {**_PLAIN, "precision": "fp32"}),
@@ -56,7 +58,9 @@ def make(table: Table) -> tuple[pd.DataFrame, list[str]]:
     head = [", ".join(said)] if said else []
     ways = (
         "GiB that a step reserves. fp32, bf16: AdamW, all weights, bf16 by autocast. checkpt: and full checkpointing. "
-        "8-bit: and 8-bit AdamW. LoRA: rank 16 on all linear layers, frozen weights in bf16, checkpointing. QLoRA: "
+        "8-bit: and 8-bit AdamW. yes, no: whether it fits on the card named here, of 24 GB or not; rows of other "
+        "settings "
+        "are left out. LoRA: rank 16 on all linear layers, frozen weights in bf16, checkpointing. QLoRA: "
         "these in NF4, double quantisation."
     )
     return frame, [*head, *([ways] if len(frame) else []), *notes]
@@ -64,7 +68,9 @@ def make(table: Table) -> tuple[pd.DataFrame, list[str]]:
 
 def _cell(rows: pd.DataFrame, way: Way) -> str:
     """`yes 12.3`, `no 31.0`: whether it fits, and what a step reserves, or would without a limit; "" for no row."""
-    own = rows[(rows[list(way.has)] == pd.Series(way.has)).all(axis=1).fillna(False).astype(bool)]
+    own = rows
+    for name, value in way.has.items():
+        own = own[own[name].eq(value).fillna(False).astype(bool)]
     if own.empty:
         return ""
     outcomes = set(own["outcome"])

@@ -94,7 +94,16 @@ def test_what_fits() -> None:
         one(9, True, checkpointing="full", optimizer="adamw_bnb_8bit"),
         one(7, True, precision="bf16_pure", **lora),
         row(model="small", parameters=5, outcome="crash", reason="no such thing", precision="fp32"),
-        row(precision="fp16"),  # none of the ways
+        row(precision="fp16"),  # none of the ways, nor are these:
+        *(
+            one(70, False, precision="fp32", **other)
+            for other in (
+                {"attention": "eager"},
+                {"allocator": "expandable"},
+                {"sharding": "fsdp2", "world_size": 8},
+            )
+        ),
+        one(70, False, precision="bf16_pure", lora_r=64, **lora),
     ]
     frame, notes = ways.make(table(*rows))
     assert frame.to_dict("records") == [
@@ -117,14 +126,19 @@ def test_what_a_curve_says() -> None:
         *curve({512: 4, 1024: 6, 4096: 9}, (2048,), "seq_len"),  # one that fits above one that does not is luck
         *curve({512: 4, 2048: 6}, (), "seq_len", allocator="expandable", allocator_conf="expandable:True"),
         *curve({}, (2, 4), "micro_batch", seq_len=16),
+        *curve({1: 4, 4: 6}, (8,), "micro_batch", model="other"),
+        row(outcome="timeout", micro_batch=2, model="other"),
     ]
     frame, notes = edges.make(table(*rows))
     assert frame.to_numpy().tolist() == [
         ["made-up, batch 1", "tokens", "1,024", "4.0 to 6.0", "2,048"],
         ["made-up, batch 1, expandable", "tokens", "2,048", "4.0 to 6.0", "–"],
         ["made-up, 16 tokens", "batch", "none", "–", "2"],
+        ["other, 1,024 tokens", "batch", "1", "4.0 to 4.0", "2 (timeout)"],
     ]
     assert notes[0] == "predicted for h100-80gb."
+    other = edges.make(table(*rows, *({**one, "simulated_gpu": "l4-24gb"} for one in rows)))[0]
+    assert set(other["card"]) == {"predicted for h100-80gb", "predicted for l4-24gb"}
     found = answers.answered(table(*rows), "seqlen-zero3")
     assert found is not None
     assert max(map(len, found.text().splitlines())) <= 80

@@ -22,6 +22,7 @@ def row(peak: float = 10 * GIB, **values: Any) -> Row:
         "attempt": 1, "terminal": True, "outcome": "ok", "model": "made-up", "parameters": P, "trainable_parameters": P,
         "seq_len": 1024, "micro_batch": 1, "grad_accum": 1, "precision": "bf16", "allocator": "default",
         "allocator_conf": "", "runner": "torch", "sharding": "none", "world_size": 1, "device": "simulated",
+        "offload_optimizer": False, "offload_param": False,
         "simulated_gpu": "h100-80gb", "weights": "random", "data": "synthetic", "protocol": "brief", "seed": 0,
         "repeat": 0, "memory_limit_bytes": 79 * GIB, "peak_allocated_bytes": int(peak),
         "peak_reserved_bytes": int(peak),
