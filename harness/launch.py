@@ -1,8 +1,8 @@
 """The command line of `sweep` and `plan`: from words to configurations (Hydra) to planned trials.
 
 Hydra calls `launch` with every configuration at once (through hydra_plugins/vramsweep), or batch by batch where a
-sweeper looks at what came out. Not covered: running the trials (sweep.py), showing them (preview.py), what is said to
-a mistyped word (mistakes.py).
+sweeper looks at what came out. Not covered: the words themselves (overrides.py), running the trials (sweep.py),
+showing them (preview.py).
 """
 
 from __future__ import annotations
@@ -15,25 +15,20 @@ import shlex
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import hydra.version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import _run_hydra, create_automatic_config_search_path, get_args_parser
-from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString, ValueType
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra._internal.utils import _run_hydra
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from vramsweep.harness import ds_config, machine, mistakes, plan, preview, sweep, techniques, upgrade
+from vramsweep.harness import ds_config, machine, mistakes, overrides, plan, preview, sweep, techniques
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
@@ -41,9 +36,6 @@ from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Lines, Progress
 from vramsweep.harness.row import Row
 from vramsweep.harness.trial import Trial
-
-AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
-FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of printing them and ending the process
 
 
 @dataclass(frozen=True)
@@ -95,7 +87,7 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None, v
     """
     global _session
     _session = Session(front=front or Front())
-    args, parser = _parse(argv, action, verb)
+    args, parser = overrides.parse(argv, action, verb)
     if args.shell_completion:
         raise UserError('completion of verbs and settings is one script: eval "$(vramsweep completion bash)"')
     if args.experimental_rerun is not None:
@@ -109,9 +101,9 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None, v
     sys.argv = [parser.prog, *argv]  # what plan.json keeps as the command
     words, cases = list(args.overrides), list[str]()
     try:
-        with _explained(words):
+        with overrides.explained(words):
             if not (args.help or args.hydra_help):
-                _check(args)
+                overrides.check(args)
                 args.overrides = _preset(args) + ([f"action={action}"] if action != "run" else [])
                 _session.preset, cases = _cases(args) if not (args.cfg or args.info) else (None, [])
             if not cases:
@@ -153,7 +145,7 @@ def launch(jobs: Sequence[Job], whole: bool = True) -> list[Row | float | None]:
     command. A UserError ends Hydra with status 2, as Hydra would bury it in a traceback; `main` raises it.
     """
     try:
-        with _variable(FULL_ERROR, None):  # which workers must not inherit
+        with overrides.variable(overrides.FULL_ERROR, None):  # which workers must not inherit
             resolved = {id(config): _resolved(config) for config in {id(config): config for config, _ in jobs}.values()}
             configs = [resolved[id(config)] | values for config, values in jobs]
             if _session.cases is None:
@@ -234,7 +226,7 @@ def complete(words: Sequence[str], word: str) -> list[str]:
     Raises UserError for words that are no overrides.
     """
     hydra.version.setbase("1.3")
-    args, parser = _parse(words, "run")
+    args, parser = overrides.parse(words, "run")
     if word.startswith("-"):
         flags = ["--json", *(flag for action in parser._actions for flag in action.option_strings)]
         return [flag for flag in flags if flag.startswith(word)]
@@ -242,69 +234,18 @@ def complete(words: Sequence[str], word: str) -> list[str]:
     done, comma, last = value.rpartition(",")  # a list is completed at its last value: allocator=default,ex
     kind = Trial.model_fields[key].annotation if key in Trial.model_fields else None
     named = get_args(kind) if get_origin(kind) is Literal else techniques.values(key)
-    if equals and (kind is bool or named) and key not in _options():
+    if equals and (kind is bool or named) and key not in overrides.options():
         values = ["true", "false"] if kind is bool else [str(value) for value in named]
         found = [f"{key}={value}" for value in values if value.startswith(last)]
     else:
         line = " ".join([*(["-m"] if args.multirun else []), *args.overrides, f"{key}={last}" if comma else word])
-        with _explained(args.overrides):
-            found = DefaultCompletionPlugin(_loader(args))._query(args.config_name or "config", line)
-        if key in AUTO and equals and "auto".startswith(last):
+        with overrides.explained(args.overrides):
+            found = DefaultCompletionPlugin(overrides.loader(args))._query(args.config_name or "config", line)
+        if key in overrides.AUTO and equals and "auto".startswith(last):
             found = [f"{key}=auto", *found]
     if comma:
         found = [f"{key}={done},{one.partition('=')[2]}" for one in found]
     return [one for one in found if not one.startswith("hydra") or word.startswith("hydra")]
-
-
-def _parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argparse.Namespace, argparse.ArgumentParser]:
-    parser = get_args_parser()
-    parser.prog = f"vramsweep {'plan' if action == 'plan' else verb}"
-    parser.error = partial(_refuse, parser.prog)  # type: ignore[method-assign]
-    args = parser.parse_intermixed_args(["output=json" if word == "--json" else word for word in argv])
-    given = {word.partition("=")[0] for word in args.overrides}
-    today = [_today(word) for word in args.overrides]
-    for old, new in zip(args.overrides, today, strict=True):
-        key = new.partition("=")[0]
-        if old.partition("=")[0] != key and key in given:  # a value's old name contradicts nothing
-            raise UserError(f"{old} is {new} by its old name, and {key} is given too; leave one out")
-    if "runner=fsdp" in args.overrides and given & {"sharding"} and "sharding=fsdp2" not in args.overrides:
-        raise UserError("runner=fsdp is runner=torch with sharding=fsdp2, and another sharding is given; leave one out")
-    args.overrides = today
-    return args, parser
-
-
-def _today(override: str) -> str:
-    """An override by a name of version 0.1 (`runner.zero_stage=1,2`) in today's words; others as they are."""
-    key, _, value = override.partition("=")
-    if key == "runner.zero_stage":
-        stages = [stage.strip() for stage in value.split(",")]
-        if not all(stage.isdigit() for stage in stages):
-            raise UserError(f"{override}: ZeRO's stage is an axis now; give sharding=zero1,zero2 (with -m)")
-        return "sharding=" + ",".join(f"zero{stage}" for stage in stages)
-    if key == "gradient_checkpointing":
-        return "checkpointing=" + ",".join(
-            {"true": "full", "false": "none"}.get(v.strip(), v) for v in value.split(",")
-        )
-    if key == "optimizer":
-        return "optimizer=" + ",".join(upgrade.OPTIMIZERS.get(v.strip(), v) for v in value.split(","))
-    moved = key.removeprefix("runner.") in upgrade.MOVED and key.startswith("runner.")
-    return override.removeprefix("runner.") if moved else override
-
-
-def _refuse(command: str, message: str) -> NoReturn:
-    unknown, _, words = message.partition("unrecognized arguments: ")
-    if not unknown and words:  # argparse lists what follows them too
-        message = f"{unknown}unrecognized arguments: {' '.join(word for word in words.split() if word.startswith('-'))}"
-    raise UserError(f"{message}; {command} --help lists the options")
-
-
-def _loader(args: argparse.Namespace) -> ConfigLoaderImpl:
-    """What Hydra itself will read: conf/ and the user's --config-dir before it."""
-    path = create_automatic_config_search_path(None, None, args.config_path or str(CONF))
-    if args.config_dir is not None:
-        own = f"file://{Path(args.config_dir).resolve()}"
-        path.prepend(provider="command-line", path=own, anchor=SearchPathQuery(provider="schema"))
-    return ConfigLoaderImpl(path)
 
 
 @cache
@@ -344,11 +285,11 @@ def _preset(args: argparse.Namespace) -> list[str]:
 
     The default gives way to a file of the user's that chooses a device; an override would not.
     """
-    overrides = [o for o in args.overrides if o != "device=auto"]
-    if "sweep=auto" not in overrides:
-        return overrides
-    rest = [o for o in overrides if o != "sweep=auto"]
-    config = _loader(args).load_configuration(
+    words = [word for word in args.overrides if word != "device=auto"]
+    if "sweep=auto" not in words:
+        return words
+    rest = [word for word in words if word != "sweep=auto"]
+    config = overrides.loader(args).load_configuration(
         args.config_name or "config", rest, RunMode.MULTIRUN, validate_sweep_overrides=False
     )
     device = next((o for o in reversed(rest) if o.startswith("device=")), f"={config.hydra.runtime.choices.device}")
@@ -366,7 +307,7 @@ def _cases(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     named = [word for word in args.overrides if word.startswith("sweep=")]
     if not named:
         return None, []
-    config = _loader(args).load_configuration(
+    config = overrides.loader(args).load_configuration(
         args.config_name or "config", named, RunMode.MULTIRUN, validate_sweep_overrides=False
     )
     preset = str(config.hydra.runtime.choices.sweep)
@@ -393,111 +334,15 @@ def _compose(args: argparse.Namespace, parser: argparse.ArgumentParser, case: st
 
     one = argparse.Namespace(**(vars(args) | {"multirun": True, "run": False}))
     try:
-        one.overrides = [word for word in map(_today, shlex.split(case)) if not said(word)] + own
-        with _explained(one.overrides):
-            _check(one)
+        one.overrides = [word for word in map(overrides.today, shlex.split(case)) if not said(word)] + own
+        with overrides.explained(one.overrides):
+            overrides.check(one)
             _run_hydra(one, parser, _single, str(CONF), "config")
     except (ValueError, UserError, SystemExit) as error:
         mistake = _session.mistake if isinstance(error, SystemExit) else error
         if mistake is None or any(str(mistake).startswith(word) for word in own):
             raise
         raise UserError(f"{mistake} (in sweep/{_session.preset}.yaml, case {case!r})") from None
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise UserError for what Hydra would take, but not as it was meant, or would not take and not say why."""
-    groups = _loader(args)
-    for override in _parsed(args.overrides):
-        key, text = override.key_or_group, str(override.input_line)
-        if not key:
-            raise UserError(mistakes.unreadable(text, {}))
-        values: list[Any] = [override._value]
-        if isinstance(override._value, ChoiceSweep):
-            values = list(override._value.list)
-        numbers = [value for value in values if isinstance(value, (bool, int, float))]
-        if numbers and groups.repository.group_exists(key):
-            raise UserError(mistakes.unknown_option(key, str(numbers[0]), _allowed(key, groups.get_group_options(key))))
-        simple = override.value_type is ValueType.SIMPLE_CHOICE_SWEEP
-        if key == "allocator.conf" and simple and not all(isinstance(value, QuotedString) for value in values):
-            raise UserError(mistakes.unquoted_settings(text))
-
-
-def _allowed(group: str, options: Sequence[str]) -> list[str]:
-    return [*options, *(["auto"] if group in AUTO else [])]
-
-
-def _parsed(overrides: Sequence[str]) -> list[Override]:
-    return OverridesParser.create().parse_overrides(list(overrides))
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable for the block; None unsets it."""
-    before = os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
-
-
-@contextlib.contextmanager
-def _explained(overrides: Sequence[str]) -> Iterator[None]:
-    """Turn what Hydra raises in the block into a UserError; with HYDRA_FULL_ERROR=1 it stays as it is."""
-    if os.environ.get(FULL_ERROR) == "1":
-        yield
-        return
-    try:
-        with _variable(FULL_ERROR, "1"):
-            yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explanation(error, overrides)) from None
-
-
-def _explanation(error: Exception, overrides: Sequence[str]) -> str:
-    """What was wrong, what is allowed and what to type, for one of Hydra's errors about these overrides."""
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    text = next((line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()), repr(error))
-    if isinstance(error, OverrideParseException):
-        return mistakes.unreadable(error.override, _options())
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
-        return mistakes.unknown_option(group, option, _allowed(group, error.options))
-    if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and isinstance(cause.parent_node, DictConfig):
-        key = str(cause.full_key)
-        beside = [str(name) for name in cause.parent_node if name != "hydra"]
-        if "." not in key:
-            beside += _options()
-        override = next((o for o in overrides if o.lstrip("+~").partition("=")[0] == key), None)
-        return mistakes.unknown_key(key, override, beside, _keys())
-    if text.startswith(("Ambiguous value", "Sweep parameters")):
-        return mistakes.several_values(next(str(o.input_line) for o in _parsed(overrides) if o.is_sweep_override()))
-    added = next((o for o in overrides if o.startswith("+") and o[1:].partition("=")[0] in text), None)
-    if added and ("already at" in text or "more than once" in text):
-        return f"{added}: it is there already; to change it leave the + out: {added.lstrip('+')}"
-    return text
-
-
-def _options() -> dict[str, list[str]]:
-    """The options of each of our config groups."""
-    return {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()}
-
-
-def _keys() -> list[str]:
-    """Every setting of the default configuration by its full key, those of each group's default option included."""
-    path = create_automatic_config_search_path(None, None, str(CONF))
-    config = ConfigLoaderImpl(path).load_configuration("config", [], RunMode.RUN)
-
-    def under(node: Any, prefix: str) -> Iterator[str]:
-        for name in node:
-            yield f"{prefix}{name}"
-            if OmegaConf.is_dict(node._get_node(name)) and not node._get_node(name)._is_missing():
-                yield from under(node._get_node(name), f"{prefix}{name}.")
-
-    return [key for key in under(config, "") if not key.startswith("hydra")]
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -523,7 +368,9 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise UserError(f"{gone[0]} was removed from the configuration, and is needed; give {gone[0]}=VALUE")
     known = {*plan.SETTINGS, *Trial.model_fields}
     if unknown := [str(key) for key in values if key not in known]:
-        text = mistakes.unknown_key(unknown[0], None, [*(known - {"repeat", "fingerprints"}), *_options()], _keys())
+        text = mistakes.unknown_key(
+            unknown[0], None, [*(known - {"repeat", "fingerprints"}), *overrides.options()], overrides.keys()
+        )
         raise UserError(f"{text}; a group of your own (+GROUP=OPTION) needs --config-dir DIR")
     return {str(key): value for key, value in values.items()}
 

@@ -1,0 +1,138 @@
+"""Presets of several grids, whose cases are one sweep: what they plan, who wins, mistakes, and that ours can run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_hydra import planned
+
+from vramsweep import __main__ as front_door
+from vramsweep.harness import journal, launch
+
+OURS = sorted((ROOT / "conf" / "sweep").glob("*.yaml"))
+CASES = """# @package _global_
+defaults:
+  - override /device: simulated
+  - override /protocol: brief
+answer: claims
+cases:
+  - model=tiny seq_len=64,128
+  - model=tiny seq_len=128 checkpointing=none,full device.gpu=l4-24gb
+  - model=tiny seq_len=128
+"""
+
+
+@pytest.fixture
+def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A --config-dir with the preset `mine`, of three cases; the last one is in the first."""
+    file = tmp_path / "own" / "sweep" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(CASES)
+    monkeypatch.chdir(tmp_path)
+    return file
+
+
+def of_preset(file: Path, *words: str) -> list[str]:
+    return ["--config-dir", str(file.parents[1]), "sweep=mine", *words]
+
+
+def test_a_preset_of_cases_is_one_sweep(preset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *of_preset(preset))  # with -m or without: a case is a list anyway
+    assert found == planned(capsys, "-m", *of_preset(preset))
+    assert sorted((t["seq_len"], t["checkpointing"], t["device"]["gpu"]) for t in found) == [
+        (64, "none", "h100-80gb"), (128, "full", "l4-24gb"), (128, "none", "h100-80gb"), (128, "none", "l4-24gb"),
+    ]  # fmt: skip
+    assert front_door.main(["plan", *of_preset(preset)]) == 0
+    said = capsys.readouterr()
+    assert "4 to do → results/mine-simulated" in said.out
+    assert said.err == ""
+    assert front_door.main(["sweep", *of_preset(preset), "report=false"]) == 0
+    assert "4 trials, 0 finished before, 4 to do" in capsys.readouterr().out
+    folder = preset.parents[2] / "results" / "mine-simulated"
+    assert len(journal.terminal(journal.read(folder)[0])) == 4
+    kept = json.loads((folder / journal.PLAN).read_text())
+    assert len(kept["trials"]) == 4
+    assert kept["answer"] == "claims"
+    assert front_door.main(["sweep", *of_preset(preset), "report=false"]) == 0
+    assert "4 trials, 4 finished before, 0 to do" in capsys.readouterr().out
+
+
+def test_a_trial_of_a_case_is_the_trial_of_the_same_words(preset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the preset's cases nor its answer are of the trial."""
+    alone = planned(capsys, "model=tiny", "seq_len=64", "device=simulated", "protocol=brief")
+    assert alone == [t for t in planned(capsys, *of_preset(preset)) if t["seq_len"] == 64]
+
+
+@pytest.mark.parametrize(
+    ("words", "different"),
+    [
+        (["device.gpu=rtx3090-24gb"], {(64, "none"), (128, "none"), (128, "full")}),
+        (["device=cpu"], {(64, "none"), (128, "none"), (128, "full")}),  # and the case's card goes with its device
+        (["seq_len=32,48"], {(32, "none"), (48, "none"), (32, "full"), (48, "full")}),
+        (["checkpointing=full"], {(64, "full"), (128, "full")}),
+    ],
+)
+def test_the_command_line_wins_over_a_case(
+    words: list[str], different: set[tuple[int, str]], preset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, *of_preset(preset, *words))
+    assert {(t["seq_len"], t["checkpointing"]) for t in found} == different
+    if words[0].startswith("device"):
+        key = "gpu" if "." in words[0] else "name"
+        assert {t["device"][key] for t in found} == {words[0].partition("=")[2]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words", "said"),
+    [
+        ("checkpointing=none", "checkpointin=none", (), "checkpointin=none,full: there is no setting 'checkpointin'; "
+         "did you mean checkpointing? (in sweep/mine.yaml, case 'model=tiny seq_len=128 checkpointin=none,full "
+         "device.gpu=l4-24gb')"),
+        ("model=tiny seq_len=128\n", "model='tiny\n", (), "No closing quotation (in sweep/mine.yaml, case"),
+        ("model=tiny seq_len=64", "model=tini seq_len=64", (), "did you mean tiny? (in sweep/mine.yaml, case "
+         "'model=tini seq_len=64,128')"),
+        ("  - model=tiny seq_len=128\n", "  - [model=tiny]\n", (), "sweep/mine.yaml: cases=["),
+        ("", "", ("modle=tiny",), "modle=tiny: there is no setting 'modle'; did you mean model?\n"),
+        ("", "", ("hydra.sweeper.max_batch_size=1",), "a preset of cases is run at once"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_case_name_the_preset(
+    old: str, new: str, words: tuple[str, ...], said: str, preset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset.write_text(CASES.replace(old, new) if old else CASES)
+    assert front_door.main(["plan", *of_preset(preset, *words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_make_leaves_the_model_to_the_preset() -> None:
+    def words(*given: str) -> str:
+        done = subprocess.run(
+            ["make", "-n", "plan", "VENV=", *given], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert "model=" not in words("SWEEP=claims")
+    assert "-m model=gpt2 device=auto sweep=claims" in words("SWEEP=claims", "MODEL=gpt2")
+
+
+@pytest.mark.parametrize("file", OURS, ids=lambda file: file.stem)
+def test_every_preset_can_be_planned(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert planned(capsys, "-m", f"sweep={file.stem}", *(["device=simulated"] if file.stem == "none" else []))
+
+
+@pytest.mark.parametrize("name", [file.stem for file in OURS if "cases:" in file.read_text()])
+def test_our_presets_of_cases_can_be_measured_too(name: str) -> None:
+    """Words of the simulated device that a preset has give way with it."""
+    planned, settings = launch.resolve([f"sweep={name}", "device=cuda"])
+    assert settings is not None and settings.answer == name
+    simulated = [one.reason for one in planned if one.reason and "device." in one.reason]
+    assert len(planned) > 5 and not simulated
+    predicted, _ = launch.resolve([f"sweep={name}"])
+    assert len(predicted) >= len(planned) and not [one.reason for one in predicted if one.trial is None]
