@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vramsweep.analysis.answers import NAMES, asked
-from vramsweep.analysis.importers import open_rows
-from vramsweep.analysis.load import Table
-from vramsweep.analysis.metrics import METRICS
+from vramsweep.analysis.answers.registry import NAMES, asked
+from vramsweep.analysis.data.importers import open_rows
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.harness.errors import UserError
 
 
@@ -123,14 +123,16 @@ def _print_json(value: Any) -> None:
 
 
 def _draw(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.draw import draw
+    from vramsweep.analysis.report.draw import draw
 
     draw(arguments.data, arguments.out)
     return 0
 
 
 def _errors(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis import figures_validation, speed, validation, validation_page
+    from vramsweep.analysis.compare import speed, validation
+    from vramsweep.analysis.figures import validation as drawing
+    from vramsweep.analysis.report import validation_page
 
     made = validation.load(arguments.readings)
     print(validation_page.text(made))
@@ -139,13 +141,13 @@ def _errors(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         validation_page.write(made, arguments.out, arguments.figure)
     if arguments.figure is not None:  # last, as it needs a browser
-        figures_validation.write(made.readings, arguments.figure)
+        drawing.write(made.readings, arguments.figure)
     return 0
 
 
 def _fit(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis import words
-    from vramsweep.analysis.fit import fit_table
+    from vramsweep.analysis.model import words
+    from vramsweep.analysis.model.fit import fit_table
 
     table = _open(arguments)
     fits, notes = fit_table(
@@ -167,7 +169,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.report import write_report
+    from vramsweep.analysis.report.write import write_report
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
@@ -180,7 +182,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _paper(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.report import write_paper
+    from vramsweep.analysis.report.write import write_paper
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
@@ -196,29 +198,30 @@ def _print_written(written: Any, as_json: bool) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis import compare
+    from vramsweep.analysis.compare import verdicts
 
     if len(arguments.rows) != (1 if arguments.by else 2):
         raise UserError("compare takes two sets of rows, or one with --by AXIS=VALUE,VALUE")
     if arguments.by:
         axis, _, values = arguments.by.partition("=")
-        a, b = compare.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
+        a, b = verdicts.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
         names = tuple(f"{axis}={value}" for value in values.split(","))
     else:
         a, b = (_open(arguments, path) for path in arguments.rows)
         names = tuple(str(path) for path in arguments.rows)
-    found = compare.compare(a, b, (names[0], names[1]))
+    found = verdicts.compare(a, b, (names[0], names[1]))
     if arguments.json:
         _print_json(found.as_json())
     else:
-        print(compare.text(found))
+        print(verdicts.text(found))
     return 1 if found.worse else 0
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis import tables
-    from vramsweep.analysis.calibrate import calibrate, calibrated, together
-    from vramsweep.analysis.groups import groups
+    from vramsweep.analysis.compare.calibrate import calibrate, calibrated, together
+    from vramsweep.analysis.data import markup
+    from vramsweep.analysis.data.groups import groups
+    from vramsweep.analysis.report import tables
 
     table = _open(arguments)
     notes: list[str] = []
@@ -232,9 +235,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         plain = json.loads(rows.to_json(orient="records"))
         _print_json({"calibrations": [c.as_json() for c in calibrations], "rows": plain, "notes": [*notes, *missing]})
         return 0
-    print(tables.markdown(tables.of_calibrations(calibrations)))
+    print(markup.markdown(tables.of_calibrations(calibrations)))
     simulated = [g for g in groups(table) if g.take("device")["device"].eq("simulated").all()]
-    print(tables.markdown(tables.of_estimates(simulated, rows)))
+    print(markup.markdown(tables.of_estimates(simulated, rows)))
     print("° calibrated, beyond what was measured")
     for one in calibrations:
         print(f"tokens/s of {one.gpu} in {one.precision}: {one.text()}")
@@ -244,7 +247,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _frontier(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis import frontier
+    from vramsweep.analysis.model import frontier
 
     try:
         sizes = [float(size) for size in arguments.gib.split(",")] if arguments.gib else list(frontier.SIZES)
@@ -261,7 +264,7 @@ def _frontier(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis import export
+    from vramsweep.analysis.data import export
 
     writers = {".csv": export.write_csv, ".parquet": export.write_parquet}
     writer = writers.get(arguments.out.suffix)
@@ -277,7 +280,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _track(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.trackers import log
+    from vramsweep.analysis.data.trackers import log
 
     logged = log(_open(arguments), arguments.tracker, arguments.project)
     print(f"{logged:,} rows logged to {arguments.tracker}, project {arguments.project}")

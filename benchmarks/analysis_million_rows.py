@@ -62,10 +62,10 @@ def generate(path: Path, rows: int) -> None:
 
 def measure(path: Path) -> dict[str, float]:
     """Seconds of each part, in this process."""
-    from vramsweep.analysis.content import collect
-    from vramsweep.analysis.figures import as_div
-    from vramsweep.analysis.groups import groups
-    from vramsweep.analysis.load import load
+    from vramsweep.analysis.data.groups import groups
+    from vramsweep.analysis.data.load import load
+    from vramsweep.analysis.figures.plots import as_div
+    from vramsweep.analysis.report.content import collect
 
     begin, cpu = time.perf_counter(), time.process_time()
     table = load(path)

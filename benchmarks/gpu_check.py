@@ -45,12 +45,12 @@ if __name__ == "__main__" and missing(NEEDED):
         "install them with pip (hydra is hydra-core, pynvml is nvidia-ml-py); without a network, bring the wheels along"
     )
 
-from vramsweep.analysis.compare import compare  # noqa: E402
-from vramsweep.analysis.export import write_csv  # noqa: E402
-from vramsweep.analysis.load import load  # noqa: E402
-from vramsweep.analysis.residuals import COMPONENTS, residuals  # noqa: E402
-from vramsweep.analysis.residuals import summary as per_component  # noqa: E402
-from vramsweep.analysis.residuals_words import not_compared, sentences  # noqa: E402
+from vramsweep.analysis.compare.residuals import COMPONENTS, residuals  # noqa: E402
+from vramsweep.analysis.compare.residuals import summary as per_component  # noqa: E402
+from vramsweep.analysis.compare.residuals_words import not_compared, sentences  # noqa: E402
+from vramsweep.analysis.compare.verdicts import compare  # noqa: E402
+from vramsweep.analysis.data.export import write_csv  # noqa: E402
+from vramsweep.analysis.data.load import load  # noqa: E402
 from vramsweep.harness import journal, machine  # noqa: E402
 from vramsweep.harness.allocator.replay import what_if  # noqa: E402
 from vramsweep.harness.attempt import environment  # noqa: E402

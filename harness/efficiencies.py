@@ -5,8 +5,8 @@ are the roofline's seconds of what the peak bounds, of fused attention, of what 
 (roofline.py) and X those of collectives (links.py): what of X is hidden behind the computation makes its factor smaller
 than 1; and h for each launch at least, the time of the host. `efficiencies.json`
 holds factors for each card and kind of arithmetic that somebody published speeds of, and for any card ("any"); it is
-written by `vramsweep errors READINGS --efficiencies` (analysis/speed.py) from reference runs, and says which sources
-they are from and how far off they were where they were not made for.
+written by `vramsweep errors READINGS --efficiencies` (analysis/compare/speed.py) from reference runs, and says which
+sources they are from and how far off they were where they were not made for.
 
 What comes out is an estimate: it never enters a measured column.
 """

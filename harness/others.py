@@ -1,6 +1,6 @@
 """What other tools say that trials need, as it is kept beside a sweep's rows. Pure.
 
-Not covered: asking them (ask_others.py), what is made of it (validate.py, analysis/estimates.py).
+Not covered: asking them (ask_others.py), what is made of it (validate.py, analysis/answers/estimates.py).
 """
 
 from __future__ import annotations

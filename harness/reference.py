@@ -2,7 +2,7 @@
 
 The format is described in benchmarks/published/README.md; what a file may say is checked here, and a mistake names file
 and line. Pure, apart from reading the file. Not covered: predicting the runs (validate.py), how far off they are
-(analysis/validation.py).
+(analysis/compare/validation.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The model is Williams, Waterman and Patterson's ("Roofline", Communications of t
 each takes as long as its arithmetic at the card's peak, its traffic at the memory's bandwidth, or its launches,
 whichever is longest. Real kernels reach neither peak, so a real step is as a rule slower.
 
-Not covered: what a step's kernels are (runners/kernels.py), measured efficiencies (analysis/calibrate.py).
+Not covered: what a step's kernels are (runners/kernels.py), measured efficiencies (analysis/compare/calibrate.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every run is a simulated trial of one sweep, so an interrupted one goes on where it was. A run of versions that known
 differences tell from the installed ones is predicted twice, with and without them. What comes out, a line a reading,
-is `readings.json` in the sweep's folder; the tables and the figure are drawn from it (analysis/validation.py).
+is `readings.json` in the sweep's folder; the tables and the figure are drawn from it (analysis/compare/validation.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a traced step holds from event to event, and what holds its peak: the data of a figure, from a replay.
 
-Not covered: the replay (predict.py), the figure (analysis/figures_timeline.py). All sizes are in bytes.
+Not covered: the replay (predict.py), the figure (analysis/figures/timeline.py). All sizes are in bytes.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_imports(path: Path) -> None:
     if package != "analysis":
         assert "analysis" not in found
         assert "plotly" not in found
-    elif not path.name.startswith("figures"):
+    elif path.parent.name != "figures":
         assert "plotly" not in found
     if path not in (
         ROOT / "harness" / "launch.py",
@@ -71,6 +71,15 @@ def test_imports(path: Path) -> None:
         }
         used = {n.split(".")[1] for n in imports(path) if n.startswith("harness.")}
         assert used <= allowed
+
+
+ROOMS = ("data", "model", "compare", "answers", "figures", "report")
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.parent == ROOT / "analysis"], ids=lambda p: p.stem)
+def test_rooms_of_analysis_import_one_way(path: Path) -> None:
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("analysis.")}
+    assert used <= set(ROOMS[: ROOMS.index(path.parent.name) + 1])
 
 
 PURE = ("outcome", "row", "plan", "trial", "gpus", "links", "others", "roofline", "variables")

@@ -20,7 +20,7 @@ import gpu_check
 import recorded_steps
 import torch
 
-from vramsweep.analysis.residuals import COMPONENTS
+from vramsweep.analysis.compare.residuals import COMPONENTS
 from vramsweep.harness.row import Row, complete
 
 CONF = "expandable_segments:True"

@@ -46,7 +46,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = zipfile.ZipFile(built).namelist()
     tops = {name.split("/")[0] for name in names}
     assert tops == {"vramsweep", "hydra_plugins", f"vramsweep-{__version__}.dist-info"}
-    assert "vramsweep/conf/model/qwen0.5b.yaml" in names and "vramsweep/analysis/report.css" in names
+    assert "vramsweep/conf/model/qwen0.5b.yaml" in names and "vramsweep/analysis/report/report.css" in names
     python = place / "env" / "bin" / "python"
     call(python, "-m", "pip", "install", "--quiet", "--no-deps", built, cwd=place)
     purelib = call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).stdout.strip()

@@ -11,7 +11,9 @@ import pandas as pd
 import pytest
 from test_claims import GIB, Row, row, table, timed
 
-from vramsweep.analysis import answers, cli, edges, ways
+from vramsweep.analysis import cli
+from vramsweep.analysis.answers import edges, ways
+from vramsweep.analysis.answers import registry as answers
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import PLAN
 

@@ -13,9 +13,9 @@ import pytest
 import synthetic
 
 from vramsweep.analysis import cli
-from vramsweep.analysis.calibrate import FEWEST, PARTS, SECONDS, calibrate, calibrated, pairs, together
-from vramsweep.analysis.content import collect
-from vramsweep.analysis.load import Table, from_frame
+from vramsweep.analysis.compare.calibrate import FEWEST, PARTS, SECONDS, calibrate, calibrated, pairs, together
+from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.report.content import collect
 from vramsweep.harness.row import Row, complete
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from vramsweep.analysis import alike, claims
-from vramsweep.analysis.load import Table, from_frame
+from vramsweep.analysis.answers import alike, claims
+from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.harness.row import Row, complete
 from vramsweep.harness.techniques import DEFAULTS
 

@@ -10,8 +10,8 @@ import pytest
 import synthetic
 
 from vramsweep.analysis import cli
-from vramsweep.analysis.compare import compare, split
-from vramsweep.analysis.load import Table, from_frame
+from vramsweep.analysis.compare.verdicts import compare, split
+from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import Row
 

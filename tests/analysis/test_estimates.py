@@ -7,8 +7,8 @@ from dataclasses import replace
 import pandas as pd
 from test_claims import GIB, Row, row, table
 
-from vramsweep.analysis import estimates
-from vramsweep.analysis.load import from_frame
+from vramsweep.analysis.answers import estimates
+from vramsweep.analysis.data.load import from_frame
 
 MIB = 1 << 20
 

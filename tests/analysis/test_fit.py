@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 import synthetic
 
-from vramsweep.analysis import words
-from vramsweep.analysis.curves import Array, fit_curve
-from vramsweep.analysis.fit import aicc, fit_points, fit_table
-from vramsweep.analysis.importers import open_rows
-from vramsweep.analysis.load import Table, from_frame
-from vramsweep.analysis.metrics import METRICS, MIB
-from vramsweep.analysis.observe import Points, observations
+from vramsweep.analysis.data.importers import open_rows
+from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.data.metrics import METRICS, MIB
+from vramsweep.analysis.model import words
+from vramsweep.analysis.model.curves import Array, fit_curve
+from vramsweep.analysis.model.fit import aicc, fit_points, fit_table
+from vramsweep.analysis.model.observe import Points, observations
 
 PUBLIC = Path(__file__).parents[2] / "../shared/data/qwen15-0.5b-zero3/without-expandable-segments.csv"
 STEP = METRICS["step_median_s"]
@@ -96,7 +96,7 @@ def test_95_percent_intervals_cover_the_truth_92_to_98_times_in_100(kind: str) -
 
 def _of_kind(kind: str, observed: Points):  # type: ignore[no-untyped-def]
     """The fit that would be made if only this kind existed: choosing is tested elsewhere."""
-    from vramsweep.analysis.fit import Candidate, Fit, Model
+    from vramsweep.analysis.model.fit import Candidate, Fit, Model
 
     curve = fit_curve(kind, observed.x, observed.y)
     if curve is None:

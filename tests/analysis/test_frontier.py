@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import synthetic
 
-from vramsweep.analysis.frontier import frontier, text
-from vramsweep.analysis.load import Table, from_frame
-from vramsweep.analysis.metrics import METRICS
-from vramsweep.analysis.observe import allocator_limits, observations
+from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.data.metrics import METRICS
+from vramsweep.analysis.model.frontier import frontier, text
+from vramsweep.analysis.model.observe import allocator_limits, observations
 
 
 def table(**options: object) -> Table:

@@ -13,8 +13,8 @@ import pytest
 import synthetic
 
 from vramsweep.analysis import cli
-from vramsweep.analysis.importers import open_rows
-from vramsweep.analysis.load import load
+from vramsweep.analysis.data.importers import open_rows
+from vramsweep.analysis.data.load import load
 from vramsweep.harness.errors import UserError
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import synthetic
 
-from vramsweep.analysis import groups, load
+from vramsweep.analysis.data import groups, load
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import complete
 

@@ -12,9 +12,11 @@ import pytest
 import synthetic
 from conftest import tiny
 
-from vramsweep.analysis import cli, figures, tables
-from vramsweep.analysis.content import collect
-from vramsweep.analysis.load import Table, from_frame
+from vramsweep.analysis import cli
+from vramsweep.analysis.data import markup
+from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.report.content import collect
 from vramsweep.harness import plan
 from vramsweep.harness.row import Row, complete
 
@@ -78,7 +80,7 @@ def test_what_is_only_predicted_says_so_on_every_figure_table_and_finding() -> N
     assert content.figures
     for figure in content.figures:
         assert "predicted" in [note.text for note in figure.plot.layout.annotations]
-        assert "predicted" in [note.text for note in figures.column_width(figure.plot).layout.annotations]
+        assert "predicted" in [note.text for note in plots.column_width(figure.plot).layout.annotations]
     assert content.findings
     assert all(sentence.startswith(("Predicted: ", "Estimated ")) for sentence in content.findings)
     assert [title for title, name, _ in content.tables if name in ("settings", "fits")] == [
@@ -90,8 +92,8 @@ def test_thinning_keeps_ends_and_extremes() -> None:
     x = np.arange(100_000.0)
     y = np.sin(x)
     y[12_345] = 9
-    at = figures.thin(x, y)
-    assert len(at) <= figures.POINTS
+    at = plots.thin(x, y)
+    assert len(at) <= plots.POINTS
     assert {0, 12_345, 99_999} <= set(at.tolist())
 
 
@@ -107,7 +109,7 @@ def test_the_report_says_what_was_found_and_warns(folder: Path) -> None:
 
 
 def test_html_in_a_model_name_is_text_everywhere() -> None:
-    from vramsweep.analysis.page import render
+    from vramsweep.analysis.report.page import render
 
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)>"
     rows = [
@@ -150,7 +152,7 @@ def test_ten_thousand_groups_are_counted_and_some_are_drawn() -> None:
 
 
 def test_paper_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vramsweep.analysis.report.figures.images", lambda *_: ["no pdf figures: install Chromium"])
+    monkeypatch.setattr("vramsweep.analysis.report.write.plots.images", lambda *_: ["no pdf figures: install Chromium"])
     assert cli.main(["paper", str(folder), "--out", str(tmp_path)]) == 0
     assert r"\toprule" in (tmp_path / "tables" / "fits.tex").read_text()
     assert "| settings |" in (tmp_path / "tables" / "settings.md").read_text()
@@ -164,16 +166,16 @@ def test_without_a_browser_one_line_says_what_to_install(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("plotly.io.write_images", no_browser)
     drawn = collect(table(synthetic.sweep(batches=(1,)))).figures[:1]
-    assert figures.images(drawn, tmp_path, ["png"]) == [
+    assert plots.images(drawn, tmp_path, ["png"]) == [
         "no png figures (Chrome not found): install Chromium, for example apt-get install chromium"
     ]
 
 
 def test_tables_escape_what_their_language_reads() -> None:
     frame = pd.DataFrame({"name": ["a_b & 50 % | x"], "GiB": ["1.5"]})
-    assert r"a\_b \& 50 \% | x & 1.5 \\" in tables.latex(frame, "A_1", "t")
-    assert r"a_b & 50 % \| x | 1.5" in tables.markdown(frame)
-    assert "---:" in tables.markdown(frame)
+    assert r"a\_b \& 50 \% | x & 1.5 \\" in markup.latex(frame, "A_1", "t")
+    assert r"a_b & 50 % \| x | 1.5" in markup.markdown(frame)
+    assert "---:" in markup.markdown(frame)
 
 
 def test_user_errors_are_one_line_and_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,10 @@ import pytest
 import synthetic
 
 from vramsweep.analysis import cli
-from vramsweep.analysis.figures_residuals import of_residuals
-from vramsweep.analysis.load import Table, from_frame
-from vramsweep.analysis.residuals import COMPONENTS, OUTCOME, pair, residuals, summary
-from vramsweep.analysis.residuals_words import not_compared, sentences, tables
+from vramsweep.analysis.compare.residuals import COMPONENTS, OUTCOME, pair, residuals, summary
+from vramsweep.analysis.compare.residuals_words import not_compared, sentences, tables
+from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.figures.residuals import of_residuals
 from vramsweep.harness.row import Row
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -199,7 +199,7 @@ def test_ten_thousand_configurations() -> None:
 
 @pytest.mark.slow
 def test_report_and_paper_have_the_residuals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vramsweep.analysis.report.figures.images", lambda *_: [])
+    monkeypatch.setattr("vramsweep.analysis.report.write.plots.images", lambda *_: [])
     few = {"allocators": ("default",), "repeats": 1}
     folder = synthetic.write(tmp_path, measured(**few) + scaled(predicted(**few), peak_reserved_bytes=1.01))
     assert cli.main(["report", str(folder), "--images", "none"]) == 0

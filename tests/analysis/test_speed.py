@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_validation import errors, reading
 
-from vramsweep.analysis import speed
+from vramsweep.analysis.compare import speed
 from vramsweep.harness.efficiencies import ANY, Efficiency, kind
 
 TRUE = np.array([1.6, 2.5, 1.4, 2.0, 0.7, 9e-6])

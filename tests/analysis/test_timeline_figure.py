@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, Run, tiny
 
-from vramsweep.analysis import cli, figures
-from vramsweep.analysis.draw import draw
-from vramsweep.analysis.figures_timeline import PARTS, held, of_timeline
+from vramsweep.analysis import cli
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.timeline import PARTS, held, of_timeline
+from vramsweep.analysis.report.draw import draw
 from vramsweep.harness import look, timeline
 from vramsweep.harness.errors import UserError
 
@@ -78,7 +79,7 @@ def record(**over: Any) -> dict[str, Any]:
     return {"trial_id": "abc", "about": about, "timeline": data}
 
 
-def annotations(figure: figures.Figure) -> dict[str, list[Any]]:
+def annotations(figure: plots.Figure) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for one in figure.plot.layout.annotations:
         found.setdefault(one.name, []).append(one)
@@ -98,7 +99,7 @@ def test_the_areas_sum_to_what_is_allocated_and_the_peak_is_named() -> None:
     assert (said["peak"][0].x, said["peak"][0].y) == (3, 60)
     assert [one.text for one in said["phase"]] == ["forward", "backward", "optimizer"]
     assert said["limit"][0].text == "limit 100 MiB"
-    assert said[figures.WORLD][0].text == "predicted"
+    assert said[plots.WORLD][0].text == "predicted"
     assert figure.title.endswith("predicted") and "1,024 tokens × 2" in figure.title
     assert list(figure.data["allocated"]) == record()["timeline"]["allocated"]
 

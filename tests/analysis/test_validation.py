@@ -9,7 +9,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from vramsweep.analysis import cli, figures_validation, validation, validation_page
+from vramsweep.analysis import cli
+from vramsweep.analysis.compare import validation
+from vramsweep.analysis.figures import validation as drawing
+from vramsweep.analysis.report import validation_page
 from vramsweep.harness.errors import UserError
 
 GIB = 1 << 30
@@ -182,18 +185,18 @@ def test_page_and_figure(tmp_path: Path) -> None:
     shown = validation_page.text(made)
     assert "+10.0 %" in shown and "1 readings of 1 runs were not predicted" in shown and "1: compile" in shown
     assert "1 readings of 1 runs were left out as mistaken" in shown and "allowed:" not in shown
-    figures_validation.write(made.readings, tmp_path / "a.html")
+    drawing.write(made.readings, tmp_path / "a.html")
     validation_page.write(made, tmp_path / "page" / "a.md", tmp_path / "a.html")
     page = (tmp_path / "page" / "a.md").read_text()
     assert "torch 2.13.0" in page and "deepspeed" not in page and "](../a.html)" in page
     assert "other \\| name" in page and "+100.0 %" in page and "- f.yaml:3: unit" in page and "allowed:" not in page
-    plot = figures_validation.figure(made.readings)
+    plot = drawing.figure(made.readings)
     assert plot is not None
     texts = [a.text for a in plot.layout.annotations]
     assert "+100 %" in texts and {"allocated", "reserved"} <= set(texts)  # beyond the edge: its number
     beyond = [x for trace in plot.data for x in trace.x if trace.yaxis == "y3" or trace.yaxis == "y4"]
-    assert max(beyond) == figures_validation.REACH
-    assert figures_validation.figure(made.readings[made.readings["error"].isna()]) is None
+    assert max(beyond) == drawing.REACH
+    assert drawing.figure(made.readings[made.readings["error"].isna()]) is None
 
 
 def test_a_page_does_not_wait_for_a_figure_that_cannot_be_drawn(
@@ -202,7 +205,7 @@ def test_a_page_does_not_wait_for_a_figure_that_cannot_be_drawn(
     def no_browser(*_: Any) -> None:
         raise UserError("no browser")
 
-    monkeypatch.setattr(figures_validation, "write", no_browser)
+    monkeypatch.setattr(drawing, "write", no_browser)
     path, out = tmp_path / "readings.json", tmp_path / "out.md"
     path.write_text(json.dumps({"made": {}, "mistakes": [], "others": {}, "readings": [reading()]}))
     assert cli.main(["errors", str(path), "--out", str(out), "--figure", str(tmp_path / "a.png")])

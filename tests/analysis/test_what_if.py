@@ -7,8 +7,8 @@ from pathlib import Path
 
 from conftest import ROOT
 
-from vramsweep.analysis.importers import open_rows
-from vramsweep.analysis.what_if import what_if_tables
+from vramsweep.analysis.answers.what_if import what_if_tables
+from vramsweep.analysis.data.importers import open_rows
 from vramsweep.harness.journal import Journal
 
 SMALL = ROOT / "tests" / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"

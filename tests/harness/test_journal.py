@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from vramsweep.analysis.load import from_frame, load
+from vramsweep.analysis.data.load import from_frame, load
 from vramsweep.harness import journal
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal

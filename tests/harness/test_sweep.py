@@ -14,8 +14,8 @@ import psutil
 import pytest
 from conftest import ROOT, SETTINGS, TARGETS, Run, custom, gone, tiny, wait_for
 
-from vramsweep.analysis.groups import groups
-from vramsweep.analysis.load import load
+from vramsweep.analysis.data.groups import groups
+from vramsweep.analysis.data.load import load
 from vramsweep.harness import attempt, journal, machine, plan, status, sweep
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, tiny
 from omegaconf import OmegaConf
 
-from vramsweep.analysis import groups
+from vramsweep.analysis.data import groups
 from vramsweep.harness import cli, launch, registry, row, techniques  # noqa: F401
 from vramsweep.harness import trial as trials
 from vramsweep.harness.techniques import AXES, TECHNIQUES, Package, Technique, tables

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from conftest import ROOT, tiny
 
-from vramsweep.analysis.groups import groups
-from vramsweep.analysis.load import load
+from vramsweep.analysis.data.groups import groups
+from vramsweep.analysis.data.load import load
 from vramsweep.harness import journal, plan, trial, upgrade
 
 REFERENCE = ROOT / "results" / "reference" / "gpt2-cpu"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Run, custom, tiny
 
-from vramsweep.analysis.load import load
+from vramsweep.analysis.data.load import load
 from vramsweep.harness import attempt, journal
 from vramsweep.harness.row import Row
 

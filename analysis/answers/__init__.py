@@ -1,0 +1,1 @@
+"""What a preset was run for: one table each."""

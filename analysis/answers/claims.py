@@ -1,0 +1,416 @@
+"""What guides claim about memory and time, held against rows: confirmed, refuted or not tested, with the numbers.
+
+A claim is an entry of `CLAIMS`: what is compared gives one number for each comparison, and the claim holds in those
+whose number lies between two bounds. Rows of a GPU decide where there are any that can be compared, else predicted
+ones, which the card says. Rows in, cards out; conf/sweep/claims.yaml asks for rows of every claim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.answers.alike import Rows, alike, kinds, label
+from vramsweep.analysis.data.load import Table
+
+GB = 1e9  # as guides count
+_FUSED = ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash_attention_2")
+_ADAM = ("default", "adamw_torch", "adamw_torch_fused", "adamw_torch_foreach", "adamw_torch_loop")
+_PEAK = "peak_allocated_bytes"
+_FORWARD = "forward_peak_allocated_bytes"  # holds weights, optimizer state and activations, no gradients
+
+Numbers = Iterator[tuple[str, float]]  # where, and the number there
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is said, by whom, which rows test it, and what decides.
+
+    `numbers` compares the rows that `about` chooses; the claim holds where the number, shown as `shown`, is within
+    `low` and `high`, for the reason `why`. It has to hold in all comparisons; with `own`, which says that something can
+    be done, in one of them, and only where the source's own configuration, the rows of `own`, was tried is it refuted.
+    """
+
+    name: str
+    statement: str
+    source: str
+    compared: str
+    about: Callable[[pd.DataFrame], pd.Series[bool]]
+    numbers: Callable[[Rows], Numbers]
+    shown: str
+    why: str
+    low: float = -math.inf
+    high: float = math.inf
+    own: Callable[[pd.DataFrame], pd.Series[bool]] | None = None
+
+    def holds(self, number: float) -> bool:
+        """Whether the claim holds where this number was found."""
+        return self.low <= number <= self.high
+
+    def show(self, number: float) -> str:
+        """The number in words."""
+        return "out of memory" if math.isinf(number) else self.shown.format(number)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A claim's verdict, what was found, and what it rests on; `found` are where and the number, `reason` says why
+    it is not tested."""
+
+    claim: Claim
+    verdict: str
+    found: tuple[tuple[str, float], ...] = ()
+    basis: str = ""
+    reason: str = ""
+
+    def text(self, most: int = 4) -> str:
+        """The numbers in words, those that decide first."""
+        if not self.found:
+            return self.reason
+        shown = [f"{self.claim.show(number)} ({where})" for where, number in self.found]
+        held = sum(self.claim.holds(number) for _, number in self.found)
+        rest = f"; and {len(shown) - most} more" if len(shown) > most else ""
+        return f"{'; '.join(shown[:most])}{rest}. Holds in {held} of {len(shown)}, {self.basis}"
+
+
+def make(table: Table) -> tuple[pd.DataFrame, list[str]]:
+    """One line per claim, and what a reader should know."""
+    found = cards(table)
+    lines = [
+        {
+            "claim": card.claim.statement,
+            "verdict": card.verdict,
+            "found": card.text(),
+            "compared": card.claim.compared,
+            "what decides": f"{_bounds(card.claim)}: {card.claim.why}",
+            "source": card.claim.source,
+        }
+        for card in found
+    ]
+    notes = []
+    if any("predicted" in card.verdict for card in found):
+        notes.append("Predicted: no GPU has run these; `device=cuda` measures the same trials. Seconds are estimates.")
+    return pd.DataFrame(lines), notes
+
+
+def cards(table: Table) -> list[Card]:
+    """Every claim's card, in the order of `CLAIMS`."""
+    return [_card(claim, kinds(table)) for claim in CLAIMS]
+
+
+def _card(claim: Claim, kinds: Sequence[Rows]) -> Card:
+    reasons: list[str] = []
+    tried: set[str] = set()
+    undecided: list[Card] = []
+    for rows in kinds:
+        chosen = rows.where(claim.about(rows.frame))
+        if claim.own:  # what a GPU has tried is not predicted
+            labels = pd.Series([label(row) for _, row in chosen.frame.iterrows()], chosen.frame.index, dtype="string")
+            settled = set(labels[_is(chosen.frame, "outcome", "ok", "oom", "host_oom")])
+            chosen = chosen.where(~labels.isin(tried))
+            tried |= settled
+        found = sorted(claim.numbers(chosen), key=lambda one: claim.holds(one[1]))  # what refutes it, first
+        if found:
+            held = [claim.holds(number) for _, number in found]
+            verdict = "confirmed" if (any(held) if claim.own else all(held)) else "refuted"
+            if claim.own and any(held):
+                found.reverse()
+            elif claim.own and not list(claim.numbers(chosen.where(claim.own(chosen.frame)))):
+                verdict = "not confirmed"
+            basis = Rows(chosen.ok(), chosen.measured).basis if len(chosen.ok()) else chosen.basis
+            marked = verdict if rows.measured else f"{verdict} (predicted)"
+            undecided.append(Card(claim, marked, tuple(found), basis))
+            if not claim.own or any(held):
+                return undecided[-1]
+        reasons += [str(reason) for reason in chosen.frame["reason"].dropna().unique()]
+    if undecided:
+        return next((card for card in undecided if card.verdict.startswith("refuted")), undecided[0])
+    why = "; ".join(dict.fromkeys(reasons)) or "no rows of a GPU, and none predicted, that can be compared so"
+    return Card(claim, "not tested", reason=why)
+
+
+def _bounds(claim: Claim) -> str:
+    low, high = (claim.shown.format(bound) for bound in (claim.low, claim.high))
+    if math.isinf(claim.low):
+        return f"at most {high}"
+    return f"at least {low}" if math.isinf(claim.high) else f"{low} to {high}"
+
+
+def _is(frame: pd.DataFrame, column: str, *values: object) -> pd.Series[bool]:
+    return frame[column].isin(list(values)).fillna(False)
+
+
+def _any(frame: pd.DataFrame) -> pd.Series[bool]:
+    return pd.Series(True, index=frame.index)
+
+
+def _alone(frame: pd.DataFrame) -> pd.Series[bool]:
+    """One card, which holds all there is."""
+    return _is(frame, "sharding", "none") & _is(frame, "world_size", 1)
+
+
+def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], column: str) -> Numbers:
+    """The ratio of a column at two of an axis's values, everything else the same."""
+    for same in alike(rows.ok(column), axis):
+        where = label(same.iloc[0], axis)
+        values = {str(value): float(number) for value, number in same.groupby(axis)[column].median().items()}
+        for a in (value for value in one if value in values):
+            for b in (value for value in other if value in values):
+                yield f"{where}, {b}" if len(other) > 1 else where, values[b] / values[a]
+
+
+def _saved(rows: Rows) -> Numbers:
+    """Percent of what the forward phase keeps for each sample that checkpointing takes away."""
+    for same in alike(rows.ok(_FORWARD), "micro_batch", "checkpointing"):
+        table = same.pivot_table(_FORWARD, "micro_batch", "checkpointing", "median").dropna()
+        if len(table) < 2 or not {"none", "full"} <= set(table.columns):
+            continue
+        growth = table.iloc[-1] - table.iloc[0]
+        if growth["none"] > 0:
+            where = label(same.iloc[0], "micro_batch", "checkpointing")
+            saved = 100 * float(1 - growth["full"] / growth["none"])
+            yield f"{where}, batch {table.index[0]} to {table.index[-1]}", saved
+
+
+def _cost(rows: Rows) -> Numbers:
+    for where, ratio in _pairs(rows, "checkpointing", ["none"], ["full"], "step_s"):
+        yield where, 100 * (ratio - 1)
+
+
+def _flash(rows: Rows) -> Numbers:
+    for where, ratio in _pairs(rows, "attention", ["eager"], _FUSED, _PEAK):
+        yield where, 1 / ratio
+
+
+def _weights(rows: Rows) -> Numbers:
+    for where, ratio in _pairs(rows, "precision", ["fp32"], ["bf16"], "load_peak_allocated_bytes"):
+        yield where, 100 * ratio
+
+
+def _a_parameter(rows: Rows, axis: str, column: str) -> Iterator[tuple[str, pd.Series[float]]]:
+    """Bytes a trained parameter at each value of an axis, everything else the same."""
+    for same in alike(rows.ok(column), axis):
+        count = same["trainable_parameters"].fillna(same["parameters"]).max()
+        values = same.groupby(axis, sort=True)[column].median()
+        if len(values) > 1 and not pd.isna(count):
+            yield label(same.iloc[0], axis), values / float(count)
+
+
+def _eight_bit(rows: Rows) -> Numbers:
+    for where, values in _a_parameter(rows, "optimizer", _FORWARD):
+        for name in set(values.index) & set(_ADAM):
+            if "adamw_bnb_8bit" in values.index:
+                yield f"{where}, against {name}", float(values[name] - values["adamw_bnb_8bit"])
+
+
+def _accumulated(rows: Rows) -> Numbers:
+    for where, values in _a_parameter(rows, "grad_accum", _PEAK):
+        if values.index[0] == 1:
+            yield f"{where}, {values.index[-1]} against 1", float(values.iloc[-1] - values.iloc[0])
+
+
+def _off_the_line(rows: Rows) -> Numbers:
+    """How far, in percent of the whole growth, a peak is from the line between the smallest and the largest batch."""
+    for same in alike(rows.ok(_PEAK), "micro_batch"):
+        peaks = same.groupby("micro_batch")[_PEAK].median().astype(float)
+        growth = float(peaks.max() - peaks.min()) if len(peaks) else 0.0
+        if len(peaks) > 2 and growth >= 0.01 * peaks.max():  # else it is the optimizer's, whatever the batch
+            line = np.interp(peaks.index.to_numpy(float), [peaks.index[0], peaks.index[-1]], peaks.iloc[[0, -1]])
+            off = 100 * float(np.abs(peaks.to_numpy() - line).max()) / growth
+            where = label(same.iloc[0], "micro_batch")
+            yield f"{where}, batch {peaks.index[0]} to {peaks.index[-1]}", off
+
+
+def _quadratic(rows: Rows) -> Numbers:
+    """Percent of the growth over the longest length that is quadratic, by a parabola through three lengths or more."""
+    frame = rows.ok(_PEAK)
+    steps = frame[[_FORWARD, "backward_peak_allocated_bytes"]].max(axis=1)
+    frame = frame[~(frame["optimizer_peak_allocated_bytes"] > steps).fillna(False).astype(bool)]
+    for same in alike(frame, "seq_len"):
+        peaks = same.groupby("seq_len")[_PEAK].median().astype(float)
+        if len(peaks) > 2:
+            longest = float(peaks.index[-1])
+            c, b, _ = np.polyfit(peaks.index.to_numpy(float) / longest, peaks.to_numpy(), 2)
+            where = label(same.iloc[0], "seq_len")
+            yield f"{where}, {peaks.index[0]:,} to {longest:,.0f} tokens", 100 * float(c / (b + c))
+
+
+def _held(rows: Rows) -> Numbers:
+    """GB in the optimizer's step: weights, adapters, gradients and states, without activations."""
+    for same in alike(rows.ok("optimizer_peak_allocated_bytes")):
+        held = float(same["optimizer_peak_allocated_bytes"].median())
+        yield label(same.iloc[0], "adapter", "lora_r"), held / GB
+
+
+def _reserved(rows: Rows) -> Numbers:
+    """GB reserved by a whole step, beside what was allocated once model and optimizer were there."""
+    for same in alike(rows.ok("peak_reserved_bytes")):
+        row = same.iloc[0]
+        loaded = row["load_peak_allocated_bytes"]
+        after = "" if pd.isna(loaded) else f", {loaded / GB:.1f} GB after loading"
+        yield label(row, "adapter", "quantization", "lora_r") + after, float(same["peak_reserved_bytes"].median()) / GB
+
+
+def _of_the_card(rows: Rows) -> Numbers:
+    """Percent of a card's memory that is needed; where memory ran out and no one knows what was, infinite."""
+    frame = rows.frame
+    limit = frame["memory_limit_bytes"].fillna(frame["device_total_bytes"])
+    needed = frame["peak_reserved_bytes"].where(_is(frame, "outcome", "ok"))
+    needed = needed.mask(_is(frame, "outcome", "oom"), frame["unlimited_peak_reserved_bytes"])
+    share = (100 * needed / limit).astype("Float64")
+    share = share.mask(_is(frame, "outcome", "oom", "host_oom") & needed.isna(), math.inf)
+    for same in alike(frame.assign(share=share).dropna(subset=["share"])):
+        row, host = same.iloc[0], same["host_peak_bytes"].max()
+        offloaded = row[["offload_optimizer", "offload_param"]].fillna(False).any()
+        beside = f", {host / GB:,.0f} GB of host memory" if offloaded and not pd.isna(host) else ""
+        yield label(row, "micro_batch") + beside, float(same["share"].max())
+
+
+def _lower(rows: Rows) -> Numbers:
+    for where, ratio in _pairs(rows, "allocator", ["default"], ["expandable"], "peak_reserved_bytes"):
+        yield where, 100 * (ratio - 1)
+
+
+def _seven_billion(frame: pd.DataFrame, low: float = 6.5e9, high: float = 7.5e9) -> pd.Series[bool]:
+    return frame["parameters"].between(low, high).fillna(False)
+
+
+def _lora(frame: pd.DataFrame) -> pd.Series[bool]:
+    short = frame["seq_len"].le(1024).fillna(False) & _is(frame, "micro_batch", 1)
+    return short & _alone(frame) & _is(frame, "adapter", "lora") & _is(frame, "lora_r", 16) & _seven_billion(frame)
+
+
+def _paper(frame: pd.DataFrame) -> pd.Series[bool]:
+    return _is(frame, "quantization", "nf4_double") & _is(frame, "checkpointing", "full")
+
+
+def _on_eight(frame: pd.DataFrame) -> pd.Series[bool]:
+    limit = frame["memory_limit_bytes"].fillna(frame["device_total_bytes"]).fillna(80 * GB)
+    card = limit.between(75 * GB, 86 * GB)
+    whole = _seven_billion(frame, 6.5e10, 7.5e10) & _is(frame, "adapter", "none")
+    return whole & frame["world_size"].eq(8).fillna(False) & card
+
+
+_HF = "https://huggingface.co/docs/transformers"
+_FLASH = "https://github.com/Dao-AILab/flash-attention (10 times at 2,048 tokens)"
+_PAPER = "https://arxiv.org/abs/2205.14135"
+_GUIDE = "https://github.com/manideep896/fashion-query-extractor"
+
+CLAIMS = (
+    Claim(
+        "checkpointing-saves",
+        "Gradient checkpointing saves 60 to 70 % of the activations",
+        f"{_GUIDE} (60 to 70 %)",
+        "peak allocated memory of the forward phase: its growth with the batch, checkpointing=full against none",
+        _any, _saved, "{:.0f} %", "the range as it is claimed", 60, 70,
+    ),
+    Claim(
+        "checkpointing-costs",
+        "Gradient checkpointing costs 20 to 33 % of time",
+        f"{_HF}/en/grad_checkpointing (20 %); https://arxiv.org/abs/1604.06174 (a forward pass more: 33 %)",
+        "time of a step, checkpointing=full against none",
+        _any, _cost, "{:.0f} %", "the range as it is claimed", 20, 33,
+    ),
+    Claim(
+        "flash-attention",
+        "Fused attention (flash, sdpa) needs a tenth of the memory of eager attention from 2,048 tokens on",
+        _FLASH,
+        "peak allocated memory of a whole training step, attention=eager against fused kernels, 2,048 tokens or more",
+        lambda f: f["seq_len"].ge(2048).fillna(False), _flash, "{:.1f} times less",
+        "the figure as it is claimed; its source looks at attention alone, guides say it of training", low=10,
+    ),
+    Claim(
+        "adam-8bit",
+        "8-bit Adam saves 6 bytes a parameter",
+        "https://huggingface.co/docs/bitsandbytes/optimizers (75 % of AdamW's 8 bytes)",
+        "peak allocated memory of the forward phase, which holds the optimizer's state, 8-bit against 32-bit AdamW, "
+        "states in fp32, on one card",
+        lambda f: _alone(f) & ~_is(f, "precision", "bf16_pure"), _eight_bit, "{:.2f} bytes",
+        "6 and 5 % either side, for scales and small tensors that stay as they are",
+        5.7, 6.3,
+    ),
+    Claim(
+        "autocast-weights",
+        "bf16 autocast does not halve the memory of the weights",
+        "https://docs.pytorch.org/docs/stable/amp.html",
+        "peak allocated memory while the model is loaded, precision=bf16 against fp32, without DeepSpeed (which does)",
+        lambda f: ~f["sharding"].str.startswith("zero").fillna(False).astype(bool) & _is(f, "quantization", "none"),
+        _weights, "{:.0f} %", "halved would be 50 %; 5 % are left for rounding", low=95,
+    ),
+    Claim(
+        "linear-in-batch",
+        "Peak memory is linear in the batch",
+        f"{_HF}/en/grad_checkpointing (activations scale with batch size)",
+        "peak allocated memory at three batches or more: how far off the line between the smallest and the largest",
+        _any, _off_the_line, "{:.1f} % off",
+        "5 % of the growth; a peak that is flat at first, in the optimizer's step, is off by more, one that grows by "
+        "less than 1 % is no test", high=5,
+    ),
+    Claim(
+        "eager-quadratic",
+        "With eager attention memory is quadratic in the length",
+        _PAPER,
+        "peak allocated memory at three lengths or more where the peak is not in the optimizer's step: how much of "
+        "its growth a parabola calls quadratic, at the longest",
+        lambda f: _is(f, "attention", "eager"), _quadratic, "{:.0f} %", "the larger half of the growth", low=50,
+    ),
+    Claim(
+        "sdpa-linear",
+        "With fused attention memory is linear in the length",
+        _PAPER,
+        "the same of fused kernels",
+        lambda f: _is(f, "attention", *_FUSED), _quadratic, "{:.0f} %", "5 % are left for masks and rounding",
+        -5, 5,
+    ),
+    Claim(
+        "lora-7b",
+        "LoRA (r = 16) of a 7B model takes 14.3 GB",
+        "https://codeswap.net/llm/lora-memory-calculator (weights, adapters, gradients and states; activations apart)",
+        "peak allocated memory of the optimizer's step, 7B, half-precision weights, one card, batch 1, "
+        "up to 1,024 tokens",
+        lambda f: _lora(f) & _is(f, "quantization", "none") & _is(f, "precision", "bf16_pure", "bf16_master"),
+        _held, "{:.1f} GB",
+        "14.3 GB and 5 % either side, without activations, as the source counts; the optimizer's step holds none",
+        13.6, 15.0,
+    ),
+    Claim(
+        "qlora-7b",
+        "QLoRA can train a 7B model in about 6 GB",
+        "https://www.youngju.dev/blog/llm/2026-03-02-llm-finetuning-lora-qlora-peft.en (7B: 6 GB)",
+        "peak reserved memory of a whole step, 7B, NF4 weights, one card, batch 1, up to 1,024 tokens",
+        lambda f: _lora(f) & _is(f, "quantization", "nf4", "nf4_double"),
+        _reserved, "{:.1f} GB",
+        "about 6 is taken to be up to 6.5; one configuration is enough, and where none does, it is refuted if double "
+        "quantization with checkpointing=full is among them",
+        high=6.5, own=_paper,
+    ),
+    Claim(
+        "accumulation",
+        "Gradient accumulation costs no memory",
+        "https://stevengong.co/notes/Gradient-Accumulation (peak memory is only one micro-batch)",
+        "peak allocated memory, several micro-batches a step against one of the same size, on one card",
+        _alone, _accumulated, "{:.2f} bytes a parameter",
+        "nothing, but for rounding; gradients that stay while the next micro-batch runs are 4", high=0.1,
+    ),
+    Claim(
+        "70b-on-8",
+        "A 70B model can be trained, all weights, on 8 x 80 GB",
+        "https://huggingface.co/blog/ram-efficient-pytorch-fsdp (FSDP, at least a node of 8 x 80 GB)",
+        "peak reserved memory of a rank of eight, by what the card has",
+        _on_eight, _of_the_card, "{:.0f} % of the card",
+        "one configuration that fits is enough, also with offload, whose host memory stands beside it; where none "
+        "does, it is refuted if FSDP, the source's way, is among them",
+        high=100, own=lambda f: _is(f, "sharding", "fsdp1", "fsdp2"),
+    ),
+    Claim(
+        "expandable-segments",
+        "expandable_segments lowers reserved memory",
+        "https://docs.nvidia.com/nemo/megatron-bridge/nightly/skills/perf-techniques/memory-tuning/SKILL.html",
+        "peak reserved memory, allocator=expandable against default",
+        _any, _lower, "{:+.1f} %", "less than 1 % is as good as nothing", high=-1,
+    ),
+)  # fmt: skip

@@ -1,0 +1,122 @@
+"""Answers: the table that a sweep of a question ends in. A preset names its answer, and the sweep's plan keeps it.
+
+A new one is an entry of `ANSWERS` and, in conf/sweep/, a preset with `answer: NAME`.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from vramsweep.analysis.answers import claims, edges, estimates, ways
+from vramsweep.analysis.data import markup
+from vramsweep.analysis.data.load import Table
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.journal import PLAN
+
+WIDTH = 80
+FOLDED = 30
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`make` gives the table, whose cells are text, and notes below it: pure, from rows alone."""
+
+    name: str
+    title: str
+    make: Callable[[Table], tuple[pd.DataFrame, list[str]]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer's table and notes, of one sweep."""
+
+    name: str
+    title: str
+    frame: pd.DataFrame
+    notes: tuple[str, ...]
+
+    @property
+    def wide(self) -> bool:
+        """Whether a table of it takes more than `WIDTH` columns, so that each line is shown as a card."""
+        return sum(width + 2 for width in _widths(self.frame)) - 2 > WIDTH
+
+    def text(self) -> str:
+        """For a terminal, in `WIDTH` columns: a table where it fits, else each line as a card."""
+        body = (_cards if self.wide else _table)(self.frame) if len(self.frame) else "No row answers this."
+        return "\n".join([self.title, "", body, *(textwrap.fill(note, WIDTH) for note in self.notes)])
+
+    def markdown(self) -> str:
+        """The title, the table and the notes."""
+        body = markup.markdown(self.frame) if len(self.frame) else "No row answers this.\n"
+        return "\n".join([f"# {self.title}\n", body, *(f"{note}\n" for note in self.notes)])
+
+
+ANSWERS = (
+    Answer("claims", "Are the guides right?", claims.make),
+    Answer("fit-24gb", "What fits on a card of 24 GB?", ways.make),
+    Answer("forum-gpt2", "What does it take, and what does each change do?", estimates.changes),
+    Answer("composition", "What is a peak made of, and what do estimates say?", estimates.composition),
+    Answer("seqlen-zero3", "How long, and how many, under ZeRO-3?", edges.make),
+)
+NAMES = tuple(answer.name for answer in ANSWERS)
+
+
+def answered(table: Table, name: str | None) -> Answered | None:
+    """The answer of this name, None where none is asked for. Raises UserError for a name that is not known."""
+    if name is None:
+        return None
+    found = next((answer for answer in ANSWERS if answer.name == name), None)
+    if found is None:
+        raise UserError(f"answer={name}: there is no such answer; allowed: {', '.join(NAMES)}")
+    frame, notes = found.make(table)
+    return Answered(found.name, found.title, frame, tuple(notes))
+
+
+def asked(folder: Path) -> str | None:
+    """The answer that the sweep in this folder was run for; None for rows from elsewhere."""
+    try:
+        name = json.loads((folder / PLAN).read_text(encoding="utf-8")).get("answer")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _widths(frame: pd.DataFrame) -> list[int]:
+    """Of each column; the first may have as little as `FOLDED`, where its cells are folded."""
+    first, *others = (max(len(str(text)) for text in (name, *frame[name])) for name in frame.columns)
+    left = WIDTH - sum(width + 2 for width in others)
+    return [min(first, max(left, FOLDED)), *others]
+
+
+def _table(frame: pd.DataFrame) -> str:
+    """Aligned columns, numbers to the right; what is long in the first goes on below."""
+    right, widths = [markup.numeric(frame[name]) for name in frame.columns], _widths(frame)
+    lines: list[list[str]] = []
+    for first, *cells in ([str(cell) for cell in row] for row in ([*frame.columns], *frame.to_numpy())):
+        head, *more = textwrap.wrap(first, widths[0]) or [""]
+        lines += [[head, *cells], *([part, *("" for _ in cells)] for part in more)]
+    aligned = (
+        "  ".join(f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(line, widths, right, strict=True))
+        for line in lines
+    )
+    return "\n".join(line.rstrip() for line in aligned) + "\n"
+
+
+def _cards(frame: pd.DataFrame) -> str:
+    """Each line as its first two cells, then the others below, wrapped."""
+    first, second, *others = (str(name) for name in frame.columns)
+    cards = []
+    for row in frame.to_dict("records"):
+        lines = [textwrap.fill(f"{str(row[second]).upper()}: {row[first]}", WIDTH)]
+        lines += [
+            textwrap.fill(f"{name}: {row[name]}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+            for name in others
+        ]
+        cards.append("\n".join(lines) + "\n")
+    return "\n".join(cards)

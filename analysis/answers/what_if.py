@@ -1,0 +1,53 @@
+"""What other allocator settings would have done with the steps that a sweep recorded (`record=true`).
+
+These are replays, not measurements: each table says so, and its first row is the replay under the recorded settings
+with the verdict whether it matched the recording.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from vramsweep.analysis.data.load import Table
+from vramsweep.harness.allocator.replay import Row, what_if
+from vramsweep.harness.allocator.search import grid, rank
+from vramsweep.harness.errors import UserError
+
+MOST = 4  # recordings; each is a table of its own
+BEST = 8  # settings shown of those tried
+MIB = 1 << 20
+
+
+def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], list[str]]:
+    """(title, file name, frame of text cells) for each recording of the sweep, and notes on what could not be read."""
+    tables, notes = [], []
+    recorded = table.frame[table.frame["recording"].notna()]
+    for _, row in recorded.head(MOST).iterrows():
+        path = Path(table.source) / str(row["recording"])
+        try:
+            result = what_if(path, grid(limited=False))
+        except (UserError, OSError) as error:
+            notes.append(f"recording of trial {row['trial_id']}: {error}")
+            continue
+        first, others = result.rows[0], rank(result.rows[1:])
+        match = first.match
+        exact = "exact" if match is not None and match.exact else "NOT exact, so take the rest with care"
+        where = f"{row['model']}, {row['seq_len']} tokens, {row['precision']}"
+        title = f"Allocator what-if, replayed from trial {row['trial_id']} ({where}); the replay as recorded is {exact}"
+        name = f"what_if_{row['trial_id']}"
+        tables.append((title, name, pd.DataFrame([_cells(r) for r in (first, *others[:BEST])])))
+    if len(recorded) > MOST:
+        notes.append(f"{len(recorded)} recordings, what-if tables for the first {MOST}; `vramsweep replay` shows any")
+    return tables, notes
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "settings": (row.settings or "(defaults)") + (", as recorded" if row.start == "recorded" else ""),
+        "predicted peak reserved (MiB)": f"{row.peak_reserved / MIB:,.1f}",
+        "of it unallocated (MiB)": f"{row.reserved_unallocated / MIB:,.1f}",
+        "cudaMallocs": f"{row.device_allocs:,}",
+        "out of memory": row.out_of_memory or "no",
+    }

@@ -1,0 +1,185 @@
+"""Predicted against measured: simulated rows paired with measured rows of equal settings on the same card.
+
+Both sides mean the same moments. Predicted phases are those of the last traced step, measured ones those of the probe
+step: both come after the step that creates the optimizer's state, so both are steady steps, and both start with the
+gradients freed. What the prediction does not have is the steps after its third: a measured run that has more of them
+may go on fragmenting, which shows in the reserved components only.
+
+Repeats of a measured trial count once, by their median; how far they lie apart is a column. The residual is predicted −
+measured, null where either is unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import ASKED, label
+from vramsweep.analysis.data.load import Table
+from vramsweep.harness.gpus import find
+
+PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_requested_bytes", "peak_reserved_bytes")
+PHASES = ("load", "forward", "backward", "optimizer")
+COMPONENTS = (
+    *PEAKS,
+    "reserved_unallocated_bytes",
+    "inactive_split_peak_bytes",
+    *(f"{phase}_peak_{kind}_bytes" for kind in ("allocated", "reserved") for phase in PHASES),
+)
+VERSIONS = ("torch_version", "transformers_version")
+OUTCOME = "outcome"  # in the column `component`, where the two sides end differently
+
+# What a prediction cannot share with a measurement, or what its memory does not depend on: a simulated run always has
+# three steps, weights are never pretrained, and an allocator is its settings whatever it is called.
+_APART = ("foreign", "device", "weights", "protocol", "allocator")
+KEYS = ("seq_len", *(key for key in ASKED if key not in _APART))
+CARD = ("device", "host", "gpu_name", "simulated_gpu")  # what a row's card is found from
+EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
+
+
+def pair(table: Table, *columns: str) -> pd.DataFrame:
+    """Every measured CUDA row that has a prediction of equal settings for its card, one line each.
+
+    Equal settings: all of `KEYS` and of the resolved trial, null equal to null. `configuration` numbers them, `gpu` is
+    the card's name in harness/gpus.py, `KEYS` stand as they are; `columns`, `outcome`, `trial_id` and `allocator` come
+    twice, with `_predicted` and `_measured` added. Only rows that ended ok or oom; of several predictions the last.
+    """
+    carried = [c for c in dict.fromkeys(["outcome", "trial_id", "allocator", *columns]) if c not in KEYS]
+    frame = table.frame
+    extras = [str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(EXTRAS_APART)]
+    settings = [*KEYS, *extras]
+    ended = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
+    predicted, measured = (ended & is_device(frame, device) for device in ("simulated", "cuda"))
+    both = (predicted | measured) & bool(predicted.any() and measured.any())
+    sides = frame.loc[both, list(dict.fromkeys([*settings, *carried, *CARD]))]
+    sides = sides.assign(gpu=card(sides)).dropna(subset="gpu")
+    configuration = sides.groupby([*settings, "gpu"], dropna=False, sort=False).ngroup()
+    sides = sides.assign(configuration=configuration)
+    one, other = (sides[mask.reindex(sides.index)] for mask in (predicted, measured))
+    return other[["configuration", "gpu", *KEYS, *carried]].merge(
+        one[["configuration", *carried]].drop_duplicates("configuration", keep="last"),
+        on="configuration",
+        suffixes=("_measured", "_predicted"),
+    )
+
+
+def is_device(frame: pd.DataFrame, device: str) -> pd.Series[bool]:
+    """Which rows are of this device."""
+    return frame["device"].eq(device).fillna(False).astype(bool)
+
+
+def card(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Each row's card by its name in harness/gpus.py: the simulated one, or the one that the driver's name stands for.
+
+    A row that ran out of memory does not know its GPU: it is the host's, where the other rows name only one.
+    """
+    named = frame["gpu_name"].where(~is_device(frame, "simulated"))
+    by_host = named.groupby(frame["host"])
+    named = named.fillna(by_host.transform("first").where(by_host.transform("nunique") == 1))
+    cards = {name: card.name for name in named.dropna().unique() if (card := find(str(name))) is not None}
+    return frame["simulated_gpu"].fillna(named.map(cards).astype("string"))
+
+
+def residuals(table: Table) -> pd.DataFrame:
+    """One row per configuration and component, and one with component `outcome` where either side ran out of memory.
+
+    Bytes; `relative` is the residual over the measured value. `repeats` were measured, `spread_bytes` apart. `settings`
+    says in words what distinguishes the configurations.
+    """
+    pairs = pair(table, *COMPONENTS, *VERSIONS)
+    ok = pairs["outcome_predicted"].eq("ok") & pairs["outcome_measured"].eq("ok")
+    found = pd.concat([_shared(pairs[ok]).join(_sizes(pairs[ok])), _shared(pairs[~ok]).assign(component=OUTCOME)])
+    rank = found["component"].map({name: n for n, name in enumerate((*COMPONENTS, OUTCOME))})
+    found = found.assign(rank=rank).reset_index().sort_values(["configuration", "rank"], ignore_index=True)
+    found.insert(1, "settings", _settings(found))
+    return found.drop(columns="rank")
+
+
+def _settings(found: pd.DataFrame) -> pd.Series[Any]:
+    names = ["gpu", "allocator", *(key for key in KEYS if key != "allocator_conf")]
+    cells = found.drop_duplicates("configuration").set_index("configuration")[names]
+    varying = [name for name in names if cells[name].nunique(dropna=False) > 1 and name != "seq_len"]
+    texts = []
+    for values in cells[["seq_len", *varying]].itertuples(index=False):
+        settings = {n: None if pd.isna(v) else v for n, v in zip(varying, values[1:], strict=True)}
+        texts.append(" · ".join([f"{values[0]:,} tokens", *([label(settings)] if settings else [])]))
+    return found["configuration"].map(pd.Series(texts, index=cells.index, dtype="string"))
+
+
+def _sizes(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Per configuration (the index) and component: both sides, how far apart."""
+    grouped = pairs.groupby("configuration")
+    predicted, measured = (grouped[[f"{c}_{side}" for c in COMPONENTS]] for side in ("predicted", "measured"))
+    wide = {
+        "predicted_bytes": predicted.first(),
+        "measured_bytes": measured.median().round(),
+        "spread_bytes": measured.max() - measured.min(),
+    }
+    long = (
+        pd.DataFrame(
+            {
+                name: frame.set_axis(COMPONENTS, axis=1).astype("Int64").stack(future_stack=True)
+                for name, frame in wide.items()
+            }
+        )
+        .rename_axis(["configuration", "component"])
+        .reset_index("component")
+    )
+    residual = long["predicted_bytes"] - long["measured_bytes"]
+    relative = (residual / long["measured_bytes"].where(long["measured_bytes"] > 0)).astype("Float64")
+    return long.assign(residual_bytes=residual, relative=relative)
+
+
+def _shared(pairs: pd.DataFrame) -> pd.DataFrame:
+    """What all components of a configuration share, by configuration."""
+    grouped = pairs.groupby("configuration")
+    first = grouped.first()
+    found = first[["gpu", *KEYS]].copy()
+    found["allocator"] = first["allocator_measured"]
+    for side in ("predicted", "measured"):
+        found[f"outcome_{side}"] = first[f"outcome_{side}"]
+    found["trial_id_predicted"] = first["trial_id_predicted"]
+    found["trial_ids_measured"] = grouped["trial_id_measured"].agg(lambda ids: " ".join(map(str, ids)))
+    found["repeats"] = grouped.size()
+    differ = pd.Series(False, index=found.index)
+    for name in VERSIONS:
+        for side in ("predicted", "measured"):
+            found[f"{name}_{side}"] = first[f"{name}_{side}"]
+        one, other = (_release(first[f"{name}_{side}"]) for side in ("predicted", "measured"))
+        differ |= (one != other).fillna(False).astype(bool)
+    found["versions_differ"] = differ
+    return found
+
+
+def _release(versions: pd.Series[Any]) -> pd.Series[Any]:
+    """2.13.0 of 2.13.0+cu128: which build it is does not matter."""
+    return versions.astype("string").str.replace(r"\+.*", "", regex=True)
+
+
+def summary(found: pd.DataFrame) -> pd.DataFrame:
+    """One row per component with a known relative residual: how many configurations, medians, the worst and where.
+
+    `median` is of the relative residuals, `median_size` of their absolute values.
+    """
+    lines = []
+    for name in COMPONENTS:
+        mine = found[(found["component"] == name) & found["relative"].notna()]
+        if mine.empty:
+            continue
+        relative = mine["relative"].to_numpy(float)
+        worst = mine.iloc[int(np.argmax(np.abs(relative)))]
+        lines.append(
+            {
+                "component": name,
+                "configurations": len(mine),
+                "median": float(np.median(relative)),
+                "median_size": float(np.median(np.abs(relative))),
+                "worst": float(worst["relative"]),
+                "worst_bytes": int(worst["residual_bytes"]),
+                "where": str(worst["settings"]),
+            }
+        )
+    columns = ["component", "configurations", "median", "median_size", "worst", "worst_bytes", "where"]
+    return pd.DataFrame(lines, columns=columns)

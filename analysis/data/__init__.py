@@ -1,0 +1,1 @@
+"""Rows in, rows out: reading, importing, exporting, and which rows belong together."""

@@ -1,0 +1,156 @@
+"""Rows of equal settings, which share a curve: what was asked for and what was found tell groups apart.
+
+Not covered: reading rows (load.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.load import EXTRA, Table, finished
+from vramsweep.harness.flags import CORRECTED
+from vramsweep.harness.row import SYSTEM
+from vramsweep.harness.techniques import AXES
+
+# What was asked for: known for every row, also where the worker died.
+ASKED = (
+    "foreign", "device", "model", "runner", "precision", "allocator", "allocator_conf", "micro_batch", "grad_accum",
+    "sharding", "world_size", "offload_optimizer", "offload_param", "zero_init", "ds_config", "versions",
+    *(axis.name for axis in AXES if axis.name != "precision"), "weights", "data", "protocol",
+)  # fmt: skip
+# What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
+FOUND = ("memory_source", *SYSTEM, "optimizer_effective")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of equal settings, as positions in their table. `settings` holds only what distinguishes the groups."""
+
+    settings: Mapping[str, Any]
+    source: pd.DataFrame = field(repr=False)
+    rows: np.ndarray[Any, np.dtype[np.int64]] = field(repr=False)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """All columns of the rows: a copy, made anew at each call."""
+        return self.source.iloc[self.rows]
+
+    def take(self, *columns: str) -> pd.DataFrame:
+        """Some columns of the rows."""
+        return self.source[list(columns)].iloc[self.rows]
+
+    @property
+    def resident(self) -> bool:
+        """Whether reserved is the resident set of a process on a CPU, which says little beside tensor bytes."""
+        return bool(self.take("memory_source")["memory_source"].eq("cpu_tensors_and_rss").any())
+
+    def ok(self, *columns: str, also: Sequence[str] = ()) -> pd.DataFrame:
+        """The rows that finished and have a value in each of `columns`; with trial ids and the columns of `also`."""
+        taken = self.take(*columns, *also, "trial_id")
+        return finished(taken, self.take("outcome")["outcome"]).dropna(subset=list(columns))
+
+    @property
+    def label(self) -> str:
+        """Short text for legends: only what varies."""
+        return label(self.settings)
+
+
+def groups(table: Table, x: str = "seq_len") -> list[Group]:
+    """Rows of equal settings, everything but `x`, seed and repeat; largest group first.
+
+    Simulated, measured and foreign rows, and rows whose counters mean different things, never share a group.
+    """
+    frame = table.frame
+    if frame.empty:
+        return []
+    codes = np.zeros(len(frame), dtype=np.int64)
+    keys: list[str] = []
+    codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name != x])
+    codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(EXTRA)])
+    filled = frame[list(FOUND)].copy()
+    filled["cpu_name"] = filled["cpu_name"].mask(frame["device"].isin(["cuda", "simulated"]).fillna(False))
+    for name in FOUND:
+        if filled[name].isna().any() and filled[name].notna().any():
+            by = filled[name].groupby(codes)
+            alone = by.transform("nunique") == 1
+            filled[name] = filled[name].where(filled[name].notna() | ~alone, by.transform("first"))
+    filled[CORRECTED] = _corrected(frame)
+    codes, keys = _split(filled, codes, keys, [*FOUND, CORRECTED])
+    order = np.argsort(codes, kind="stable")
+    starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
+    found = []
+    for rows in np.split(order, starts[1:]):
+        first = {key: (filled if key in filled else frame)[key].iloc[rows[0]] for key in keys}
+        settings = {
+            key: None if pd.isna(v) else v.item() if isinstance(v, np.generic) else v for key, v in first.items()
+        }
+        found.append(Group(settings, frame, rows))
+    return sorted(found, key=lambda group: -len(group.rows))
+
+
+def _corrected(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Which rows hold numbers that a later version corrects."""
+    flags = frame["flags"]
+    if not flags.notna().any():
+        return pd.Series(False, index=frame.index)
+    return flags.map(lambda of_row: CORRECTED in list(of_row), na_action="ignore").fillna(False).astype(bool)
+
+
+def _split(
+    frame: pd.DataFrame, codes: np.ndarray[Any, np.dtype[np.int64]], keys: list[str], names: list[str]
+) -> tuple[np.ndarray[Any, np.dtype[np.int64]], list[str]]:
+    """Split further by each column that distinguishes rows the keys so far do not."""
+    count = len(np.unique(codes))
+    for name in names:
+        values, _ = pd.factorize(frame[name], use_na_sentinel=True)
+        finer, uniques = pd.factorize(codes * (int(values.max(initial=-1)) + 2) + values + 1)
+        if len(uniques) > count:
+            codes, count, keys = finer.astype(np.int64), len(uniques), [*keys, name]
+    return codes, keys
+
+
+def whatever(groups: Sequence[Group], axis: str) -> list[Group]:
+    """The groups, but only the first of those that differ in `axis` alone (and in what follows from it)."""
+    first: dict[Any, Group] = {}
+    for group in groups:
+        settings = group.settings.items()
+        first.setdefault(frozenset((k, v) for k, v in settings if not k.removeprefix(EXTRA).startswith(axis)), group)
+    return list(first.values())
+
+
+def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
+    """The largest group and those that differ from it in `axes` only (and in what follows from them)."""
+    if not groups:
+        return []
+
+    def rest(group: Group) -> list[Any]:
+        return [v for k, v in group.settings.items() if not any(k == a or k.startswith(f"trial.{a}") for a in axes)]
+
+    return [group for group in groups if rest(group) == rest(groups[0])]
+
+
+def label(settings: Mapping[str, Any]) -> str:
+    """`micro_batch 4 · expandable` : values that speak for themselves go without their name."""
+    plain = {
+        "model", "precision", "allocator", "runner", "device", "trial.device.gpu", "gpu_name", "cpu_name",
+        "memory_source", "foreign",
+    }  # fmt: skip
+    parts = []
+    for key, value in settings.items():
+        name = key.removeprefix(EXTRA).replace("_", " ")
+        if value is None:
+            parts.append(f"no {name}")
+        elif isinstance(value, bool | np.bool_):
+            parts.append(name if value else f"no {name}")
+        elif key == "sharding":
+            parts.append("no sharding" if value == "none" else str(value))
+        elif key in plain:
+            parts.append(str(value))
+        else:
+            parts.append(f"{name.removeprefix('micro ')} {value}")
+    return " · ".join(parts) or "all rows"

@@ -1,0 +1,449 @@
+"""Every figure of the report, in one look: plotly, colour-blind safe, markers too, labels at the lines.
+
+A builder takes rows or fits and returns a Figure, or None where the rows do not hold what it shows. With each figure
+goes the data that it shows, with the trial ids of its source rows. Colours are Okabe and Ito's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import plotly.io
+
+from vramsweep.analysis.data.groups import Group, label, others_equal
+from vramsweep.analysis.data.metrics import GIB, MIB
+from vramsweep.analysis.model.curves import Array
+from vramsweep.analysis.model.fit import Fit
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+GREY = "#7f7f7f"
+MOST = len(COLOURS)
+WORLD = "world"  # the annotation that says what kind of rows a figure shows
+Box = tuple[float, float, float, float]
+POINTS = 1500  # more points in one trace than this cannot be told apart, and make a browser slow
+BLOG = (800, 460)
+COLUMN = (420, 280)  # 3.5 in wide at 120 px/in, so that 11 px text prints at 6.6 pt; and the legend below
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawn figure: file name, title, what it shows in a sentence, the plot and the data behind it."""
+
+    name: str
+    title: str
+    caption: str
+    plot: go.Figure = field(repr=False)
+    data: pd.DataFrame = field(repr=False)
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a line ends, for its label: position on the axes, name, colour."""
+
+    x: float
+    y: float
+    name: str
+    colour: str
+
+
+def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[Group], str]:
+    """At most six groups that can be read in one figure, and which these are when there are more.
+
+    With too many, the largest group and those that differ from it in one setting of `prefer` only (else in any one).
+    """
+    if len(groups) <= MOST:
+        return list(groups), ""
+    base = groups[0]
+
+    def differs(group: Group) -> list[str]:
+        return [key for key, value in group.settings.items() if value != base.settings.get(key)]
+
+    near = [g for g in groups[1:] if len(differs(g)) == 1]
+    near.sort(key=lambda g: (differs(g)[0] not in prefer, -len(g.rows)))
+    shown = [base, *near[: MOST - 1]]
+    return (
+        shown,
+        f"{len(shown)} of {len(groups):,} groups: {base.label}, and groups that differ from it in one setting.",
+    )
+
+
+def names(groups: Sequence[Group]) -> list[str]:
+    """Labels of groups that stand in one figure: only what differs between these."""
+    shared = _shared(groups)
+    return [label({k: v for k, v in group.settings.items() if k not in shared}) for group in groups]
+
+
+def _shared(groups: Sequence[Group]) -> dict[str, Any]:
+    first = groups[0].settings
+    return {k: v for k, v in first.items() if all(g.settings.get(k) == v for g in groups)}
+
+
+def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
+    """Peak allocated (else active) and reserved memory against length, with the chosen fit and its band."""
+    known = [g for g in groups if any(f.label == g.label and f.metric.memory for f in fits)]
+    shown = known if len(known) <= 3 else others_equal(known, ("micro_batch",))[:4]
+    if not shown:
+        return None
+    note = ""
+    if len(shown) < len(known):
+        note = f"{len(shown)} of {len(known):,} groups, all with {label(_shared(shown))}; others are in rows.csv."
+    unit, called = axis_unit(_largest(fits, shown))
+    plot = new_plot("sequence length (tokens)", f"peak memory ({called})")
+    data: list[pd.DataFrame] = []
+    ends: list[End] = []
+    reach: list[float] = []
+    for number, (group, which) in enumerate(zip(shown, names(shown), strict=True)):
+        own = {fit.metric.column: fit for fit in fits if fit.label == group.label}
+        first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
+        reserved = None if group.resident else own.get("peak_reserved_bytes")
+        for fit, solid in ((first, True), (reserved, False)):
+            if fit is None:
+                continue
+            name = fit.metric.label.removeprefix("peak ")
+            name = f"{name}, {which}" if len(shown) > 1 else name
+            colour = number if solid or len(shown) > 1 else number + 1  # alone, the two curves get a colour each
+            data.append(_fitted(plot, fit, colour, name, solid, unit, band=len(shown) <= 3))
+            ends.append(End(fit.range[1], _end(fit) / unit, name, COLOURS[colour]))
+            reach += [float(fit.points.y.min()) / unit, float(fit.points.y.max()) / unit]
+    if not data:
+        return None
+    finish(plot, ends, reach)
+    caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Open markers and dashes: reserved."
+    if all(group.resident for group in shown):
+        caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Live tensor bytes on a CPU."
+    title = "Peak memory against sequence length"
+    return Figure("memory_by_length", title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))
+
+
+def allocators(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
+    """Peak reserved memory against length, one line per allocator, everything else equal."""
+    having = {fit.label: fit for fit in fits if fit.metric.column == "peak_reserved_bytes"}
+    shown = [group for group in others_equal(groups, ("allocator",))[:MOST] if group.label in having]
+    if len(shown) < 2:
+        return None
+    unit, called = axis_unit(_largest(fits, shown))
+    plot = new_plot("sequence length (tokens)", f"peak reserved memory ({called})")
+    data, ends, reach = [], [], []
+    for number, group in enumerate(shown):
+        fit, name = having[group.label], str(group.settings.get("allocator"))
+        data.append(_fitted(plot, fit, number, name, True, unit, band=len(shown) <= 3))
+        ends.append(End(fit.range[1], _end(fit) / unit, name, COLOURS[number]))
+        reach += [float(fit.points.y.min()) / unit, float(fit.points.y.max()) / unit]
+    finish(plot, ends, reach)
+    caption = sentence(
+        "Points: rows; lines: chosen fit; bands: 95 % interval of the curve.", _without(shown[0], "allocator")
+    )
+    return Figure("allocators", "Allocators compared", caption, plot, pd.concat(data, ignore_index=True))
+
+
+def _without(group: Group, axis: str) -> str:
+    rest = {k: v for k, v in group.settings.items() if not k.removeprefix("trial.").startswith(axis)}
+    return f"All with {label(rest)}." if rest else ""
+
+
+def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
+    """Tokens per second against length; the curve is tokens per step over the fitted step time."""
+    having = {fit.label: fit for fit in fits if fit.metric.column == "step_median_s" and fit.samples_per_step}
+    shown, note = baseline([g for g in groups if g.label in having], ("precision", "micro_batch"))
+    if not shown:
+        return None
+    plot = new_plot("sequence length (tokens)", "throughput (tokens/s)")
+    data, ends, reach = [], [], [0.0]
+    for number, (group, name) in enumerate(zip(shown, names(shown), strict=True)):
+        fit = having[group.label]
+        rows = group.ok("tokens_per_s", "seq_len").sort_values("seq_len")
+        x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
+        at = thin(x, y)
+        ids = rows["trial_id"].astype(str).to_numpy()[at]
+        grid = np.linspace(max(fit.range[0], 1), fit.range[1], 160)
+        predicted, tokens = fit.predict(grid), grid * (fit.samples_per_step or 1)
+        if len(shown) <= 3:
+            _add_band(plot, grid, tokens / predicted.high, tokens / predicted.low, COLOURS[number])
+        _add_points(plot, x[at], y[at], ids, COLOURS[number], MARKERS[number], name)
+        curve = tokens / predicted.value
+        _add_curve(plot, grid, curve, COLOURS[number], "solid", name)
+        ends.append(End(fit.range[1], float(curve[-1]), name, COLOURS[number]))
+        reach += [float(y.max())]
+        data.append(pd.DataFrame({"group": group.label, "seq_len": x[at], "tokens_per_s": y[at], "trial_id": ids}))
+    finish(plot, ends if len(shown) > 1 else [], reach)
+    caption = "Points: rows; lines: tokens per step over the fitted step time; bands: its 95 % interval."
+    title = "Throughput against sequence length"
+    return Figure("throughput", title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))
+
+
+def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int, band: bool) -> pd.DataFrame:
+    """Draw one fit of memory: points, line and band; return what was drawn."""
+    colour, points = COLOURS[number], fit.points
+    at = thin(points.x, points.y)
+    ids = np.array(points.ids, dtype=object)[at]
+    x = np.linspace(*fit.range, 160)
+    modulus = fit.chosen.model.modulus
+    if modulus:  # a line for the lengths that are not aligned, and one for those that are, instead of a comb
+        x = np.unique(np.floor(x))
+    for part in [x] if not modulus else [x[x % modulus != 0], np.unique(x - x % modulus)[1:]]:
+        predicted = fit.predict(part)
+        if band:
+            _add_band(plot, part, predicted.low / unit, predicted.high / unit, colour)
+        _add_curve(plot, part, predicted.value / unit, colour, "solid" if solid else "dash", name)
+    _add_points(plot, points.x[at], points.y[at] / unit, ids, colour, MARKERS[number] + "-open" * (not solid), name)
+    return pd.DataFrame(
+        {
+            "group": fit.label,
+            "metric": fit.metric.column,
+            "seq_len": points.x[at],
+            "value": points.y[at],
+            "fitted": fit.chosen.model.predict(points.x[at]),
+            "model": fit.chosen.model.name,
+            "trial_id": ids,
+        }
+    )
+
+
+def _add_band(plot: Any, x: Array, low: Array, high: Array, colour: str) -> None:
+    plot.add_scatter(
+        x=[*x, *x[::-1]], y=[*high, *low[::-1]], fill="toself", mode="lines", line={"width": 0}, hoverinfo="skip",
+        fillcolor=faint(colour), showlegend=False,
+    )  # fmt: skip
+
+
+def _add_points(plot: Any, x: Array, y: Array, ids: Any, colour: str, symbol: str, name: str) -> None:
+    size, opacity = (7, 1.0) if len(x) <= 100 else (4, 0.55)
+    plot.add_scatter(
+        x=x, y=y, mode="markers", name=escape(name), customdata=ids, legendgroup=name,
+        marker={"color": colour, "symbol": symbol, "size": size, "opacity": opacity},
+        hovertemplate="%{x:,} tokens: %{y:,.4~g}<br>trial %{customdata}<extra>" + escape(name) + "</extra>",
+    )  # fmt: skip
+
+
+def _add_curve(plot: Any, x: Array, y: Array, colour: str, dash: str, name: str) -> None:
+    plot.add_scatter(
+        x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=False,
+        line={"color": colour, "width": 2, "dash": dash},
+    )  # fmt: skip
+
+
+def axis_unit(largest: float) -> tuple[int, str]:
+    """The unit in which sizes up to `largest` bytes are drawn: its bytes and its name."""
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+
+
+def _largest(fits: Sequence[Fit], groups: Sequence[Group]) -> float:
+    """The largest memory that any of the groups was measured at."""
+    labels = {group.label for group in groups}
+    return max(float(fit.points.y.max()) for fit in fits if fit.label in labels and fit.metric.memory)
+
+
+def _end(fit: Fit) -> float:
+    """Where the fitted line ends."""
+    return float(fit.predict(np.array([fit.range[1]])).value[0])
+
+
+def thin(x: Array, y: Array, most: int = POINTS) -> Any:
+    """Indices of at most about `most` points that keep the picture: evenly spaced, and each stretch's extremes."""
+    if len(x) <= most:
+        return np.arange(len(x))
+    keep = {0, len(x) - 1}
+    for part in np.array_split(np.arange(len(x)), most // 3):
+        keep |= {int(part[0]), int(part[np.argmin(y[part])]), int(part[np.argmax(y[part])])}
+    return np.array(sorted(keep))
+
+
+def escape(text: str) -> str:
+    """Text for plotly, which reads a subset of HTML."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def faint(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.18)"
+
+
+def sentence(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
+def new_plot(x_title: str, y_title: str) -> go.Figure:
+    axis = {"showline": True, "linecolor": GREY, "gridcolor": "rgba(127,127,127,0.25)", "zeroline": False,
+            "ticks": "outside", "tickcolor": GREY, "automargin": True}  # fmt: skip
+    return go.Figure(
+        layout={
+            "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#555"},
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "margin": {"l": 64, "r": 16, "t": 16, "b": 52},
+            "xaxis": {**axis, "title": {"text": x_title}, "tickformat": ",~d"},
+            "yaxis": {**axis, "title": {"text": y_title}, "tickformat": ",~g"},
+            "showlegend": False,
+            "legend": {
+                "orientation": "h",
+                "yref": "container",
+                "y": 0,
+                "yanchor": "bottom",
+                "x": 0,
+                "tracegroupgap": 0,
+            },
+            "hovermode": "closest",
+        }
+    )
+
+
+def finish(plot: Any, ends: Sequence[End], reach: Sequence[float]) -> None:
+    """Set the y range (from zero unless that wastes half of it) and put each label at the end of its line."""
+    low, high = min(reach), max(reach)
+    low = 0.0 if low < 0.5 * high else low - 0.08 * (high - low)
+    high += 0.06 * (high - low) or 1.0
+    plot.update_yaxes(range=[low, high])
+    if not ends:
+        return
+    drawn = [x for x, _ in _numbers(plot)] or [end.x for end in ends]
+    first, last = min(drawn), max(drawn)
+    span = (last - first) or 1.0
+    widths = [7.0 * len(short(end.name)) for end in ends]
+    rooms = [(last - end.x) / span * 460 for end in ends]
+    right = min(260.0, max(16.0, *(24 + width - room for width, room in zip(widths, rooms, strict=True))))
+    across, up = (BLOG[0] - 64 - right) / (1.06 * span), (BLOG[1] - 68) / (high - low)
+    points = np.array(_numbers(plot)).reshape(-1, 2) * [across, up]
+    taken = np.hstack([points - 4, points + 4])
+    for end, width in sorted(zip(ends, widths, strict=True), key=lambda pair: -pair[0].y):
+        x, y = end.x * across, min(end.y * up, high * up - 9)
+        places = [(x + 8, y + 16 * k) for k in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6)] + [(x - width - 8, y)]
+        boxes = [(left, at - 7, left + width, at + 7) for left, at in places if low * up + 8 < at < high * up]
+        free = [box for box in boxes if not _overlaps(box, taken)]
+        box = (free or boxes)[0]
+        taken = np.vstack([taken, box])
+        plot.add_annotation(
+            x=end.x, y=(box[1] + 7) / up, text=escape(short(end.name)), font={"color": end.colour}, showarrow=False,
+            xanchor="left", yanchor="middle", name="direct", align="left", xshift=round(box[0] - x),
+        )  # fmt: skip
+    if any(isinstance(x, float | int | np.number) for trace in plot.data for x in trace.x[:1]):
+        plot.update_xaxes(range=[first - 0.03 * span, last + 0.03 * span])
+    plot.update_layout(margin={"r": round(right)})
+
+
+def _numbers(plot: Any, most: int = 200) -> list[tuple[float, float]]:
+    """Positions of what is drawn, thinned; categories count from 0."""
+    found = []
+    for trace in plot.data:
+        x = trace.x if not isinstance(trace.x[0], str) else range(len(trace.x))
+        keep = np.unique(np.linspace(0, len(x) - 1, min(len(x), most)).astype(int))
+        found += [(float(x[i]), float(trace.y[i])) for i in keep]
+    return found
+
+
+def _overlaps(box: Box, others: Array) -> bool:
+    """Whether a box (left, bottom, right, top) overlaps any of the others, shape (n, 4)."""
+    left, bottom, right, top = others.T
+    return bool(np.any((box[0] < right) & (left < box[2]) & (box[1] < top) & (bottom < box[3])))
+
+
+def short(name: str, most: int = 34) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def of_world(figure: Figure, world: str, alone: bool) -> Figure:
+    """The figure with what kind its rows are of (predicted, measured on cuda, from a foreign file) written on it.
+
+    The file's name says it too unless there are no others.
+    """
+    name = re.sub(r"[^a-z0-9]+", "_", f"{figure.name} {world}".lower()).strip("_")
+    plot = go.Figure(figure.plot)
+    plot.add_annotation(
+        text=escape(world), showarrow=False, xref="paper", yref="paper", x=0, y=1, xanchor="left", yanchor="bottom",
+        font={"size": 12, "color": GREY}, name=WORLD,
+    )  # fmt: skip
+    plot.update_layout(margin={"t": 28})
+    return replace(figure, name=figure.name if alone else name, title=f"{figure.title}, {world}", plot=plot)
+
+
+def column_width(plot: go.Figure) -> go.Figure:
+    """The figure for one column of a paper: a legend below instead of labels at the side, dark text."""
+    small = go.Figure(plot)
+    labels = [a for a in small.layout.annotations if a.name == "direct"]
+    small.layout.annotations = [a for a in small.layout.annotations if a.name != "direct"]
+    small.update_layout(
+        showlegend=bool(labels) or bool(plot.layout.showlegend),
+        legend={"yref": "container", "y": 0, "yanchor": "bottom"},
+        margin={"l": 50, "r": 10, "t": 24 if any(a.name == WORLD for a in small.layout.annotations) else 10, "b": 44},
+        font={"size": 11, "color": "#000"},
+    )
+    return small
+
+
+def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) -> list[str]:
+    """Write `<name>.html`, `<name>.csv` and the static formats; the HTML files share one plotly.min.js.
+
+    Returns notes: one line saying what to install when there is no browser for the static formats.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in figures:
+        figure.data.to_csv(folder / f"{figure.name}.csv", index=False)
+        page = go.Figure(figure.plot).update_layout(
+            title={"text": figure.title}, margin={"t": 56}, paper_bgcolor="#fff"
+        )
+        page.write_html(folder / f"{figure.name}.html", include_plotlyjs="directory", config={"displaylogo": False})
+    return images(figures, folder, formats) if formats and figures else []
+
+
+def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> list[str]:
+    """PNG and SVG at blog width, PDF at column width, all in one browser session; returns notes."""
+    plots: list[go.Figure] = []
+    files: list[Path] = []
+    sizes: list[tuple[int, int]] = []
+    for figure in figures:
+        for kind in formats:
+            small = kind == "pdf"
+            plot: Any = (
+                column_width(figure.plot) if small else go.Figure(figure.plot).update_layout(paper_bgcolor="#fff")
+            )
+            plots.append(plot)
+            names = [str(trace.name) for trace in plot.data if plot.layout.showlegend and trace.showlegend is not False]
+            lines = len(names) if any(len(name) > 22 for name in names) else (len(names) + 1) // 2
+            files.append(folder / f"{figure.name}.{kind}")
+            sizes.append((COLUMN[0], COLUMN[1] + 17 * lines) if small else BLOG)
+    try:
+        write_images: Any = getattr(plotly.io, "write_images")  # noqa: B009 (not in the stubs yet)
+        write_images(
+            plots, files, width=[w for w, _ in sizes], height=[h for _, h in sizes],
+            scale=[2 if file.suffix == ".png" else 1 for file in files],
+        )  # fmt: skip
+    except (RuntimeError, OSError) as error:  # no browser, or one that does not start
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return [
+            f"no {'/'.join(formats)} figures ({reason[:120]}): install Chromium, for example apt-get install chromium"
+        ]
+    return []
+
+
+def plotly_script() -> str:
+    """The whole plotly.js, to be embedded once in a page."""
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def as_div(figure: Figure, number: int) -> str:
+    """The figure as an HTML fragment without the plotly script."""
+    return str(
+        plotly.io.to_html(
+            figure.plot,
+            include_plotlyjs=False,
+            full_html=False,
+            div_id=f"figure-{number}",
+            default_height=f"{BLOG[1]}px",
+            config={"displaylogo": False, "responsive": True},
+        )
+    )
+
+
+def of_fits(fits: Sequence[Fit], groups: Sequence[Group]) -> list[Figure]:
+    """The figures that show fits, in reading order."""
+    drawn = [memory_by_length(fits, groups), allocators(fits, groups), throughput(fits, groups)]
+    return [figure for figure in drawn if figure is not None]

@@ -1,0 +1,82 @@
+"""The only figures that show predictions beside measurements: one against the other, and how far apart they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.compare.residuals import COMPONENTS
+from vramsweep.analysis.compare.residuals_words import HEADLINES, name_of, percent
+from vramsweep.analysis.data.metrics import GIB
+from vramsweep.analysis.figures.plots import COLOURS, GREY, MARKERS, POINTS, Figure, faint, new_plot, thin
+
+
+def of_residuals(found: pd.DataFrame) -> list[Figure]:
+    """The figures that these residuals allow, in reading order."""
+    return [figure for figure in (predicted_against_measured(found), residuals(found)) if figure is not None]
+
+
+def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
+    """Predicted over measured peak allocated and reserved, one point a configuration."""
+    known = found[found["component"].isin(HEADLINES)].dropna(subset=["predicted_bytes", "measured_bytes"])
+    if known.empty:
+        return None
+    top = float(known[["predicted_bytes", "measured_bytes"]].max().max()) / GIB * 1.05
+    plot = new_plot("measured peak (GiB)", "predicted peak (GiB)")
+    plot.add_scatter(
+        x=[0, top], y=[0, top], mode="lines", line={"color": GREY, "dash": "dot"}, hoverinfo="skip", showlegend=False
+    )
+    parts = []
+    for number, component in enumerate(HEADLINES):
+        mine = known[known["component"] == component].sort_values("measured_bytes")
+        if mine.empty:
+            continue
+        measured, predicted = (mine[f"{side}_bytes"].to_numpy(float) / GIB for side in ("measured", "predicted"))
+        at = thin(measured, predicted)
+        kind = name_of(component).removeprefix("peak ")
+        plot.add_scatter(
+            x=measured[at], y=predicted[at], mode="markers", name=kind, customdata=mine["settings"].to_numpy()[at],
+            marker={"color": COLOURS[number], "symbol": MARKERS[number] + "-open" * number, "size": 8},
+            hovertemplate="%{customdata}<br>measured %{x:.3~f}, predicted %{y:.3~f} GiB<extra>" + kind + "</extra>",
+        )  # fmt: skip
+        size = percent(float(mine["relative"].abs().median())).removeprefix("+")
+        parts.append(f"{kind} {size} off in the median ({len(mine):,} configurations)")
+    plot.update_xaxes(range=[0, top], tickformat=",~g")
+    plot.update_yaxes(range=[0, top])
+    plot.update_layout(showlegend=True, legend={"yref": "paper", "y": 1.02, "yanchor": "bottom"})
+    caption = f"Equal settings on the same card; {', '.join(parts)}. Dotted: equality."
+    return Figure("predicted_against_measured", "Predicted against measured", caption, plot, known)
+
+
+def residuals(found: pd.DataFrame) -> Figure | None:
+    """The relative residuals of each component: a box over all configurations, and the configurations as points."""
+    known = found[found["relative"].notna()]
+    names = [name for name in COMPONENTS if (known["component"] == name).any()]
+    if not names:
+        return None
+    plot = new_plot("residual (% of measured)", "component (bytes)")
+    plot.add_vline(x=0, line={"color": GREY, "dash": "dot"})
+    random = np.random.default_rng(0)  # the height of a point within its line means nothing
+    for number, component in enumerate(names):
+        mine = known[known["component"] == component].sort_values("relative")
+        x = 100 * mine["relative"].to_numpy(float)
+        low, first, middle, third, high = np.percentile(x, [5, 25, 50, 75, 95])
+        if len(x) > 4:
+            plot.add_box(
+                y=[number], lowerfence=[low], q1=[first], median=[middle], q3=[third], upperfence=[high],
+                orientation="h", width=0.6, fillcolor=faint(COLOURS[0]), line={"color": COLOURS[0], "width": 1.5},
+                hoverinfo="skip",
+            )  # fmt: skip
+        at = thin(np.arange(len(x), dtype=float), x, POINTS // len(COMPONENTS))
+        plot.add_scatter(
+            x=x[at], y=number + random.uniform(-0.2, 0.2, len(at)), mode="markers",
+            customdata=mine["settings"].to_numpy()[at], marker={"color": COLOURS[1], "size": 5, "opacity": 0.7},
+            hovertemplate="%{customdata}: %{x:+.3~f} %<extra>" + name_of(component) + "</extra>",
+        )  # fmt: skip
+    texts = [name_of(name) for name in names]
+    plot.update_yaxes(tickvals=list(range(len(names))), ticktext=texts, range=[len(names) - 0.5, -0.5])
+    plot.update_xaxes(tickformat=",~g")
+    caption = (
+        "Predicted − measured. Points: configurations; boxes: quartiles and median, whiskers: 5th to 95th percentile."
+    )
+    return Figure("residuals", "Predictions' residuals by component", caption, plot, known)

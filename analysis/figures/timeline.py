@@ -1,0 +1,202 @@
+"""The figure of a step's timeline: what is held from event to event, stacked by what it is for, and its peak.
+
+The data is that of `vramsweep timeline --json` (harness/timeline.py, runners/timeline.py), sizes there in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.metrics import MIB
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.plots import Figure, axis_unit, escape, new_plot, sentence
+
+# From the ground up: what stays through a step first. Okabe and Ito's colours, and greys for what nobody asked for.
+PARTS = {
+    "parameters": "#0072B2",
+    "buffers": "#F0E442",
+    "optimizer_state": "#009E73",
+    "gradients": "#E69F00",
+    "communication": "#CC79A7",
+    "activations": "#D55E00",
+    "temporaries": "#56B4E9",
+    "workspaces": "#999933",
+    "rounding": "#BBBBBB",
+}
+RESERVED = "#7f7f7f"
+HEADROOM = 1.3  # of the y axis above what is drawn, for the names of phases and the peak
+_WIDTH = 300  # px of the plot in one column of a paper, where names of phases must not overlap
+
+
+def of_timelines(records: Sequence[Mapping[str, Any]]) -> list[tuple[Figure, pd.DataFrame]]:
+    """The figure of each record and the table of what holds its peak."""
+    return [(of_timeline(record), held(record)) for record in records]
+
+
+def of_timeline(record: Mapping[str, Any]) -> Figure:
+    """One step: areas by category that sum to allocated, reserved above, phases, limit, peak."""
+    data, told = record["timeline"], label(record["about"])
+    peak, failure, limit = data["peak"], data["failure"], data["limit"]
+    event = np.array(data["event"])
+    reserved = np.array(data["reserved"])
+    reach = float(reserved.max())
+    limited = limit is not None and (failure is not None or reach > limit / 2)
+    reach = max(reach, limit) if limited else reach
+    unit, called = axis_unit(reach)
+    said = "%{y:,.4f} GiB" if unit > MIB else "%{y:,.2f} MiB"
+    plot = new_plot("allocation or free, in order (not in time)", f"memory ({called})")
+    for name, colour in PARTS.items():
+        sizes = np.array(data["parts"][name])
+        if sizes.any():
+            thin = float(sizes.max()) < reach / 300  # too thin to be looked for
+            plot.add_scatter(
+                x=event, y=sizes / unit, name=name.replace("_", " "), stackgroup="held", mode="lines",
+                line={"width": 0 if thin else 0.8, "shape": "hv", "color": colour}, fillcolor=colour,
+                showlegend=not thin, hovertemplate=said,
+            )  # fmt: skip
+    plot.add_scatter(
+        x=event, y=np.array(data["allocated"]) / unit, name="allocated", mode="lines", showlegend=False,
+        line={"width": 0, "shape": "hv", "color": "rgba(0,0,0,0)"}, hovertemplate=said,
+    )  # fmt: skip
+    plot.add_scatter(
+        x=event, y=reserved / unit, name="reserved", mode="lines",
+        line={"width": 2, "shape": "hv", "color": RESERVED}, hovertemplate=said,
+    )  # fmt: skip
+    top = reach * HEADROOM / unit
+    plot.update_yaxes(range=[0, top])
+    plot.update_xaxes(range=[0, max(data["events"], 1)])
+    plot.update_layout(showlegend=True, hovermode="x unified", legend={"traceorder": "normal"})
+    _phases(plot, data["phases"], data["events"])
+    right = peak["event"] > data["events"] / 2
+    plot.add_scatter(
+        x=[peak["event"]], y=[peak["allocated"] / unit], mode="markers", name="peak", showlegend=False,
+        hoverinfo="skip", marker={"color": "#fff", "size": 8, "line": {"color": "#000", "width": 2}},
+    )  # fmt: skip
+    words = f"<b>peak {peak['allocated'] / MIB:,.0f} MiB</b> in {escape(peak['phase'])}"
+    plot.add_annotation(
+        x=peak["event"], y=peak["allocated"] / unit, ax=-14 if right else 14, ay=max(reach / unit * 1.07, 0), ayref="y",
+        text=words, xanchor="right" if right else "left", arrowcolor="#555", arrowwidth=1.2, arrowhead=0,
+        standoff=5, name="peak",
+    )  # fmt: skip
+    if limited:
+        _limit(plot, limit, failure, unit, right, below=float(reserved.max()) > limit)
+    figure = Figure(
+        name=f"timeline_{record['trial_id']}",
+        title=f"Memory over {_step(data)}: {told}",
+        caption=_caption(data, limited),
+        plot=plot,
+        data=_frame(record),
+    )
+    drawn = plots.of_world(figure, "predicted", alone=True)
+    drawn.plot.update_layout(margin={"t": 28})
+    return drawn
+
+
+def label(about: Mapping[str, Any]) -> str:
+    """What the timeline is of, in words."""
+    many = [f"{about['sharding']} on {about['world_size']} GPUs"] if about["world_size"] > 1 else []
+    setting = [] if about["allocator"] == "default" else [f"allocator {about['allocator']}"]
+    size = f"{about['seq_len']:,} tokens × {about['micro_batch']:,}"
+    return ", ".join([about["model"], size, about["precision"], about["runner"], *many, *setting, about["gpu"]])
+
+
+def held(record: Mapping[str, Any]) -> pd.DataFrame:
+    """What holds the peak: text cells, the largest storages first, those of several layers in one row."""
+    peak = record["timeline"]["peak"]
+    rows = []
+    for one in peak["alike"]:
+        own, count = one["held"], one["count"]
+        rows.append(
+            {
+                "MiB in all": f"{own['bytes'] * count / MIB:,.1f}",
+                "storages": f"{count:,} × {own['bytes'] / MIB:,.1f}" if count > 1 else "1",
+                "category": own["category"].replace("_", " "),
+                "module": own["module"] or "–",
+                "operator": own["operator"],
+                "made in": own["phase"] if own["step"] is None else f"step {own['step'] + 1}, {own['phase']}",
+            }
+        )
+    shown = sum(one["held"]["bytes"] * one["count"] for one in peak["alike"])
+    count = len(peak["largest"]) + peak["rest_count"] - sum(one["count"] for one in peak["alike"])
+    rest = peak["allocated"] - peak["rounding"] - shown
+    blank = {"category": "", "module": "", "operator": "", "made in": ""}
+    rows.append({"MiB in all": f"{rest / MIB:,.1f}", "storages": f"{count:,} others", **blank})
+    rows.append({"MiB in all": f"{peak['rounding'] / MIB:,.1f}", "storages": "rounding", **blank})
+    return pd.DataFrame(rows)
+
+
+def _phases(plot: Any, phases: Sequence[Mapping[str, Any]], events: int) -> None:
+    """Bands and names; a name that has no room beside the one before stands a line lower."""
+    ends = [0.0, 0.0]
+    many = len(phases) > 9
+    for number, phase in enumerate(phases):
+        if number % 2:
+            plot.add_vrect(
+                x0=phase["begin"], x1=phase["end"], fillcolor="rgba(127,127,127,0.13)", line_width=0, layer="below"
+            )
+        if number:
+            plot.add_vline(x=phase["begin"], line={"color": "rgba(127,127,127,0.6)", "width": 1, "dash": "dot"})
+        if many and phase["phase"] in {earlier["phase"] for earlier in phases[:number]}:
+            continue
+        width = 6.6 * len(phase["phase"]) + 6
+        begin = min(phase["begin"] / max(events, 1) * _WIDTH, _WIDTH - width)
+        line = 0 if begin >= ends[0] else 1
+        ends[line] = begin + width
+        last = phase["begin"] / max(events, 1) * _WIDTH > _WIDTH - width
+        plot.add_annotation(
+            x=1 if last else phase["begin"], xref="paper" if last else "x", y=1, yref="paper", yshift=-15 * line,
+            text=escape(phase["phase"]), showarrow=False, xanchor="right" if last else "left", yanchor="top",
+            font={"size": 12}, name="phase", borderpad=2,
+        )  # fmt: skip
+
+
+def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, peak_right: bool, below: bool) -> None:
+    """The line, its name where the peak is not and where reserved does not cross it, and where a request fails."""
+    plot.add_hline(y=limit / unit, line={"dash": "dash", "color": "#555", "width": 1.5})
+    plot.add_annotation(
+        x=0 if peak_right else 1, xref="paper", y=limit / unit, text=f"limit {limit / MIB:,.0f} MiB", showarrow=False,
+        xanchor="left" if peak_right else "right", yanchor="top" if below else "bottom", font={"size": 12},
+        name="limit",
+    )  # fmt: skip
+    if failure is None:
+        return
+    plot.add_scatter(
+        x=[failure["event"]], y=[limit / unit], mode="markers", name="out of memory", hoverinfo="skip",
+        marker={"symbol": "x", "size": 11, "color": "#000", "line": {"color": "#fff", "width": 1}},
+    )  # fmt: skip
+
+
+def _step(data: Mapping[str, Any]) -> str:
+    return "loading" if data["step"] is None else "a step"
+
+
+def _caption(data: Mapping[str, Any], limited: bool) -> str:
+    peak, failure, limit = data["peak"], data["failure"], data["limit"]
+    step = "Loading" if data["step"] is None else f"Step {data['step'] + 1}"
+    what = f"{step} as a replay of its {data['events']:,} allocations and frees, predicted without a GPU. The areas "
+    what += "sum to what is allocated; one too thin to be seen is only told on hovering."
+    most = f"Most reserved in it: {data['peak_reserved'] / MIB:,.0f} MiB."
+    beyond = "" if limited or limit is None else f"The card's limit is {limit / MIB:,.0f} MiB, above the figure."
+    full = ""
+    if failure is not None:
+        full = (
+            f"Memory runs out in {failure['phase']}, at a request of {failure['request'] / MIB:,.1f} MiB (×): from "
+            "there on this is a run without a limit."
+        )
+    top = peak["alike"][0]["held"] if peak["alike"] else None
+    largest = "" if top is None else f"Largest at the peak: {top['bytes'] / MIB:,.1f} MiB of {_named(top)}."
+    return sentence(what, most, beyond, full, largest)
+
+
+def _named(held: Mapping[str, Any]) -> str:
+    return " ".join(filter(None, (held["module"], f"({held['operator']})" if held["operator"] else "")))
+
+
+def _frame(record: Mapping[str, Any]) -> pd.DataFrame:
+    data = record["timeline"]
+    columns = {name: data[name] for name in ("event", "allocated", "active", "reserved")} | data["parts"]
+    return pd.DataFrame(columns).assign(trial_id=record["trial_id"])

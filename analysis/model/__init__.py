@@ -1,0 +1,1 @@
+"""How memory and time depend on length and batch: curves, their choice, intervals, and what fits."""

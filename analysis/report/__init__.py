@@ -1,0 +1,1 @@
+"""What people read: findings, tables, the page, the paper's folder."""

@@ -1,0 +1,141 @@
+"""Everything that a report or a paper folder shows, computed once from a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from vramsweep.analysis.answers.registry import Answered, answered
+from vramsweep.analysis.answers.what_if import what_if_tables
+from vramsweep.analysis.compare import residuals_words
+from vramsweep.analysis.compare.calibrate import calibrate, calibrated
+from vramsweep.analysis.compare.residuals import residuals
+from vramsweep.analysis.data.groups import groups
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.figures import plots, rows, timelines
+from vramsweep.analysis.figures import residuals as figures_residuals
+from vramsweep.analysis.model import words
+from vramsweep.analysis.model.fit import Fit, fit_table
+from vramsweep.analysis.model.frontier import Limit, frontier
+from vramsweep.analysis.report import findings, tables
+
+FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
+SHOWN = 200  # groups that figures, findings and warnings look at
+PREDICTED = "predicted"
+LENGTHS = 12_000  # over all fitted groups, for the same reason
+
+
+@dataclass(frozen=True)
+class Content:
+    """Data of one report. `tables` are (title, file name, frame of text cells)."""
+
+    table: Table
+    title: str
+    subtitle: str
+    coverage: dict[str, int]
+    findings: list[str]
+    warnings: list[str]
+    figures: list[plots.Figure]
+    tables: list[tuple[str, str, pd.DataFrame]]
+    fits: list[Fit]
+    limits: list[Limit]
+    residuals: pd.DataFrame
+    fit_text: str
+    summary: str
+    asked: dict[str, str]
+    machine: dict[str, str]
+    methods: str
+    answer: Answered | None = None
+
+
+def collect(table: Table, answer: str | None = None) -> Content:
+    """Fit, draw and describe; measured, predicted and foreign rows each by themselves.
+
+    Raises UserError if there is no `answer` of that name.
+    """
+    asked_for = answered(table, answer)
+    fits: list[Fit] = []
+    limits: list[Limit] = []
+    drawn: list[plots.Figure] = []
+    found: list[str] = []
+    notes: list[str] = []
+    worlds = split_worlds(table)
+    all_groups = []
+    for name, part in worlds:
+        own = groups(part)
+        all_groups += own
+        most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
+        own_fits, own_notes = fit_table(part, limit=most, found=own)
+        own = own[:SHOWN]
+        own_limits = frontier(part, fits=own_fits, found=own, most=most)
+        own_plots = [*plots.of_fits(own_fits, own), *rows.of_rows(own, own_limits)]
+        alone, predicted = len(worlds) == 1, name == PREDICTED
+        drawn += own_plots if alone and not predicted else [plots.of_world(f, name, alone) for f in own_plots]
+        said = findings.findings(part, own, own_fits)
+        found += [f"Predicted: {s}" for s in said] if predicted else said
+        notes += own_notes
+        fits += own_fits
+        limits += own_limits
+    replays, replay_notes = what_if_tables(table)
+    over_steps, peaks, step_notes = timelines.of_table(table)
+    drawn += over_steps
+    notes += [*replay_notes, *step_notes]
+    calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
+    estimates = calibrated(table, calibrations)
+    beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
+    found += [*findings.estimates(table), *findings.calibrations(calibrations, estimates)]
+    notes += calibration_notes if len(estimates) else []
+    apart = residuals(table)
+    drawn += figures_residuals.of_residuals(apart)
+    found += residuals_words.sentences(apart)
+    notes += residuals_words.not_compared(table)
+    kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""
+    sweep = findings.values(table.frame, "sweep") or table.source
+    first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
+    when = "" if pd.isna(first) else f", {first} to {last}"
+    return Content(
+        table=table,
+        title=f"Memory and throughput: {Path(sweep).name}",
+        subtitle=f"{len(table.frame):,} trials from {table.source}{when}",
+        coverage=findings.coverage(table),
+        findings=found,
+        warnings=[*findings.warnings(table, all_groups, fits), *notes],
+        figures=drawn,
+        tables=[
+            (f"Settings{kind}", "settings", tables.of_groups(all_groups[:60])),
+            (f"Fitted curves{kind}", "fits", tables.of_fits(fits)),
+            (f"Largest length that fits{kind} (° beyond the fitted lengths)", "frontier", tables.of_limits(limits)),
+            (
+                f"Estimated throughput (roofline, not measured{beyond})",
+                "estimated_throughput",
+                tables.of_estimates(all_groups[:60], estimates),
+            ),
+            ("Calibration of the estimated throughput", "calibration", tables.of_calibrations(calibrations)),
+            *residuals_words.tables(apart),
+            *peaks,
+            *replays,
+        ],
+        fits=fits,
+        limits=limits,
+        residuals=apart,
+        fit_text="\n\n".join(words.text(fit) for fit in fits),
+        summary=words.summary(fits),
+        asked=findings.asked(table),
+        machine=findings.machine(table),
+        methods=findings.methods(table, fits),
+        answer=asked_for,
+    )
+
+
+def split_worlds(table: Table) -> list[tuple[str, Table]]:
+    """Parts that must not share a figure: measured per device, predicted, and each foreign origin; largest first."""
+    frame = table.frame
+    keys = frame["foreign"].fillna("").astype("string") + "|" + frame["device"].fillna("unknown").astype("string")
+    parts = []
+    for key in keys.value_counts().index:
+        origin, device = str(key).rsplit("|", 1)
+        name = f"from {origin}" if origin else PREDICTED if device == "simulated" else f"measured on {device}"
+        parts.append((name, table.where(keys == key) if keys.nunique() > 1 else table))
+    return parts

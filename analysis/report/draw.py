@@ -1,0 +1,32 @@
+"""Pages of figures that are no report: what `vramsweep timeline` and `vramsweep replay` have found, from its JSON."""
+
+import json
+from pathlib import Path
+
+from vramsweep.analysis.figures.allocator import as_figure, holders
+from vramsweep.analysis.figures.timeline import of_timelines
+from vramsweep.analysis.report import page
+from vramsweep.harness.errors import UserError
+
+
+def draw(data: Path, out: Path) -> None:
+    """Draw timelines, or the what-if table of a recording (WhatIf.to_json), into a self-contained page.
+
+    Raises UserError.
+    """
+    try:
+        found = json.loads(data.read_text())
+        if isinstance(found, list):
+            text = page.of_figures("Memory over a step", of_timelines(found))
+        else:
+            text = page.of_figures("Replay of a recording", [(as_figure(found), holders(found))])
+    except OSError as error:
+        raise UserError(f"cannot read {data}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise UserError(
+            f"{data} is not what vramsweep timeline --json prints; of a recording: replay FILE --figure OUT.html"
+        ) from None
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror or error}") from None

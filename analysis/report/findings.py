@@ -1,0 +1,324 @@
+"""What the rows say in sentences: coverage, findings, warnings, the methods paragraph, how to reproduce a row.
+
+Every sentence is computed from rows and fits; nothing here draws or writes files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.compare import verdicts
+from vramsweep.analysis.compare.calibrate import Calibration
+from vramsweep.analysis.data.groups import Group, others_equal
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.analysis.model import words
+from vramsweep.analysis.model.fit import Fit
+from vramsweep.harness.command import command
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import BY_NAME
+from vramsweep.harness.techniques import AXES
+
+SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
+_MACHINE = (
+    "gpu_name", "gpu_uuid", "driver_version", "cuda_version", "torch_version", "transformers_version",
+    "deepspeed_version", "python_version", "cpu_name", "cpu_threads", "host", "git_commit",
+)  # fmt: skip
+
+
+def coverage(table: Table) -> dict[str, int]:
+    """How many trials ended how, most frequent first."""
+    counts = table.frame["outcome"].fillna("unknown").value_counts()
+    return {str(outcome): int(n) for outcome, n in counts.items()}
+
+
+def values(frame: pd.DataFrame, column: str, most: int = 6) -> str:
+    """The different values of a column in words, or "" when none is known."""
+    unique = sorted(value for value in frame[column].unique() if not pd.isna(value))
+    if not unique:
+        return ""
+    if len(unique) > most and BY_NAME.get(column) is not None and BY_NAME[column].type in (int, float):
+        return f"{unique[0]:,} to {unique[-1]:,} ({len(unique):,} values)"
+    shown = ", ".join(f"{v:,}" if isinstance(v, int | np.integer) else str(v) for v in unique[:most])
+    return shown + (f" and {len(unique) - most:,} more" if len(unique) > most else "")
+
+
+def machine(table: Table) -> dict[str, str]:
+    """Machine and versions: what is known, each column with its different values."""
+    return {name: text for name in _MACHINE if (text := values(table.frame, name))}
+
+
+def asked(table: Table) -> dict[str, str]:
+    """What was asked for: the axes and their values."""
+    names = [c.name for c in BY_NAME.values() if c.group == "axes" and c.type not in (dict, list)]
+    left_out = (
+        "parameters", "trainable_parameters", "foreign", "allocator_conf_effective", "attention_effective",
+        "optimizer_effective", "repeat",
+    )  # fmt: skip
+    idle = {axis.name for axis in AXES} - _in_use(table.frame)
+    return {name: text for name in names if name not in (*left_out, *idle) and (text := values(table.frame, name))}
+
+
+def _in_use(frame: pd.DataFrame) -> set[str]:
+    """Techniques that some row does not have at the default, and the settings of those."""
+    changed = {a.name for a in AXES if a.default is None or (frame[a.name].notna() & frame[a.name].ne(a.default)).any()}
+    return changed | {a.name for a in AXES if a.of is not None and frame[a.of[0]].isin(a.of[1]).any()}
+
+
+def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: int = 10) -> list[str]:
+    """Key findings, the most important first."""
+    found = [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table), *_edge(groups)]
+    return found[:most]
+
+
+def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
+    found = []
+    for group in groups[:3]:
+        fit = next((f for f in fits if f.label == group.label and f.metric.memory), None)
+        if fit is not None:
+            what = "; ".join(words.explain(fit)[:6])
+            found.append(f"{fit.metric.label.capitalize()}{_of(group)}: {what}.")
+    return found
+
+
+def _of(group: Group) -> str:
+    return "" if group.label == "all rows" else f" ({group.label})"
+
+
+def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
+    shown = others_equal(groups, ("allocator",))
+    found = []
+    for other in shown[1:]:
+        names = [str(g.settings.get("allocator")) for g in (shown[0], other)]
+        try:
+            sides = [_side(g, table.source) for g in (shown[0], other)]
+            result = verdicts.compare(sides[0], sides[1], (names[0], names[1]))
+        except UserError:
+            continue
+        reserved = next((m for m in result.memory if m.metric == "peak_reserved_bytes"), None)
+        if reserved is not None:
+            found.append(
+                f"Allocator {names[1]} against {names[0]}: peak reserved {reserved.verdict} ({reserved.reason}); "
+                f"speed {result.speed.verdict} ({result.speed.reason})."
+            )
+    return found
+
+
+def _side(group: Group, source: str, most: int = 16) -> Table:
+    """The group as a table, with evenly spaced lengths if it has many: enough for one sentence."""
+    lengths = group.take("seq_len")["seq_len"]
+    different = np.sort(lengths.dropna().unique().astype(int))
+    keep = different[np.unique(np.linspace(0, len(different) - 1, min(most, len(different))).astype(int))]
+    return Table(group.source.iloc[group.rows[lengths.isin(keep).to_numpy(bool)]], source)
+
+
+def _waste(groups: Sequence[Group]) -> list[str]:
+    worst: tuple[float, str] | None = None
+    for group in groups[:50]:
+        rows = group.ok("reserved_unallocated_bytes", "peak_reserved_bytes", "seq_len")
+        if rows.empty:
+            continue
+        share = (rows["reserved_unallocated_bytes"] / rows["peak_reserved_bytes"]).astype(float)
+        at = rows.iloc[int(np.argmax(share))]
+        text = (
+            f"Most reserved but unallocated: {show_bytes(float(at['reserved_unallocated_bytes']))}, "
+            f"{100 * float(share.max()):.0f} % of the peak reserved, at {int(at['seq_len']):,} tokens{_of(group)}."
+        )
+        if worst is None or share.max() > worst[0]:
+            worst = (float(share.max()), text)
+    return [worst[1]] if worst else []
+
+
+def _fastest(table: Table) -> list[str]:
+    rows = table.ok("tokens_per_s", "seq_len", "micro_batch", "mfu").dropna(subset=["tokens_per_s"])
+    if rows.empty:
+        return []
+    best = rows.iloc[int(np.argmax(rows["tokens_per_s"].astype(float)))]
+    batch = "" if pd.isna(best["micro_batch"]) else f", batch {int(best['micro_batch'])}"
+    length = "" if pd.isna(best["seq_len"]) else f"{int(best['seq_len']):,} tokens"
+    mfu = "" if pd.isna(best["mfu"]) else f", MFU {100 * float(best['mfu']):.1f} %"
+    return [
+        f"Highest throughput: {float(best['tokens_per_s']):,.0f} tokens/s at {length}{batch}{mfu} "
+        f"(trial {best['trial_id']})."
+    ]
+
+
+def estimates(table: Table, most: int = 3) -> list[str]:
+    """The fastest simulated row of each card, by the roofline."""
+    speed = "estimated_tokens_per_s"
+    rows = table.ok(speed, "seq_len", "micro_batch", "precision", "simulated_gpu").dropna(subset=[speed])
+    best = rows.sort_values(speed, ascending=False).drop_duplicates("simulated_gpu").head(most)
+    return [
+        f"Estimated (roofline, not measured): at most {row[speed]:,.0f} tokens/s at {row['seq_len']:,} tokens, batch "
+        f"{row['micro_batch']}, {row['precision']} on {row['simulated_gpu']}."
+        for _, row in best.iterrows()
+    ]
+
+
+def calibrations(found: Sequence[Calibration], rows: pd.DataFrame) -> list[str]:
+    """Each calibration's fastest row, with how far the estimate may be trusted. `rows` are calibrate.calibrated's."""
+    sentences = []
+    for one in found:
+        mine = rows[rows["simulated_gpu"].eq(one.gpu) & rows["precision"].eq(one.precision)]
+        mine = mine[~mine["extrapolated"]].sort_values("fitted_tokens_per_s", ascending=False)
+        if len(mine):
+            best = mine.iloc[0]
+            sentences.append(
+                f"Not measured: {best['fitted_tokens_per_s']:,.0f} tokens/s at {best['seq_len']:,} tokens, batch "
+                f"{best['micro_batch']} ({one.text()})."
+            )
+    return sentences
+
+
+def _edge(groups: Sequence[Group]) -> list[str]:
+    found = []
+    for group in groups:
+        frame = group.take("outcome", "seq_len")
+        failed = frame.loc[(frame["outcome"] == "oom").fillna(False).astype(bool), "seq_len"].dropna()
+        fitted = frame.loc[(frame["outcome"] == "ok").fillna(False).astype(bool), "seq_len"].dropna()
+        if len(failed):
+            upto = f"{int(fitted.max()):,} tokens ran, " if len(fitted) else ""
+            found.append(f"Out of memory{_of(group)}: {upto}{int(failed.min()):,} did not.")
+    return found[:4]
+
+
+def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
+    """What a reader must know before believing a number."""
+    found = list(table.warnings)
+    frame = table.ok(
+        "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_growth_bytes",
+        "step_iqr_s", "step_median_s", "unproven",
+    )  # fmt: skip
+    simulated = int(frame["device"].eq("simulated").fillna(False).sum())
+    if simulated:
+        found.append(f"{_rows(simulated)} of {len(frame):,} {_are(simulated)} predicted by the simulator, not measured")
+    unproven = frame["unproven"].dropna()
+    if len(unproven):
+        names = ", ".join(sorted({name for of_row in unproven for name in of_row}))
+        found.append(f"unproven, as no card has run it as predicted yet: {names} (in {_rows(len(unproven))})")
+    foreign = int(frame["foreign"].notna().sum())
+    if foreign:
+        found.append(f"{_rows(foreign)} of {len(frame):,} {_are(foreign)} imported from {values(frame, 'foreign')}")
+    resident = int(frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).sum())
+    if resident:
+        found.append(f"in {_rows(resident)} from a CPU, reserved memory is the process's resident set")
+    for column, what in (
+        ("throttle_reasons", "the GPU was throttled"),
+        ("foreign_processes", "others used the device"),
+    ):
+        hit = frame[column].list.len().fillna(0).astype(int) > 0
+        if hit.any():
+            found.append(f"{what} in {_rows(int(hit.sum()))}: {_ids(frame[hit])}")
+    contended = table.frame[table.frame["outcome"].eq("contended").fillna(False)]
+    if len(contended):
+        found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")
+    creeping = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False)  # a resident set always does
+    leaking = frame["step_growth_bytes"].gt(0).fillna(False)
+    if leaking.any():
+        left, ids = frame[leaking], _ids(frame[leaking])
+        most = show_bytes(left["step_growth_bytes"].max())
+        found.append(f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {ids}")
+    rising = frame[frame["plateau"].eq(False).fillna(False) & ~creeping & ~leaking]
+    if len(rising):
+        found.append(f"memory was still rising at the end of {_rows(len(rising))}: {_ids(rising)}")
+    found += _spreads(frame, groups)
+    for fit in fits:
+        found += [f"{fit.metric.label}, {fit.label}: {text}" for text in fit.warnings]
+    return list(dict.fromkeys(found))
+
+
+def _spreads(frame: pd.DataFrame, groups: Sequence[Group]) -> list[str]:
+    found = []
+    worst = 0.0
+    wide = alone = cells = 0
+    for group in groups[:200]:
+        speed = group.ok("tokens_per_s", "seq_len").groupby("seq_len")["tokens_per_s"]
+        spread = (speed.std() / speed.mean()).astype(float)
+        cells += len(spread)
+        alone += int((speed.size() == 1).sum())
+        wide += int((spread > SPREAD).sum())
+        worst = max(worst, float(spread.max()) if spread.notna().any() else 0.0)
+    if wide:
+        found.append(
+            f"speed of repeats spreads by more than {100 * SPREAD:.0f} % at {wide} of {cells} points "
+            f"(worst {100 * worst:.1f} %)"
+        )
+    if cells and alone == cells:
+        found.append("every point was measured once, so the spread of speed from run to run is unknown")
+    jitter = (frame["step_iqr_s"] / frame["step_median_s"]).astype(float)
+    if (jitter > 0.1).any():
+        found.append(f"step times within {_rows(int((jitter > 0.1).sum()))} spread by more than 10 % (interquartile)")
+    return found
+
+
+def _rows(n: int) -> str:
+    return f"{n:,} row{'s' * (n != 1)}"
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+def _ids(rows: pd.DataFrame, most: int = 5) -> str:
+    ids = [str(i) for i in rows["trial_id"].head(most)]
+    return ", ".join(ids) + (", …" if len(rows) > most else "")
+
+
+def methods(table: Table, fits: Sequence[Fit]) -> str:
+    """A paragraph for the methods section of a paper: only what the rows say."""
+    frame = table.frame
+    parts = []
+    for column, phrase in (
+        ("model", "Models: {}."), ("parameters", "Parameters: {}."), ("precision", "Precision: {}."),
+        ("optimizer_effective", "Optimizer: {}."), ("attention_effective", "Attention: {}."), ("runner", "Runner: {}."),
+        ("seq_len", "Sequence lengths: {} tokens."), ("micro_batch", "Micro-batch sizes: {}."),
+        ("allocator", "Allocator configurations: {}."), ("gpu_name", "GPU: {}."), ("driver_version", "Driver {}."),
+        ("torch_version", "PyTorch {}."), ("transformers_version", "Transformers {}."),
+        ("deepspeed_version", "DeepSpeed {}."),
+    ):  # fmt: skip
+        if text := values(frame, column):
+            parts.append(phrase.format(text))
+    in_use = [f"{name} {text}" for name in sorted(_in_use(frame) - {"precision"}) if (text := values(frame, name))]
+    if in_use:
+        parts.append(f"Techniques: {'; '.join(in_use)}.")
+    steps = values(frame, "measured_steps")
+    if steps and frame["foreign"].isna().all():
+        warm = values(frame, "warmup_steps") or "no"
+        parts.append(
+            f"Every trial ran in a process of its own: {warm} warm-up steps, one probe step, then {steps} timed steps; "
+            "throughput is tokens over the time between the first and the last step boundary."
+        )
+    if (frame["memory_source"] == "cuda_allocator").any():
+        parts.append(
+            "Peak memory is the largest value of the caching allocator's own counters over load and all steps; "
+            "device memory is what NVML reports."
+        )
+    if frame["device"].eq("simulated").any():
+        parts.append("Rows with device=simulated are predictions and never enter a fit or a figure of measured rows.")
+    if fits:
+        robust = "Huber's loss" if fits[0].robust else "least squares"
+        parts.append(
+            f"Curves were fitted by {robust}: a line, a parabola and a maximum of two or three lines, each for all "
+            "lengths and per alignment class where residuals differ by alignment. The simplest model was chosen that "
+            "neither the error on held-out blocks of neighbouring lengths (one standard error, paired) nor AICc "
+            "(difference of 10) speaks against, or whose held-out error is within 10 % of the best. Intervals are 95 % "
+            "percentile intervals of a residual bootstrap (999 draws). Rows that ran out of memory count as lower "
+            "bounds."
+        )
+    return " ".join(parts)
+
+
+def reproduce(row: Any, trial: Mapping[str, Any] | None) -> str:
+    """The command that runs this row's trial again, or why there is none; for a foreign row where it came from."""
+    if not pd.isna(row["foreign"]):
+        return f"imported from {row['foreign']}"
+    if trial is None:
+        return "the whole trial is only in the sweep's journal.jsonl; report on that to see its command"
+    try:
+        return command(trial, str(row["trial_id"]))
+    except UserError as error:
+        return f"no command: {error}"

@@ -1,0 +1,119 @@
+"""Tables of groups, fits, limits and estimates: frames whose cells are text (markup.py sets them)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.compare.calibrate import PARTS, SECONDS, Calibration
+from vramsweep.analysis.data.groups import Group, whatever
+from vramsweep.analysis.data.metrics import GIB
+from vramsweep.analysis.model import words
+from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.model.frontier import Limit
+
+
+def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
+    """One line per group: how many rows of each outcome, range of lengths, memory and speed at the longest length."""
+    lines = []
+    for group in groups:
+        frame = group.take("outcome", "seq_len", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_s")
+        done = frame[(frame["outcome"] == "ok").fillna(False).astype(bool)]
+        line = {"settings": group.label, "ok": str(len(done))}
+        line["oom"] = str(int((frame["outcome"] == "oom").sum()))
+        line["other"] = str(len(frame) - len(done) - int(line["oom"]))
+        longest = done["seq_len"].max()
+        at = done[done["seq_len"] == longest] if len(done) and not pd.isna(longest) else done.iloc[:0]
+        line["longest (tokens)"] = f"{int(longest):,}" if len(at) else "–"
+        for column, name, scale, digits in (
+            ("peak_allocated_bytes", "allocated (GiB)", GIB, 2),
+            ("peak_reserved_bytes", "reserved (GiB)", GIB, 2),
+            ("tokens_per_s", "tokens/s", 1.0, 0),
+        ):
+            value = at[column].median() if len(at) else np.nan
+            line[name] = "–" if pd.isna(value) else f"{float(value) / scale:,.{digits}f}"
+        spread = at["tokens_per_s"].std() / at["tokens_per_s"].mean() if len(at) > 1 else np.nan
+        line["spread of repeats"] = "–" if pd.isna(spread) else f"{100 * float(spread):.1f} %"
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
+    """One line per fitted curve."""
+    lines = []
+    for fit in fits:
+        for key, curve in fit.chosen.model.curves.items():
+            lines.append(
+                {
+                    "quantity": fit.metric.label,
+                    "settings": fit.label,
+                    "model": fit.chosen.model.name,
+                    "curve": words.class_name(fit.chosen, key) + words.equation(curve, fit.metric),
+                    "RMS": fit.metric.show(fit.chosen.rms),
+                    "held out": fit.metric.show(fit.chosen.held_out) if np.isfinite(fit.chosen.held_out) else "–",
+                    "lengths": f"{len(np.unique(fit.points.x)):,}",
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
+    """One line per group, one column per memory size; ° marks a limit beyond the measured range."""
+    lines: dict[str, dict[str, str]] = {}
+    for limit in limits:
+        line = lines.setdefault(limit.label, {"settings": limit.label})
+        text = f"{limit.value:,}" if limit.value is not None else limit.remark
+        line[f"{limit.gib:g} GiB"] = text + "°" * (limit.extrapolated and limit.value is not None)
+    return pd.DataFrame(list(lines.values()))
+
+
+def of_calibrations(calibrations: Sequence[Calibration]) -> pd.DataFrame:
+    """One line per calibration: efficiencies (what share of the roofline's speed real kernels reach) and errors."""
+    lines = []
+    for one in calibrations:
+        line = {"GPU": one.gpu, "precision": one.precision, "measured rows": f"{one.rows:,}"}
+        line["configurations"] = f"{one.configurations:,}"
+        for part, found in zip(PARTS, one.efficiencies(), strict=True):
+            line[f"{part} efficiency"] = "–" if found is None else f"{found[0]:.2f} ± {found[1]:.2f}"
+        line["leave-one-out error, median"] = f"{100 * one.median_error:.1f} %"
+        line["worst"] = f"{100 * one.worst_error:.1f} %"
+        line["remark"] = one.remark()
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 6) -> pd.DataFrame:
+    """Estimated speed of each group at up to `most` lengths, what bounds it, and calibrated where that is possible."""
+    steps = calibrated.set_index("trial_id")
+    lines = []
+    known = [group for group in groups if len(group.ok(*SECONDS))] if len(steps) else []
+    for group in whatever(known, "allocator"):
+        links = ("estimated_tokens_per_s_no_overlap", "estimated_link", "calibrated_tokens_per_s")
+        rows = group.ok(*SECONDS, "estimated_tokens_per_s", "seq_len", also=links).sort_values("seq_len")
+        rows = rows.drop_duplicates("seq_len")
+        rows = rows.iloc[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int))]
+        for _, row in rows.iterrows():
+            shares = (
+                f"{p} {100 * row[s] / sum(row[name] for name in SECONDS):.0f} %"
+                for p, s in zip(PARTS, SECONDS, strict=True)
+            )
+            line = {
+                "settings": group.label,
+                "length (tokens)": f"{int(row['seq_len']):,}",
+                "estimated, at most (tokens/s)": f"{row['estimated_tokens_per_s']:,.0f}",
+                "bound by": ", ".join(shares),
+            }
+            if pd.notna(row["estimated_link"]):
+                least = row["estimated_tokens_per_s_no_overlap"]
+                line["if nothing overlaps (tokens/s)"] = f"{least:,.0f} over {row['estimated_link']}"
+            if pd.notna(row["calibrated_tokens_per_s"]):
+                line["estimated, by published speeds (tokens/s)"] = f"{row['calibrated_tokens_per_s']:,.0f}"
+            if steps["fitted_step_s"].notna().any():
+                step = steps.loc[row["trial_id"]]
+                speed = step["fitted_tokens_per_s"]
+                mark = "°" if step["extrapolated"] else ""
+                line["estimated, by your measurements (tokens/s)"] = "–" if pd.isna(speed) else f"{speed:,.0f}{mark}"
+            lines.append(line)
+    return pd.DataFrame(lines)

@@ -1,0 +1,117 @@
+"""What a finished sweep leaves behind: rows.csv, figures and report.html; and the folder for a paper."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vramsweep.analysis.answers.registry import Answered
+from vramsweep.analysis.data import markup
+from vramsweep.analysis.data.export import write_csv
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.report import page
+from vramsweep.analysis.report.content import Content, collect
+from vramsweep.harness.errors import UserError
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where things are (name to path), the fitted models in words, and notes."""
+
+    places: dict[str, Path]
+    summary: str
+    notes: tuple[str, ...]
+    answer: Answered | None = None
+
+    def text(self) -> str:
+        """For a terminal."""
+        lines = [self.summary or "no curve could be fitted", ""]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += ["", self.answer.text(), ""] if self.answer else []
+        lines += [f"{name:<8} {path}" for name, path in self.places.items()]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        places = {name: str(path) for name, path in self.places.items()}
+        own = {"answer_table": self.answer.frame.to_dict("records")} if self.answer else {}
+        return {**places, **own, "summary": self.summary.splitlines(), "notes": list(self.notes)}
+
+
+def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str | None = None) -> Written:
+    """Write rows.csv, figures/, report.html and the answer of that name into `folder`. Raises UserError when it cannot
+    be written, or there is no such answer."""
+    content = collect(table, answer)
+    places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_csv(table.frame, places["rows"])
+        places |= _write_residuals(content, folder) | _write_answer(content.answer, folder)
+        places["report"].write_text(page.render(content), encoding="utf-8")
+        notes = plots.write(content.figures, places["figures"], formats)
+    except OSError as error:
+        raise _unwritable(error, folder) from None
+    return Written(places, content.summary, (*content.warnings, *notes), content.answer)
+
+
+def write_paper(table: Table, folder: Path, answer: str | None = None) -> Written:
+    """Write the paper folder: PDF figures, .tex and .md tables, CSV, methods, environment. Raises UserError."""
+    content = collect(table, answer)
+    places = {"figures": folder / "figures", "tables": folder / "tables", "methods": folder / "methods.txt",
+              "machine": folder / "environment.json", "rows": folder / "rows.csv"}  # fmt: skip
+    try:
+        for name in ("figures", "tables"):
+            places[name].mkdir(parents=True, exist_ok=True)
+        for figure in content.figures:
+            figure.data.to_csv(places["figures"] / f"{figure.name}.csv", index=False)
+        notes = plots.images(content.figures, places["figures"], ["pdf"])
+        _write_tables(content, places["tables"])
+        captions = "\n".join(f"{f.name}: {f.title}. {f.caption}" for f in content.figures)
+        places["methods"].write_text(f"{content.methods}\n\nFigures\n{captions}\n", encoding="utf-8")
+        environment = {"machine": content.machine, "asked": content.asked, "coverage": content.coverage,
+                       "warnings": content.warnings}  # fmt: skip
+        places["machine"].write_text(json.dumps(environment, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_csv(table.frame, places["rows"])
+        places |= _write_residuals(content, folder)
+    except OSError as error:
+        raise _unwritable(error, folder) from None
+    return Written(places, content.summary, (*content.warnings, *notes))
+
+
+def _write_residuals(content: Content, folder: Path) -> dict[str, Path]:
+    """residuals.csv, where anything predicted could be compared with a measurement; where it is."""
+    path = folder / "residuals.csv"
+    if content.residuals.empty:
+        path.unlink(missing_ok=True)  # an earlier report's would no longer be true
+        return {}
+    write_csv(content.residuals, path)
+    return {"residuals": path}
+
+
+def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
+    """answer.csv and answer.md; where the latter is."""
+    files = [folder / "answer.csv", folder / "answer.md"]
+    if answer is None:
+        for file in files:
+            file.unlink(missing_ok=True)
+        return {}
+    answer.frame.to_csv(files[0], index=False)
+    files[1].write_text(answer.markdown(), encoding="utf-8")
+    return {"answer": files[1]}
+
+
+def _write_tables(content: Content, folder: Path) -> None:
+    answer = content.answer
+    for title, name, frame in [*([(answer.title, "answer", answer.frame)] if answer else []), *content.tables]:
+        if len(frame):
+            (folder / f"{name}.tex").write_text(markup.latex(frame, title, name), encoding="utf-8")
+            (folder / f"{name}.md").write_text(markup.markdown(frame), encoding="utf-8")
+            frame.to_csv(folder / f"{name}.csv", index=False)
+
+
+def _unwritable(error: OSError, folder: Path) -> UserError:
+    return UserError(f"cannot write {error.filename or folder}: {error.strerror}; choose a folder with --out")
