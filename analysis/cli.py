@@ -77,8 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = verbs.add_parser("compare", help="two sets of rows; exit status 1 if B is slower or needs more memory")
     compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
-    compare.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
-    compare.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's (or positions)")
+    _foreign(compare)
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(verb=_compare)
 
@@ -88,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("rows", type=Path, metavar="MEASURED", help="rows measured on CUDA")
     calibrate.add_argument("simulated", type=Path, metavar="SIMULATED", help="simulated rows; may be the same")
     calibrate.add_argument("--json", action="store_true")
-    calibrate.set_defaults(verb=_calibrate, columns=None, mapping=None)
+    calibrate.set_defaults(verb=_calibrate, columns=None, mapping=None, settings=())
 
     errors = verbs.add_parser("errors", help="tables and figure of what validate predicted")
     errors.add_argument("readings", type=Path, help="readings.json of vramsweep validate")
@@ -106,13 +105,28 @@ def _parser() -> argparse.ArgumentParser:
 
 def _input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rows", type=Path, metavar="ROWS", help="results folder, journal, CSV or Parquet file")
-    parser.add_argument("--columns", help="names of a foreign CSV's columns, comma separated")
-    parser.add_argument("--mapping", type=Path, help="JSON file: our column names to a foreign CSV's (or positions)")
+    _foreign(parser)
+
+
+def _foreign(parser: argparse.ArgumentParser) -> None:
+    """What a foreign file does not say of itself."""
+    parser.add_argument(
+        "--columns",
+        metavar="NAMES",
+        help="our names of a foreign CSV's columns, by position: 'seq_len,8*(peak_active_mib,peak_reserved_mib),-'; "
+        "8*(...) is once for each of 8 ranks, - leaves a column out",
+    )
+    parser.add_argument(
+        "--mapping", type=Path, metavar="FILE", help="JSON: our column names to a foreign CSV's (or positions)"
+    )
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE",
+        help="a value of all lines of a foreign file, such as seq_len=2048; may be repeated",
+    )  # fmt: skip
 
 
 def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
-    columns = [name.strip() for name in arguments.columns.split(",")] if arguments.columns else None
-    table, notes = open_rows(path or arguments.rows, columns, arguments.mapping)
+    table, notes = open_rows(path or arguments.rows, arguments.columns, arguments.mapping, arguments.settings)
     for note in (*notes, *table.warnings):
         print(f"note: {note}", file=sys.stderr)
     return table

@@ -1,12 +1,15 @@
 """Rows from elsewhere: bare or mapped CSV, optimum-benchmark reports, Hugging Face trainer states.
 
-Foreign rows keep their origin in `foreign`, are never grouped with our own, and what a file does not say is null.
+Every file becomes cells with a declared mapping (mapping.py), and these rows (foreign.py). Foreign rows keep their
+origin in `foreign`, are never grouped with our own, and what a file does not say is null.
 """
 
 from __future__ import annotations
 
-import hashlib
+import csv
+import io
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,50 +17,54 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.load import Table, converted, from_frame, load
-from vramsweep.analysis.data.metrics import GIB, METRICS, MIB
+from vramsweep.analysis.data.foreign import OUT_OF_MEMORY, to_table
+from vramsweep.analysis.data.load import Table, from_frame, load
+from vramsweep.analysis.data.mapping import FileMapping, by_name, by_position, from_file, from_settings
 from vramsweep.harness import journal
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import BY_NAME
 
-# Names with another unit than the registry's: column and factor.
-_UNITS: dict[str, tuple[str, float]] = {
-    name.removesuffix("_bytes") + suffix: (name, factor)
-    for name in BY_NAME
-    if name.endswith("_bytes")
-    for suffix, factor in (("_mib", MIB), ("_gib", GIB), ("_kib", 1024.0), ("_mb", 1e6), ("_gb", 1e9))
-}
 _CHECKPOINTING = {"True": "full", "False": "none"}
-_BARE = ("seq_len", "peak_active_mib", "peak_reserved_mib", "iterations_per_s")
+_BARE = "seq_len, peak_active_mib, peak_reserved_mib, iterations_per_s"
+
+Lines = list[tuple[int, list[str]]]  # the cells of each line, with its number in the file
 
 
-def open_rows(path: Path, columns: Sequence[str] | None = None, mapping: Path | None = None) -> tuple[Table, list[str]]:
+def open_rows(
+    path: Path, columns: str | None = None, mapping: Path | None = None, settings: Sequence[str] = ()
+) -> tuple[Table, list[str]]:
     """A table from our own files or from a foreign one, and what was assumed.
 
-    A CSV without header needs `columns`; four numbers a line are read as length, active MiB, reserved MiB,
-    iterations/s, and that is said. Raises UserError.
+    A CSV without header needs `columns`, names by position, or a `mapping` file; four numbers a line are read as
+    length, active MiB, reserved MiB, iterations/s, and that is said. `settings` are constants, `seq_len=2048`.
+    Raises UserError.
     """
+    if columns and mapping:
+        raise UserError("--columns and --mapping both name the columns; give one of them, and constants with --set")
+    constants = from_settings(settings)
     if path.suffix == ".json" and path.is_file():
-        return read_json(path)
+        return read_json(path, constants)
     if path.is_dir() and not any(file.exists() for file in journal.files(path)):
         reports = sorted([*path.rglob("benchmark_report.json"), *path.rglob("trainer_state.json")])
         if reports:
-            return _several(reports, path)
-    if path.suffix != ".csv" or not path.is_file():
-        return load(path), []
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        first = [cell.strip() for cell in stream.readline().split(",")]
-    if {"trial_id", "outcome"} <= set(first):
-        return load(path), []
-    return read_csv(path, columns, first, _mapping(mapping) if mapping else {})
+            return _several(reports, path, constants)
+    if path.suffix != ".csv" or not path.is_file() or _is_ours(path):
+        given = columns or mapping or settings
+        note = f"{path} is not a foreign CSV: --columns, --mapping and --set change nothing in it"
+        return load(path), [note] if given else []
+    return read_csv(path, columns, mapping, constants)
 
 
-def _several(reports: Sequence[Path], folder: Path) -> tuple[Table, list[str]]:
+def _is_ours(path: Path) -> bool:
+    with path.open(encoding="utf-8-sig", errors="replace") as stream:
+        return {"trial_id", "outcome"} <= {cell.strip().strip('"') for cell in stream.readline().split(",")}
+
+
+def _several(reports: Sequence[Path], folder: Path, constants: Mapping[str, Any]) -> tuple[Table, list[str]]:
     """The rows of those reports that have any; a checkpoint's trainer_state.json, for one, has none."""
     frames, notes, refused = [], set(), []
     for report in reports:
         try:
-            table, own = read_json(report)
+            table, own = read_json(report, constants)
         except UserError as error:
             refused.append(error)
             continue
@@ -70,36 +77,29 @@ def _several(reports: Sequence[Path], folder: Path) -> tuple[Table, list[str]]:
     return from_frame(pd.concat(frames, ignore_index=True), str(folder)), sorted(notes)
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    """`{"our_column": "their column"}`; for a name also `{"from": name, "scale": 1048576}` or `{"value": 4}`.
+def read_json(path: Path, constants: Mapping[str, Any]) -> tuple[Table, list[str]]:
+    """optimum-benchmark's `benchmark_report.json` or Hugging Face's `trainer_state.json`, and what was assumed.
 
-    In a CSV without header, columns go by their position from 1: `{"our_column": 1}`.
+    `constants` are values of our columns that the report does not know. Raises UserError.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the mapping {path}: {error}") from None
-    known = {*BY_NAME, *_UNITS, "iterations_per_s"}
-    if not isinstance(found, dict) or not set(found) <= known:
-        unknown = ", ".join(sorted(set(found) - known)) if isinstance(found, dict) else "not an object"
-        raise UserError(f"{path}: a mapping names our columns and theirs; not known: {unknown}")
-    return found
-
-
-def read_json(path: Path) -> tuple[Table, list[str]]:
-    """optimum-benchmark's `benchmark_report.json` or Hugging Face's `trainer_state.json`. Raises UserError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     if isinstance(found, dict) and "log_history" in found:
-        return _trainer_state(found, path)
-    if isinstance(found, dict) and ("train" in found or "report" in found):
-        return _optimum(found, path)
-    raise UserError(f"{path} is neither a benchmark_report.json with a train section nor a trainer_state.json")
+        fields, notes = _trainer_state(found, path)
+    elif isinstance(found, dict) and ("train" in found or "report" in found):
+        fields, notes = _optimum(found, path)
+    else:
+        raise UserError(f"{path} is neither a benchmark_report.json with a train section nor a trainer_state.json")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    mapping, _ = by_name(list(fields))
+    cells = pd.DataFrame({name: pd.Series([value], dtype=object) for name, value in fields.items()})
+    label = f"{path.parent.name}/{path.name}"
+    return to_table(cells, mapping.with_constants(constants), str(path), label, notes), notes
 
 
-def _optimum(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]:
+def _optimum(found: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
     """Its `train` section: memory in MB (10^6 bytes), seconds of single steps of every process, warm-up left out.
 
     Throughput is taken from the latencies, not from the report: dividing all steps' volume by the mean step is wrong
@@ -121,8 +121,8 @@ def _optimum(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]:
     length = shapes.get("sequence_length")
     accum = arguments.get("gradient_accumulation_steps")
     cpu = backend.get("device") == "cpu"
-    reserved = memory.get("max_ram" if cpu else "max_reserved")
     row: dict[str, Any] = {
+        "outcome": "ok",
         "model": backend.get("model"),
         "runner": "trainer",
         "device": backend.get("device") if backend.get("device") in ("cuda", "cpu") else None,
@@ -147,16 +147,14 @@ def _optimum(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]:
     }
     notes = ["optimum-benchmark: its own throughput was not used; time between steps is not in its latencies"]
     if devices == 1:
-        row["peak_allocated_bytes"] = _scaled(memory.get("max_allocated"), 1e6)
-        row["peak_reserved_bytes"] = _scaled(reserved, 1e6)
-        row["device_used_bytes"] = _scaled(memory.get("max_global_vram"), 1e6)
+        row["peak_allocated_mb"] = memory.get("max_allocated")
+        row["peak_reserved_mb"] = memory.get("max_ram" if cpu else "max_reserved")
+        row["device_used_mb"] = memory.get("max_global_vram")
     else:
         notes.append(f"memory is summed over {devices} devices, so that of one is unknown")
-    if times and length and batch:
-        row["tokens_per_s"] = ranks * float(length) * float(batch) * float(accum or 1) * len(times) / sum(times)
     if not length:
         notes.append("no sequence length in the report or in benchmark_config.json beside it")
-    return _foreign([row], path), notes
+    return row, notes
 
 
 def _precision(dtype: Any, arguments: Mapping[str, Any]) -> str | None:
@@ -175,7 +173,7 @@ def _sibling(path: Path, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _trainer_state(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]:
+def _trainer_state(found: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
     """The training summary, last in `log_history`: memory where `skip_memory_metrics=False` put it, and speed.
 
     The peak is what the Trainer saw: allocated before, plus its increases, plus the peak above that; on a CPU the same
@@ -195,6 +193,7 @@ def _trainer_state(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]
     tokens = summary.get("num_input_tokens_seen") or None
     peak = sum(int(part or 0) for part in parts)
     row = {
+        "outcome": "ok",
         "runner": "trainer",
         "micro_batch": found.get("train_batch_size"),
         "seq_len": tokens // samples if tokens and samples and tokens % samples == 0 else None,
@@ -208,58 +207,115 @@ def _trainer_state(found: dict[str, Any], path: Path) -> tuple[Table, list[str]]
         "tokens_per_s": tokens / seconds if tokens and seconds else None,
     }
     length = "tokens seen over samples" if row["seq_len"] else "unknown (include_num_input_tokens_seen=True tells it)"
-    return _foreign([row], path), [f"trainer_state.json: speed is over the whole run; the sequence length is {length}"]
-
-
-def _scaled(value: Any, factor: float) -> int | None:
-    return None if value is None else round(float(value) * factor)
-
-
-def _foreign(rows: list[dict[str, Any]], path: Path) -> Table:
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    for number, row in enumerate(rows, 1):
-        row |= {"foreign": f"{path.parent.name}/{path.name}", "outcome": "ok", "trial_id": f"{digest}-{number}"}
-    return from_frame(pd.DataFrame(rows), str(path))
+    return row, [f"trainer_state.json: speed is over the whole run; the sequence length is {length}"]
 
 
 def read_csv(
-    path: Path, columns: Sequence[str] | None, first: Sequence[str], mapping: Mapping[str, Any]
+    path: Path, columns: str | None, mapping_file: Path | None, constants: Mapping[str, Any]
 ) -> tuple[Table, list[str]]:
-    """A foreign CSV, with or without header, as a table."""
-    notes = []
+    """A foreign CSV, with or without header, as a table, and what was assumed. Raises UserError."""
+    notes: list[str] = []
+    lines = _lines(path)
+    first = lines[0][1]
     header = not any(_number(cell) for cell in first)
-    if mapping and columns is None and not header:
-        columns = [str(position) for position in range(1, len(first) + 1)]  # what a mapping then refers to
-    if columns is None and not header:
-        if len(first) != len(_BARE):
-            raise UserError(
-                f"{path} has no header; name its {len(first)} columns with --columns seq_len,peak_allocated_mib,..."
-            )
-        columns = _BARE
-        notes.append(
-            f"{path.name} has no header; its columns were read as {', '.join(_BARE)} (name others with --columns)"
+    if header:
+        del lines[0]
+    if not lines:
+        raise UserError(f"{path} has a header ({', '.join(first)[:60]}) and no line below it")
+    width = len(first) if header else _width(lines)
+    mapping = _declared(path, columns, mapping_file, first if header else None, width, notes).with_constants(constants)
+    if mapping.width and not header and width < mapping.width and all(_ran_out(cells) for _, cells in lines):
+        width = mapping.width  # a file of nothing else
+    if mapping.width and mapping.width != width:
+        raise UserError(f"{path} has {width} columns, --columns names {mapping.width}: {columns or _BARE}")
+    if "seq_len" not in mapping.columns:
+        named = ", ".join(sorted(mapping.columns) if columns or mapping_file else first)
+        raise UserError(
+            f"{path}: no column seq_len among {named[:200]}; name the columns with --columns (our column names, memory "
+            "also as ..._mib or ..._gib), or give the length of all lines with --set seq_len=2048"
         )
-    names = list(columns or first)
-    if len(names) != len(first):
-        raise UserError(f"{path} has {len(first)} columns, --columns names {len(names)}: {', '.join(names)}")
-    frame = pd.read_csv(path, header=0 if header else None, names=names, dtype="string", skipinitialspace=True)
-    return from_columns(_mapped(frame, mapping, path, notes) if mapping else frame, str(path), notes), notes
+    names = first if header else [str(position) for position in range(1, width + 1)]
+    cells = pd.DataFrame(_padded(lines, width, path, notes), dtype="string")
+    cells.columns = pd.Index(names)
+    return to_table(cells, mapping, str(path), path.name, notes), notes
 
 
-def _mapped(frame: pd.DataFrame, mapping: Mapping[str, Any], path: Path, notes: list[str]) -> pd.DataFrame:
-    columns: dict[str, Any] = {}
-    for ours, theirs in mapping.items():
-        rule = theirs if isinstance(theirs, dict) else {"from": theirs}
-        if "value" in rule:
-            columns[ours] = pd.Series([rule["value"]] * len(frame))
-            continue
-        if str(rule.get("from")) not in frame:
-            raise UserError(f"{path} has no column {rule.get('from')!r}; it has {', '.join(map(str, frame.columns))}")
-        column = frame[str(rule["from"])]
-        if "scale" in rule:
-            column = converted(column, float, str(rule["from"]), notes) * float(rule["scale"])
-        columns[ours] = column
-    return pd.DataFrame(columns)
+def _declared(
+    path: Path, columns: str | None, mapping_file: Path | None, header: list[str] | None, width: int, notes: list[str]
+) -> FileMapping:
+    """The mapping that was given, or that of a header with our names, or of four numbers a line."""
+    if mapping_file:
+        return from_file(mapping_file)
+    if columns:
+        if header:
+            notes.append(f"{path.name}: its header ({', '.join(header)[:200]}) gave way to --columns")
+        return by_position(columns)
+    if header:
+        mapping, unknown = by_name(header)
+        if unknown:
+            notes.append(f"columns left out because their names are not known: {', '.join(unknown)}")
+        return mapping
+    bare = by_position(_BARE)
+    if width != bare.width:
+        raise UserError(
+            f"{path} has no header; name its {width} columns with --columns seq_len,peak_allocated_mib,... or "
+            "--mapping FILE"
+        )
+    notes.append(f"{path.name} has no header; its columns were read as {_BARE} (name others with --columns)")
+    return bare
+
+
+def _lines(path: Path) -> Lines:
+    """The cells of every line that has any."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UserError(f"{path} is not a text in UTF-8, so it cannot be read as CSV; save it as one")
+    reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+    try:
+        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
+    except csv.Error as error:
+        raise UserError(f"cannot read {path} as CSV: line {reader.line_num}: {error}") from None
+    lines = [(number, cells) for number, cells in lines if any(cells)]
+    if not lines:
+        raise UserError(f"{path} is empty; name a CSV with a line per run")
+    return lines
+
+
+def _ran_out(cells: Sequence[str]) -> bool:
+    return any(OUT_OF_MEMORY.search(cell) for cell in cells)
+
+
+def _width(lines: Lines) -> int:
+    """How many columns most lines have; a line that says that memory ran out may have any number."""
+    counts = Counter(len(cells) for _, cells in lines if not _ran_out(cells))
+    return (counts or Counter(len(cells) for _, cells in lines)).most_common(1)[0][0]
+
+
+def _padded(lines: Lines, width: int, path: Path, notes: list[str]) -> list[list[str | None]]:
+    """Lines of equal width. A message with commas, of memory that ran out, is one cell."""
+    padded: list[list[str | None]] = []
+    short = 0
+    for number, cells in lines:
+        if len(cells) > width:
+            at = next((i for i, cell in enumerate(cells[:width]) if OUT_OF_MEMORY.search(cell)), None)
+            if at is not None:
+                cells = [*cells[:at], ", ".join(cells[at:])]
+            elif any(cells[width:]):
+                raise UserError(
+                    f"{path}, line {number}: {len(cells)} cells, but the file has {width} columns; put a text that "
+                    "holds commas in double quotes"
+                )
+        elif len(cells) < width:
+            short += not _ran_out(cells)
+        padded.append([*cells[:width], *[None] * (width - len(cells))])
+    if short:
+        notes.append(f"{short} line{'s' * (short != 1)} with fewer than {width} cells; what lacks is unknown")
+    return padded
 
 
 def _number(text: str) -> bool:
@@ -268,41 +324,3 @@ def _number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def from_columns(frame: pd.DataFrame, origin: str, notes: list[str]) -> Table:
-    """A table of foreign rows from columns with our names, or our names with another unit (`_mib`, `_gib`, ...).
-
-    Without an outcome column, a row with any measured value is ok. Raises UserError if no column is known.
-    """
-    known: dict[str, Any] = {}
-    unknown = []
-    for name in map(str, frame.columns):
-        if name in BY_NAME:
-            known[name] = frame[name]
-        elif name in _UNITS:
-            column, factor = _UNITS[name]
-            known[column] = (converted(frame[name], float, name, notes) * factor).round()
-        elif name == "iterations_per_s":
-            known["step_median_s"] = 1.0 / converted(frame[name], float, name, notes).replace(0, np.nan)
-        else:
-            unknown.append(name)
-    if "seq_len" not in known:
-        raise UserError(
-            f"{origin}: no column seq_len among {', '.join(map(str, frame.columns))}; name the columns with --columns "
-            "(our column names, memory also as ..._mib or ..._gib)"
-        )
-    if unknown:
-        notes.append(f"columns left out because their names are not known: {', '.join(unknown)}")
-    rows = pd.DataFrame(known)
-    if "tokens_per_s" not in rows and "step_median_s" in rows:
-        batch = pd.to_numeric(rows["micro_batch"], errors="coerce") if "micro_batch" in rows else 1
-        rows["tokens_per_s"] = pd.to_numeric(rows["seq_len"], errors="coerce") * batch / rows["step_median_s"]
-    measured = [name for name in (*METRICS, "tokens_per_s") if name in rows]
-    if "outcome" not in rows:
-        any_value = pd.concat([pd.to_numeric(rows[n], errors="coerce") for n in measured], axis=1).notna().any(axis=1)
-        rows["outcome"] = np.where(any_value, "ok", "bad_result")
-    digest = hashlib.sha256(origin.encode()).hexdigest()[:8]
-    rows["trial_id"] = [f"{digest}-{line}" for line in range(1, len(rows) + 1)]
-    rows["foreign"] = rows["foreign"] if "foreign" in rows else Path(origin).name
-    return from_frame(rows, origin, None)

@@ -299,7 +299,7 @@ def converted(values: pd.Series[Any], kind: type, name: str, notes: list[str]) -
     else:
         numbers: Any = pd.to_numeric(values, errors="coerce").astype("Float64")
         numbers = numbers.mask(numbers.isna())  # NaN is unknown too
-        whole = kind is float or numbers == numbers.round()
+        whole = kind is float or ((numbers == numbers.round()) & (numbers.abs() < 2**63))
         out = numbers if kind is float else numbers.where(whole).astype("Int64")
     text = values.astype("string").str.lower()
     bad = values[known & pd.isna(out) & ~text.isin(["nan", "", "none", "null"])]

@@ -11,10 +11,13 @@ from typing import Any
 import pandas as pd
 import pytest
 import synthetic
+from conftest import ROOT
 
 from vramsweep.analysis import cli
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import load
+from vramsweep.analysis.data.metrics import METRICS
+from vramsweep.analysis.model.observe import observations
 from vramsweep.harness.errors import UserError
 
 MIB = 2**20
@@ -42,11 +45,11 @@ def test_text_where_numbers_should_be_is_said(tmp_path: Path) -> None:
 def test_columns_can_be_named(tmp_path: Path) -> None:
     file = tmp_path / "bare.csv"
     file.write_text("128,4,1.5\n256,4,2.5\n")
-    table, _ = open_rows(file, ["seq_len", "micro_batch", "peak_allocated_gib"])
+    table, _ = open_rows(file, "seq_len, micro_batch, peak_allocated_gib")
     assert table.frame["peak_allocated_bytes"].tolist() == [1536 * MIB, 2560 * MIB]
     assert table.frame["micro_batch"].tolist() == [4, 4]
     with pytest.raises(UserError, match="--columns names 2"):
-        open_rows(file, ["seq_len", "micro_batch"])
+        open_rows(file, "seq_len,micro_batch")
     with pytest.raises(UserError, match="name its 3 columns"):
         open_rows(file)
 
@@ -224,3 +227,309 @@ def test_a_tracker_that_is_not_installed_is_a_user_error(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "trackio", None)
     folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
     assert cli.main(["track", str(folder), "trackio"]) == 2
+
+
+QWEN = ROOT.parent / "shared" / "data" / "qwen15-0.5b-zero3"
+LLAMA = ROOT.parent / "shared" / "data" / "llama3-8b-zero3-8gpu"
+FOUR_OF_BATCH = "micro_batch,peak_active_mib,peak_reserved_mib,iterations_per_s"
+EIGHT_RANKS = "8*(peak_active_mib,peak_reserved_mib),iterations_per_s"
+qwen = pytest.mark.skipif(not QWEN.exists(), reason="the public data are not there")
+llama = pytest.mark.skipif(not LLAMA.exists(), reason="the public data are not there")
+
+
+@qwen
+def test_public_batches_at_one_length_with_the_one_that_ran_out_of_memory() -> None:
+    settings = ["seq_len=2048", "world_size=1", "grad_accum=1", "device_total_gib=24"]
+    table, notes = open_rows(QWEN / "batches.csv", FOUR_OF_BATCH, settings=settings)
+    frame = table.frame
+    assert frame["micro_batch"].tolist() == [1, 2, 3] and frame["seq_len"].tolist() == [2048] * 3
+    assert frame["outcome"].tolist() == ["ok", "ok", "oom"]
+    assert frame["peak_active_bytes"].tolist() == [14048 * MIB, 20228 * MIB, pd.NA]
+    assert frame["tokens_per_s"].tolist()[:2] == pytest.approx([2048 * 4.348797427964968, 4096 * 2.368081557058567])
+    assert pd.isna(frame["tokens_per_s"].iloc[2]) and pd.isna(frame["reason"].iloc[2])
+    assert any("1 line with 'OOM'" in note for note in notes) and not any("as 1" in note for note in notes)
+    points = observations(frame, METRICS["peak_reserved_bytes"], axis="micro_batch")
+    assert points.x.tolist() == [1, 2] and points.bound_x.tolist() == [3]
+    assert 23 * 2**30 < points.bound_y[0] < 24 * 2**30
+
+
+@llama
+def test_public_lines_of_single_ranks_become_a_row_per_run() -> None:
+    table, notes = open_rows(LLAMA / "lengths-zero3.csv", f"seq_len,{EIGHT_RANKS}", settings=["micro_batch=1"])
+    frame = table.frame.set_index("seq_len")
+    assert len(frame) == 25 and frame["world_size"].eq(8).all() and frame["repeat"].eq(0).all()
+    run = frame.loc[11]  # ranks 1 and 5 reserve less; of the six others the first is named
+    assert list(run["rank_peak_active_bytes"]) == [
+        mib * MIB for mib in (34848, 33104, 34848, 34667, 34603, 33362, 34829, 34592)
+    ]
+    assert [mib / MIB for mib in run["rank_peak_reserved_bytes"]] == [
+        46970,
+        44966,
+        46970,
+        46970,
+        46970,
+        44966,
+        46970,
+        46970,
+    ]
+    assert (run["worst_rank"], run["peak_active_bytes"], run["peak_reserved_bytes"]) == (0, 34848 * MIB, 46970 * MIB)
+    assert run["step_median_s"] == pytest.approx(1 / 1.2523149973727445)
+    assert run["tokens_per_s"] == pytest.approx(11 * 8 * 1.2523149973727445)
+    # all of a row's memory is of one rank: another one has more active than the one with the largest reserved
+    assert (frame.loc[1]["worst_rank"], frame.loc[1]["peak_active_bytes"]) == (1, 34481 * MIB)
+    assert max(frame.loc[1]["rank_peak_active_bytes"]) == 34705 * MIB
+    assert "peak_active_mib: 1,400 zeros read as unknown" in notes
+    assert any(note.startswith("200 lines of 8 ranks are 25 runs") for note in notes)
+    assert any("count grad_accum as 1" in note for note in notes) and not any("without some" in note for note in notes)
+
+
+@llama
+@pytest.mark.parametrize("out_of_memory", [1, 8])
+def test_public_batches_of_eight_ranks_are_one_run_however_many_of_them_report_out_of_memory(
+    out_of_memory: int,
+) -> None:
+    name, most = {1: ("batches-zero3-checkpointing.csv", 13), 8: ("batches-zero3.csv", 3)}[out_of_memory]
+    frame = open_rows(LLAMA / name, f"micro_batch,{EIGHT_RANKS}", settings=["seq_len=2048", "grad_accum=1"])[0].frame
+    assert (LLAMA / name).read_text().count("OOM") == out_of_memory
+    assert frame["micro_batch"].tolist() == list(range(1, most + 1))
+    assert frame["outcome"].tolist() == ["ok"] * (most - 1) + ["oom"]
+    last = frame.iloc[-1]
+    assert all(pd.isna(last[name]) for name in ("worst_rank", "peak_reserved_bytes", "tokens_per_s"))
+    assert frame["rank_peak_reserved_bytes"].isna().tolist() == [False] * (most - 1) + [True]
+    if most == 13:
+        ten = frame.iloc[9]
+        assert (ten["worst_rank"], ten["peak_reserved_bytes"], ten["peak_active_bytes"]) == (
+            7,
+            78260 * MIB,
+            57886 * MIB,
+        )
+        assert ten["tokens_per_s"] == pytest.approx(10 * 2048 * 8 * 0.1295251800126126)
+
+
+def test_a_rank_that_reports_again_begins_another_run_and_one_that_does_not_report_stays_unknown(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "ranks.csv"
+    file.write_text(
+        "64,10,0,0,0,2\n64,0,0,12,30,1\n"  # active alone known of rank 0
+        "128,20,40,0,0,4\n128,22,44,0,0,4\n128,0,0,24,42,3\n"  # rank 0 twice: the first of these runs lacks rank 1
+    )
+    table, notes = open_rows(file, "seq_len,2*(peak_active_mib,peak_reserved_mib),iterations_per_s")
+    frame = table.frame
+    assert frame["seq_len"].tolist() == [64, 128, 128] and frame["repeat"].tolist() == [0, 0, 1]
+    assert [list(v) for v in frame["rank_peak_active_bytes"]] == [
+        [10 * MIB, 12 * MIB], [20 * MIB, None], [22 * MIB, 24 * MIB]
+    ]  # fmt: skip
+    assert list(frame["rank_peak_reserved_bytes"].iloc[0]) == [None, 30 * MIB]
+    assert frame["worst_rank"].tolist() == [1, 0, 0] and frame["step_median_s"].tolist() == [1, 0.25, 1 / 3]
+    assert frame["peak_active_bytes"].tolist() == [12 * MIB, 20 * MIB, 22 * MIB]
+    assert any("1 run with the settings of an earlier one" in note for note in notes)
+    assert any("1 run without some rank's memory, such as that from line 3 on without rank 1" in note for note in notes)
+    for out in (tmp_path / "out.csv", tmp_path / "out.parquet"):
+        assert (
+            cli.main(["export", str(file), str(out), "--columns", "seq_len,2*(peak_active_mib,peak_reserved_mib),-"])
+            == 0
+        )
+        assert list(load(out).frame["rank_peak_active_bytes"].iloc[1]) == [20 * MIB, None]
+
+
+def test_a_run_with_one_rank_out_of_memory_ran_out_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "ranks.csv"
+    file.write_text("64,10,0,2\n64,OOM\n64,11,0,2\n64,0,12,2\n")
+    table, _ = open_rows(file, "seq_len,2*peak_reserved_mib,iterations_per_s")
+    assert table.frame["outcome"].tolist() == ["oom", "ok"] and table.frame["repeat"].tolist() == [0, 1]
+    assert table.frame["peak_reserved_bytes"].tolist()[1] == 12 * MIB
+
+
+def test_a_mapping_file_can_say_what_a_command_line_can(tmp_path: Path) -> None:
+    file, mapping = tmp_path / "theirs.csv", tmp_path / "mapping.json"
+    file.write_text("Length,A0,R0,A1,R1,it/s\n64,1,3,0,0,2\n64,0,0,2,4,2\n")
+    mapping.write_text(
+        json.dumps(
+            {
+                "seq_len": "Length",
+                "peak_active_mib": {"ranks": ["A0", "A1"], "zero_is_missing": False},
+                "peak_reserved_bytes": {"ranks": [3, 5], "scale": MIB},
+                "iterations_per_s": "it/s",
+                "device_total_gib": {"value": 0.5},
+            }
+        )
+    )
+    frame = open_rows(file, mapping=mapping, settings=["micro_batch=3"])[0].frame
+    assert len(frame) == 2 and frame["device_total_bytes"].tolist() == [2**29] * 2  # its zeros are reports
+    assert [list(v) for v in frame["rank_peak_active_bytes"]] == [[MIB, 0], [0, 2 * MIB]]
+    assert [list(v) for v in frame["rank_peak_reserved_bytes"]] == [[3 * MIB, None], [None, 4 * MIB]]
+    assert frame["tokens_per_s"].tolist() == [64 * 3 * 2 * 2.0] * 2
+    same = open_rows(
+        file, "seq_len,2*(peak_active_mib,peak_reserved_mib),iterations_per_s", settings=["device_total_mib=512"]
+    )[0].frame
+    assert len(same) == 1 and list(same["rank_peak_active_bytes"].iloc[0]) == [MIB, 2 * MIB]
+
+
+def test_tokens_per_s_count_batch_accumulation_and_ranks_and_say_what_they_assume(tmp_path: Path) -> None:
+    file = tmp_path / "speed.csv"
+    file.write_text("seq_len,step_median_ms,grad_accum\n100,500,4\n100,,4\n")
+    table, notes = open_rows(file, settings=["micro_batch=3", "world_size=2"])
+    assert table.frame["tokens_per_s"].tolist() == [100 * 3 * 4 * 2 / 0.5, pd.NA]
+    assert table.frame["outcome"].tolist() == ["ok", "bad_result"] and notes == []
+    table, notes = open_rows(file)
+    assert table.frame["tokens_per_s"].tolist()[0] == 800
+    assert notes == [
+        "tokens/s count micro_batch, world_size as 1, which the file does not say; if not so: "
+        "--set micro_batch=... --set world_size=..."
+    ]
+
+
+def test_outcomes_in_other_words(tmp_path: Path) -> None:
+    file = tmp_path / "outcomes.csv"
+    words = ["Success", "fine", "CUDA out of memory. Tried to allocate 2.00 GiB", "OOM", "host OOM", "", "", "timeout"]
+    peaks = ["1", "2", "3", "", "", "6", "", ""]
+    file.write_text("seq_len,outcome,peak_reserved_mib\n" + "".join(
+        f"{100 + n},{word},{peak}\n" for n, (word, peak) in enumerate(zip(words, peaks, strict=True))
+    ))  # fmt: skip
+    table, notes = open_rows(file)
+    frame = table.frame
+    expected = ["ok", "bad_result", "oom", "oom", "host_oom", "ok", "bad_result", "timeout"]
+    assert frame["outcome"].tolist() == expected
+    assert frame["peak_reserved_bytes"].isna().tolist() == [False, False, True, True, True, False, True, True]
+    assert frame["reason"].tolist()[1:3] == ["fine", words[2]] and pd.isna(frame["reason"].iloc[3])
+    assert len(notes) == 1 and notes[0].startswith("outcome: 1 value such as 'fine' read as bad_result")
+
+
+@pytest.mark.parametrize(
+    "text", ["oom", "Out of memory", "out_of_memory", "CUDA out of memory. Tried 2 GiB, free 1, x, y, z"]
+)
+def test_words_for_memory_that_ran_out(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bare.csv"
+    file.write_text(f"64,1,2,3\n128,5,{text}\n256,bloom,2,3\n")
+    table, _ = open_rows(file)
+    assert table.frame["outcome"].tolist() == ["ok", "oom", "ok"]
+    assert table.frame["peak_active_bytes"].isna().tolist() == [False, True, True]
+    assert table.frame["reason"].tolist() == [pd.NA, pd.NA if text == "oom" else text, pd.NA]
+
+
+def test_a_report_takes_constants_for_what_it_does_not_know(tmp_path: Path) -> None:
+    gpu = {"before_init_mem_gpu": 10, "train_mem_gpu_alloc_delta": 30, "train_mem_gpu_peaked_delta": 40}
+    file = state(tmp_path, {**SUMMARY, **gpu})
+    row = open_rows(file, settings=["seq_len=512", "device_total_gb=24"])[0].frame.iloc[0]
+    assert (row["tokens_per_s"], row["device_total_bytes"]) == (24.0 * 512, 24_000_000_000)
+    with pytest.raises(UserError, match="micro_batch is both a constant and the column micro_batch"):
+        open_rows(file, settings=["micro_batch=2"])
+
+
+def test_options_for_foreign_files_change_nothing_in_our_own_and_that_is_said(tmp_path: Path) -> None:
+    folder = synthetic.write(tmp_path / "sweep", synthetic.sweep(lengths=(128,), batches=(1,)))
+    table, notes = open_rows(folder, settings=["seq_len=2048"])
+    assert set(table.frame["seq_len"]) == {128} and "change nothing" in notes[0]
+
+
+FOUR = "128,100,120,2.0\n256,110,130,1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "text"),
+    [
+        ("seq_len,peak_activ_mib,-,-", [], "not known: peak_activ_mib; did you mean peak_active_mib"),
+        ("seq_len,it/s,-,-", [], "not known: it/s; `vramsweep columns`"),
+        ("seq_len,peak_active_mib", [], "has 4 columns, --columns names 2: seq_len,peak_active_mib"),
+        ("seq_len,2*(peak_active_mib", [], r"cannot be read from '2\*\(peak_active_mib' on; write it as in"),
+        ("seq_len,0*(peak_active_mib),-,-", [], r"cannot be read from '0\*"),
+        ("seq_len,,-,-", [], "cannot be read from ',-,-'"),
+        ("seq_len,seq_len,peak_active_mib,-", [], "names seq_len 2 times"),
+        ("seq_len,peak_active_mib,peak_active_gib,-", [], "from two columns, peak_active_mib and peak_active_gib"),
+        ("seq_len,2*peak_active_mib,1*peak_reserved_mib", [], "not peak_active_mib 2, peak_reserved_mib 1"),
+        ("seq_len,2*alloc_retries,-", [], "alloc_retries cannot be given per rank; these can: peak_allocated_bytes"),
+        ("seq_len,2*peak_active_mib,-", ["world_size=1"], "world_size is 1, but columns of 2 ranks are named"),
+        ("micro_batch,-,peak_active_mib,-", [], "no column seq_len among .* --set seq_len=2048"),
+        ("seq_len,grad_accum,-,-", [], "nothing measured among grad_accum, seq_len; name a column such as"),
+        ("trial_id,seq_len,-,peak_active_mib", [], "trial_id cannot be given, the importer makes it"),
+        (None, ["seq_len"], "--set takes NAME=VALUE, such as --set seq_len=2048, not 'seq_len'"),
+        (None, ["seq_len=2048"], "seq_len is both a constant and the column seq_len"),
+        (None, ["micro_batch=two"], 'micro_batch is a whole number, not "two"'),
+        (None, ["micro_batch=2.5"], 'micro_batch is a whole number, not "2.5"'),
+        (None, ["device_total_gib=much"], 'device_total_gib is a number, not "much"'),
+        (None, ["offload_param=maybe"], "offload_param is true or false"),
+        (None, ["notes=x"], "notes holds a list"),
+        (None, ["outcome=fine"], "outcome is one of ok, oom"),
+        (None, ["micro_bach=2"], "not known: micro_bach; did you mean micro_batch"),
+        (None, ["device_total_gib=24", "device_total_bytes=1"], "gives device_total_bytes twice"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_named(
+    tmp_path: Path, columns: str | None, settings: list[str], text: str
+) -> None:
+    (tmp_path / "x.csv").write_text(FOUR)
+    with pytest.raises(UserError, match=text) as caught:
+        open_rows(tmp_path / "x.csv", columns, settings=settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "text"),
+    [
+        ("nope", "is no JSON"),
+        ("[1]", "must be a JSON object"),
+        ('{"seq_len": 1, "seq_len": 2}', "'seq_len' is said twice"),
+        ('{"seq_len": 1, "peak_active_mib": 7}', "no column 7; it has 1, 2, 3, 4"),
+        ('{"seq_len": 1, "peak_active_mib": 0}', "no column 0; it has 1, 2, 3, 4"),
+        ('{"seq_len": 1, "peak_active_mib": {"form": 2}}', 'peak_active_mib cannot be {"form": 2}; allowed'),
+        ('{"seq_len": 1, "peak_active_mib": {"ranks": []}}', "peak_active_mib cannot be"),
+        ('{"seq_len": 1, "peak_active_mib": {"from": 2, "scale": 0}}', "peak_active_mib cannot be"),
+        (
+            '{"seq_len": 1, "peak_active_mib": {"ranks": [2, 4]}, "peak_reserved_mib": {"ranks": [3]}}',
+            "of equally many ranks, not peak_active_mib 2, peak_reserved_mib 1",
+        ),
+        ('{"seq_len": {"value": "x"}, "peak_active_mib": 2}', 'seq_len is a whole number, not "x"'),
+        ('{"seq_len": 1, "peak_active_mib": 2, "micro_batch": {"value": 1}}', "of the mapping file and of --set"),
+    ],
+)
+def test_mistakes_in_a_mapping_file_are_named(tmp_path: Path, mapping: str, text: str) -> None:
+    (tmp_path / "x.csv").write_text(FOUR)
+    (tmp_path / "m.json").write_text(mapping)
+    with pytest.raises(UserError, match=text):
+        open_rows(tmp_path / "x.csv", mapping=tmp_path / "m.json", settings=["micro_batch=2"])
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "is empty"),
+        (b"\n , \n", "is empty"),
+        (b"seq_len,peak_active_mib\n", r"a header \(seq_len, peak_active_mib\) and no line below"),
+        (b"\x00\x01\x02", "not a text in UTF-8"),
+        (b"\xff\xfe1,2", "not a text in UTF-8"),
+        (b"1,2,3,4\n1,2,3,4\n1,2,3,4,5\n", "line 3: 5 cells, but the file has 4 columns"),
+        (b"seq_len,seq_len,peak_active_mib\n1,2,3\n", "seq_len comes from two columns"),
+    ],
+)
+def test_files_that_hold_no_rows_are_named(tmp_path: Path, content: bytes, text: str) -> None:
+    (tmp_path / "x.csv").write_bytes(content)
+    with pytest.raises(UserError, match=text):
+        open_rows(tmp_path / "x.csv")
+
+
+def test_a_byte_order_mark_short_lines_and_missing_values_are_taken_for_what_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_bytes(
+        b"\xef\xbb\xbfseq_len,peak_active_mib,sharding,peak_reserved_mib\n1, 0, none,inf\n2,n/a,zero3\n\n3,4,,5,\n"
+    )
+    table, notes = open_rows(file)
+    assert table.frame["peak_active_bytes"].tolist() == [pd.NA, pd.NA, 4 * MIB]
+    assert table.frame["peak_reserved_bytes"].tolist() == [pd.NA, pd.NA, 5 * MIB]
+    assert table.frame["sharding"].tolist() == ["none", "zero3", pd.NA]
+    assert notes == [
+        "1 line with fewer than 4 cells; what lacks is unknown",
+        "peak_active_mib: 1 zero read as unknown",
+        "peak_reserved_mib: 1 infinite value read as unknown",
+    ]
+
+
+def test_set_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "x.csv", tmp_path / "out.csv"
+    file.write_text("1,14048\n2,OOM\n")
+    words = ["--columns", "micro_batch,peak_active_mib", "--set", "seq_len=2048", "--set", "device=cuda"]
+    assert cli.main(["export", str(file), str(out), *words]) == 0
+    frame = load(out).frame
+    assert frame["seq_len"].tolist() == [2048, 2048] and set(frame["device"]) == {"cuda"}
+    assert cli.main(["export", str(file), str(out), *words, "--set", "device=cpu"]) == 2
+    assert capsys.readouterr().err.endswith("vramsweep: --set gives device twice; give it once\n")

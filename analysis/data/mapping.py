@@ -1,0 +1,309 @@
+"""What a foreign file holds: which of our columns comes from which of its own, in which unit, and what is constant.
+
+One `FileMapping` says it for every importer, whether it was written as `--columns`, as a `--mapping` file, as a header
+with our names or as the fields of a report; `--set` adds constants to any of them.
+
+Not covered: reading cells (importers.py), rows from cells (foreign.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vramsweep.analysis.data.metrics import GIB, METRICS, MIB
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import BY_NAME, Outcome
+
+Place = str | int  # a column of theirs, by name or by position from 1
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a name of ours stands for: `peak_active_mib` is peak_active_bytes by 2^20, `iterations_per_s` an inverse."""
+
+    column: str
+    factor: float = 1.0
+    inverse: bool = False
+
+
+_SUFFIXES = {
+    "B": ("_bytes", {"_kib": 1024.0, "_mib": MIB, "_gib": GIB, "_kb": 1e3, "_mb": 1e6, "_gb": 1e9}),
+    "s": ("_s", {"_ms": 1e-3, "_us": 1e-6}),
+}
+_MADE = ("schema_version", "trial_id", "attempt", "terminal")  # by the importer, for every row
+TARGETS: dict[str, Target] = {
+    **{
+        column.name.removesuffix(ending) + suffix: Target(column.name, factor)
+        for column in BY_NAME.values()
+        if column.type in (int, float) and column.unit in _SUFFIXES
+        for ending, factors in [_SUFFIXES[column.unit]]
+        for suffix, factor in factors.items()
+    },
+    **{column.name: Target(column.name) for column in BY_NAME.values() if column.type is not dict},
+    "iterations_per_s": Target("step_median_s", inverse=True),
+}
+for _name in _MADE:
+    del TARGETS[_name]
+PER_RANK = {name: f"rank_{name}" for name in METRICS if f"rank_{name}" in BY_NAME}  # the lists that hold every rank's
+MEASURED = (*METRICS, "tokens_per_s", "samples_per_s")  # a 0 in these was never measured
+_EXAMPLE = "--columns 'seq_len,8*(peak_active_mib,peak_reserved_mib),iterations_per_s'"
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one of our columns comes from: `name` as it was declared, `places` one column, or one per rank in order.
+
+    A value is cell x scale in the unit of the column, or 1 / (cell x scale) where the name is that of a rate.
+    """
+
+    name: str
+    places: tuple[Place, ...]
+    scale: float = 1.0
+    zero_is_missing: bool = False
+    per_rank: bool = False
+
+    @property
+    def inverse(self) -> bool:
+        """Whether the name is that of a rate, of which we keep the time."""
+        return TARGETS[self.name].inverse
+
+    @property
+    def column(self) -> str:
+        """Our column."""
+        return TARGETS[self.name].column
+
+    @property
+    def kind(self) -> type:
+        """The type of our column."""
+        return BY_NAME[self.column].type
+
+
+@dataclass(frozen=True)
+class FileMapping:
+    """The columns of a foreign file and what holds for all its lines, by our columns' names and in their units.
+
+    `width` is how many columns a line has, where that was declared. Raises UserError where two things are said of one
+    column, or of the ranks.
+    """
+
+    sources: tuple[Source, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        by_column: dict[str, Source] = {}
+        for source in self.sources:
+            other = by_column.setdefault(source.column, source)
+            if other is not source:
+                raise UserError(
+                    f"{source.column} comes from two columns, {other.name} and {source.name}; "
+                    "leave one out (in --columns by a - in its place)"
+                )
+            if source.column in self.constants:
+                raise UserError(
+                    f"{source.column} is both a constant and the column {source.name}; leave out the constant, or the "
+                    "column (in --columns by a - in its place)"
+                )
+            if source.per_rank and source.column not in PER_RANK:
+                raise UserError(f"{source.name} cannot be given per rank; these can: {', '.join(PER_RANK)}")
+        counts = {source.name: len(source.places) for source in self.sources if source.per_rank}
+        if len(set(counts.values())) > 1:
+            said = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise UserError(f"columns per rank must be of equally many ranks, not {said}")
+        if self.constants.get("world_size") is not None and self.constants["world_size"] < self.ranks:
+            raise UserError(
+                f"world_size is {self.constants['world_size']}, but columns of {self.ranks} ranks are named"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Of how many ranks there are columns; 0 where no column is of a rank."""
+        return max((len(source.places) for source in self.sources if source.per_rank), default=0)
+
+    @property
+    def columns(self) -> set[str]:
+        """Our columns that the file or a constant gives."""
+        return {*(source.column for source in self.sources), *self.constants}
+
+    def with_constants(self, constants: Mapping[str, Any]) -> FileMapping:
+        """The same with more constants. Raises UserError where one is given already."""
+        if twice := sorted(set(constants) & set(self.constants)):
+            raise UserError(f"{twice[0]} is a constant of the mapping file and of --set; give it once")
+        return replace(self, constants={**self.constants, **constants})
+
+
+def by_position(text: str) -> FileMapping:
+    """`seq_len,8*(peak_active_mib,peak_reserved_mib),-`: names by position, `N*(...)` once per rank, `-` left out.
+
+    Raises UserError for what cannot be read and for names that are not ours.
+    """
+    parts = list(_parts(text))
+    named = [name for names, _ in parts for name in names if name != "-"]
+    for name, times in Counter(named).items():
+        target(name, "--columns")
+        if times > 1:
+            raise UserError(f"--columns names {name} {times} times; name it once, other columns -, ranks as {_EXAMPLE}")
+    places: dict[tuple[str, bool], list[Place]] = {}
+    position = 0
+    for names, ranks in parts:
+        for _ in range(ranks or 1):
+            for name in names:
+                position += 1
+                if name != "-":
+                    places.setdefault((name, ranks is not None), []).append(position)
+    sources = tuple(_source(name, tuple(found), per_rank=per_rank) for (name, per_rank), found in places.items())
+    return FileMapping(sources, width=position)
+
+
+def _parts(text: str) -> Iterator[tuple[list[str], int | None]]:
+    """The names between commas, and how many ranks have them."""
+    part = re.compile(r"\s*(?:(\d+)\s*\*\s*(?:\(([^()]*)\)|([^,()*]+))|([^,()*]+))\s*(?:,|$)")
+    at = 0
+    while at < len(text):
+        match = part.match(text, at)
+        names = [name.strip() for name in next(filter(None, match.groups()[1:]), "").split(",")] if match else []
+        if match is None or not all(names) or (match[1] is not None and int(match[1]) < 1):
+            raise UserError(f"--columns cannot be read from {text[at:][:40]!r} on; write it as in {_EXAMPLE}")
+        yield names, None if match[1] is None else int(match[1])
+        at = match.end()
+
+
+def by_name(names: Sequence[str]) -> tuple[FileMapping, list[str]]:
+    """Of a header, the columns that have our names, and the names that are not ours.
+
+    Raises UserError where two of them are one column of ours.
+    """
+    known = [(name, position) for position, name in enumerate(names, 1) if name in TARGETS]
+    return FileMapping(tuple(_source(name, (at,)) for name, at in known)), [n for n in names if n not in TARGETS]
+
+
+def from_file(path: Path) -> FileMapping:
+    """A mapping as JSON: our names (with any unit) to theirs, or to positions from 1.
+
+    `{"seq_len": "Length", "peak_allocated_gb": 2, "step_median_s": {"from": "t", "scale": 60},
+    "peak_reserved_mib": {"ranks": [3, 5], "zero_is_missing": false}, "micro_batch": {"value": 8}}`.
+    Raises UserError if it cannot be read, and for names that are not ours.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise UserError(f"cannot read the mapping {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"the mapping {path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f'the mapping {path} must be a JSON object such as {{"seq_len": "Length"}}')
+    sources: list[Source] = []
+    constants: dict[str, Any] = {}
+    for name, rule in found.items():
+        column = target(name, str(path)).column
+        if not isinstance(rule, dict):
+            rule = {"from": rule}
+        if set(rule) == {"value"}:
+            if column in constants:
+                raise UserError(f"{path}: {column} has two values; give it once")
+            constants[column] = constant(name, rule["value"], str(path))
+        else:
+            sources.append(_rule(name, rule, path))
+    return FileMapping(tuple(sources), constants)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is said twice")
+    return found
+
+
+def _rule(name: str, rule: Mapping[str, Any], path: Path) -> Source:
+    per_rank = "ranks" in rule
+    places: Any = rule.get("ranks") if per_rank else [rule.get("from")]
+    scale, zero = rule.get("scale", 1.0), rule.get("zero_is_missing")
+    allowed = {"ranks" if per_rank else "from", "scale", "zero_is_missing"}
+    fits = (
+        set(rule) <= allowed
+        and isinstance(places, list)
+        and len(places) > 0
+        and all(isinstance(place, str) or type(place) is int for place in places)
+        and type(scale) in (int, float)
+        and scale != 0
+        and math.isfinite(scale)
+        and (zero is None or isinstance(zero, bool))
+    )
+    if not fits:
+        raise UserError(
+            f"{path}: {name} cannot be {json.dumps(rule)}; allowed: a column's name or position, "
+            '{"from": either, "scale": 1e6, "zero_is_missing": true}, {"ranks": [a column for each]}, {"value": 4}'
+        )
+    return _source(name, tuple(places), float(scale), zero, per_rank)
+
+
+def _source(
+    name: str, places: tuple[Place, ...], scale: float = 1.0, zero: bool | None = None, per_rank: bool = False
+) -> Source:
+    """A source with what follows from its name: the unit, and that a 0 was not measured."""
+    found = TARGETS[name]
+    return Source(name, places, scale * found.factor, found.column in MEASURED if zero is None else zero, per_rank)
+
+
+def from_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """`seq_len=2048`, `device_total_gib=24`: constants by our columns' names, in their types and units.
+
+    Raises UserError for a name that is not ours, a value of another type, or a name given twice.
+    """
+    found: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = (part.strip() for part in setting.partition("="))
+        if not equals or not name:
+            raise UserError(f"--set takes NAME=VALUE, such as --set seq_len=2048, not {setting!r}")
+        column = target(name, "--set").column
+        if column in found:
+            raise UserError(f"--set gives {column} twice; give it once")
+        found[column] = constant(name, text, "--set")
+    return found
+
+
+def constant(name: str, value: Any, said: str) -> Any:
+    """A value in the type and unit of the column that `name` stands for. Raises UserError if it is of another type."""
+    to = target(name, said)
+    kind = BY_NAME[to.column].type
+    if kind is list:
+        raise UserError(f"{said}: {name} holds a list in every row, so it cannot be one value; name a column for it")
+    fits: Any = None
+    if kind is str:
+        fits = str(value) if isinstance(value, str | int | float) and value != "" else None
+    elif kind is bool:
+        fits = {"true": True, "false": False}.get(str(value).lower())
+    elif not isinstance(value, bool):
+        try:
+            number = float(value) * to.factor
+            number = 1 / number if to.inverse else number
+        except (TypeError, ValueError, ZeroDivisionError):
+            number = math.nan
+        if math.isfinite(number) and (kind is float or to.factor != 1 or number.is_integer()):
+            fits = number if kind is float else round(number)
+    if fits is None:
+        expected = _TYPES[float if kind is int and to.factor != 1 else kind]
+        raise UserError(f"{said}: {name} is {expected}, not {json.dumps(value)}")
+    if to.column == "outcome" and fits not in set(Outcome):
+        raise UserError(f"{said}: outcome is one of {', '.join(Outcome)}; not {value!r}")
+    return fits
+
+
+def target(name: str, said: str) -> Target:
+    """What a name of ours stands for. Raises UserError, with names that are near, if it is none."""
+    if name in TARGETS:
+        return TARGETS[name]
+    if name in _MADE or name in BY_NAME:
+        raise UserError(f"{said}: {name} cannot be given, the importer makes it; leave it out")
+    near = difflib.get_close_matches(name, TARGETS, n=3)
+    meant = f"did you mean {' or '.join(near)}?" if near else "`vramsweep columns` lists our columns"
+    raise UserError(f"{said}: columns not known: {name}; {meant} (memory also as ..._mib, ..._gib, ..._mb, ..._gb)")
