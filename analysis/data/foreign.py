@@ -75,9 +75,9 @@ def _values(
         kind = BY_NAME[name].type
         frame[name] = converted(pd.Series([value] * len(frame), index=frame.index, dtype=object), kind, name, notes)
     for source, columns in read.items():
-        if source.column not in MEASURED:
+        if not source.measured:
             frame[source.column] = _of_source(columns, source, notes)[0]
-    measured = {source: columns for source, columns in read.items() if source.column in MEASURED}
+    measured = {source: columns for source, columns in read.items() if source.measured}
     _add_outcome(frame, [column for columns in measured.values() for column in columns], notes)
     failed = frame["outcome"].isin(_RAN_OUT).fillna(False).astype(bool)
     ranks: dict[str, Floats] = {}
@@ -113,7 +113,7 @@ def _of_source(columns: Sequence[pd.Series[Any]], source: Source, notes: list[st
         name = f"{source.name} of rank {rank}" if source.per_rank else source.name
         value = converted(column, float if source.kind is int else source.kind, name, notes)
         if source.kind in (int, float):
-            endless, zero = (value.abs().eq(np.inf), value.eq(0))
+            endless, zero = value.abs().eq(np.inf), value.eq(0)
             infinite += int(endless.sum())
             value = value.mask(endless)
             if source.zero_is_missing or source.inverse:

@@ -292,8 +292,10 @@ def _ran_out(cells: Sequence[str]) -> bool:
 
 def _width(lines: Lines) -> int:
     """How many columns most lines have; a line that says that memory ran out may have any number."""
-    counts = Counter(len(cells) for _, cells in lines if not _ran_out(cells))
-    return (counts or Counter(len(cells) for _, cells in lines)).most_common(1)[0][0]
+    counts = Counter(len(cells) for _, cells in lines)
+    if len(counts) > 1:
+        counts = Counter(len(cells) for _, cells in lines if not _ran_out(cells)) or counts
+    return counts.most_common(1)[0][0]
 
 
 def _padded(lines: Lines, width: int, path: Path, notes: list[str]) -> list[list[str | None]]:

@@ -82,6 +82,14 @@ class Source:
         return TARGETS[self.name].column
 
     @property
+    def measured(self) -> bool:
+        """Whether it holds what a run that runs out of memory leaves unknown."""
+        column = BY_NAME[self.column]
+        of_device = column.name.startswith(("device_", "memory_limit_", "oom_"))
+        is_peak_or_speed = column.group in ("memory", "speed") and column.type in (int, float) and not of_device
+        return is_peak_or_speed or column.name in MEASURED
+
+    @property
     def kind(self) -> type:
         """The type of our column."""
         return BY_NAME[self.column].type

@@ -408,6 +408,15 @@ def test_words_for_memory_that_ran_out(tmp_path: Path, text: str) -> None:
     assert table.frame["reason"].tolist() == [pd.NA, pd.NA if text == "oom" else text, pd.NA]
 
 
+def test_out_of_memory_in_any_value_leaves_the_device_and_the_settings_known(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("seq_len,elapsed_s,measured_steps,device_total_gib,peak_active_mib\n64,OOM,3,24,7\n128,2,4,24,8\n")
+    frame = open_rows(file)[0].frame
+    assert frame["outcome"].tolist() == ["oom", "ok"] and frame["tokens_per_s"].isna().tolist() == [True, False]
+    assert frame["tokens_per_s"].iloc[1] == 128 * 4 / 2
+    assert frame["device_total_bytes"].tolist() == [24 * 2**30] * 2 and frame["peak_active_bytes"].isna().iloc[0]
+
+
 def test_a_report_takes_constants_for_what_it_does_not_know(tmp_path: Path) -> None:
     gpu = {"before_init_mem_gpu": 10, "train_mem_gpu_alloc_delta": 30, "train_mem_gpu_peaked_delta": 40}
     file = state(tmp_path, {**SUMMARY, **gpu})
