@@ -77,6 +77,16 @@ def _parser() -> argparse.ArgumentParser:
     compare = verbs.add_parser("compare", help="two sets of rows; exit status 1 if B is slower or needs more memory")
     compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
+    compare.add_argument(
+        "--axis", choices=["seq_len", "micro_batch", "tokens"], help="what trends and the figure are along (default: "
+        "length, or batch where that has more values); pairs always agree in both",
+    )  # fmt: skip
+    compare.add_argument(
+        "--tolerance", type=float, default=0.001, metavar="SHARE",
+        help="memory that differs by no more is EQUAL (default 0.001, of reserved at least a block of 2 MiB; 0: exact)",
+    )  # fmt: skip
+    compare.add_argument("--figure", type=Path, metavar="FILE", help="draw both: HTML, PNG, SVG or PDF; data beside it")
+    compare.add_argument("--all", action="store_true", help="print every pair")
     _foreign(compare)
     compare.add_argument("--json", action="store_true")
     compare.set_defaults(verb=_compare)
@@ -212,10 +222,16 @@ def _print_written(written: Any, as_json: bool) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.compare import verdicts
+    from vramsweep.analysis.compare import trends, verdicts, verdicts_words
 
     if len(arguments.rows) != (1 if arguments.by else 2):
         raise UserError("compare takes two sets of rows, or one with --by AXIS=VALUE,VALUE")
+    if not 0 <= arguments.tolerance < 1:
+        raise UserError(f"--tolerance is a share such as 0.001 (0.1 %), or 0; not {arguments.tolerance:g}")
+    if arguments.figure is not None:
+        from vramsweep.analysis.figures import overlay
+
+        overlay.check(arguments.figure, arguments.rows)
     if arguments.by:
         axis, _, values = arguments.by.partition("=")
         a, b = verdicts.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
@@ -223,11 +239,14 @@ def _compare(arguments: argparse.Namespace) -> int:
     else:
         a, b = (_open(arguments, path) for path in arguments.rows)
         names = tuple(str(path) for path in arguments.rows)
-    found = verdicts.compare(a, b, (names[0], names[1]))
+    found = verdicts.compare(a, b, (names[0], names[1]), arguments.tolerance)
+    along = trends.along(found, arguments.axis)
     if arguments.json:
-        _print_json(found.as_json())
+        _print_json({**found.as_json(), "along": along.as_json()})
     else:
-        print(verdicts.text(found))
+        print(verdicts_words.text(found, along, arguments.all))
+    if arguments.figure is not None:  # last, as it may need a browser
+        overlay.write(overlay.figure(found, along), arguments.figure)
     return 1 if found.worse else 0
 
 

@@ -1,26 +1,34 @@
-"""Two sets of rows against each other: paired by equal settings, memory exactly, speed by a bootstrap interval.
+"""Two sets of rows against each other: paired by equal settings, memory within a tolerance, speed by an interval.
 
 An axis that is constant in each set but not the same in both (allocator, runner, ...) is what is compared; all others
-must be equal for two rows to make a pair. Every verdict is about B as seen from A, with its reason.
+must be equal for two rows to make a pair, but where foreign rows come from. Every verdict is about B as seen from A,
+with its reason.
+
+Not covered: what changes along an axis (trends.py), the verdicts in words (verdicts_words.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from vramsweep.analysis.data.groups import ASKED, FOUND, label
+from vramsweep.analysis.compare import sizes
+from vramsweep.analysis.data.groups import ASKED, FOUND
 from vramsweep.analysis.data.load import EXTRA, Table
-from vramsweep.analysis.data.metrics import METRICS
+from vramsweep.analysis.data.metrics import METRICS, MIB
 from vramsweep.analysis.model.curves import Array
 from vramsweep.harness.errors import UserError
 
-MARGIN = 0.01
+TOLERANCE = 0.001  # of memory, relative
+BLOCK = 2 * MIB  # the allocator reserves in steps of it (kSmallBuffer, kRoundLarge in c10/cuda/CUDACachingAllocator)
+MARGIN = 0.01  # of speed, relative
+ALMOST = 0.95  # share of the pairs that a verdict over all of them holds for
 DRAWS = 4999
 SEED = 20_240_917
 _FEW = "one run each and fewer than 5 pairs; measure repeats (repeat=0,1,2)"
@@ -29,34 +37,89 @@ _EXACT = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 @dataclass(frozen=True)
 class Memory:
-    """EQUAL, SMALLER, LARGER or AMBIGUOUS; `a` and `b` in bytes, null where it ran out of memory."""
+    """EQUAL, SMALLER, LARGER or AMBIGUOUS; `a` and `b` are medians in bytes, null where it ran out of memory.
+
+    `apart`: how many bytes any run of one side is at most from any of the other; 0 where all are the same.
+    """
 
     metric: str
     verdict: str
     reason: str
     a: float | None
     b: float | None
+    apart: float | None = None
 
 
 @dataclass(frozen=True)
 class Speed:
-    """SAME, FASTER, SLOWER or AMBIGUOUS; `change` is B/A − 1 of tokens/s with its 95 % interval, null if unknown."""
+    """SAME, FASTER, SLOWER or AMBIGUOUS; `change` is B/A − 1 of tokens/s with its 95 % interval, null if unknown.
+
+    `a` and `b` are geometric means of tokens/s, `error` the standard error of ln(B/A) from repeats.
+    """
 
     verdict: str
     reason: str
     change: float | None = None
     low: float | None = None
     high: float | None = None
+    a: float | None = None
+    b: float | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One combination of settings that both sets measured."""
+    """One combination of settings that both sets measured; `settings` are those that vary."""
 
     settings: Mapping[str, Any]
+    seq_len: int | None
+    micro_batch: int | None
     memory: tuple[Memory, ...]
     speed: Speed
     trial_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Single:
+    """A combination that only one set (`side`, "a" or "b") has: medians of memory in bytes, tokens/s.
+
+    `memory` is empty where it ran out of it.
+    """
+
+    side: str
+    settings: Mapping[str, Any]
+    seq_len: int | None
+    micro_batch: int | None
+    memory: Mapping[str, float]
+    tokens_per_s: float | None
+    trial_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The pair with the least or most of something: B/A − 1, B − A (bytes or tokens/s), and its settings."""
+
+    change: float
+    difference: float
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OverAll:
+    """The verdict on one quantity over all pairs; `change` is the geometric mean of B/A, less 1.
+
+    `counts` are the pairs of each verdict, `apart` the most of any pair (bytes), `least` and `most` the pairs of the
+    smallest and largest B/A.
+    """
+
+    metric: str
+    verdict: str
+    reason: str
+    counts: Mapping[str, int]
+    apart: float | None = None
+    change: float | None = None
+    least: Extreme | None = None
+    most: Extreme | None = None
 
 
 @dataclass(frozen=True)
@@ -66,11 +129,22 @@ class Comparison:
     a: str
     b: str
     differs: Mapping[str, tuple[str, str]]
+    tolerance: float
     pairs: tuple[Pair, ...]
-    memory: tuple[Memory, ...]
+    memory: tuple[OverAll, ...]
     speed: Speed
-    only_a: int
-    only_b: int
+    speeds: OverAll | None
+    unpaired: tuple[Single, ...]
+
+    @property
+    def only_a(self) -> int:
+        """Combinations that only A has."""
+        return sum(one.side == "a" for one in self.unpaired)
+
+    @property
+    def only_b(self) -> int:
+        """Combinations that only B has."""
+        return sum(one.side == "b" for one in self.unpaired)
 
     @property
     def worse(self) -> bool:
@@ -80,11 +154,86 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "worse": self.worse}
+        return {**asdict(self), "only_a": self.only_a, "only_b": self.only_b, "worse": self.worse}
 
 
-def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B")) -> Comparison:
-    """Pair and judge. Raises UserError when nothing can be paired, or measured rows stand against predicted ones."""
+@dataclass(frozen=True)
+class _Side:
+    """What one set has of one combination: values of its finished runs, and whether a run ran out of memory."""
+
+    memory: Mapping[str, Array]
+    logs: Array  # of tokens/s
+    oom: bool
+    resident: bool
+    ids: tuple[str, ...]
+
+    @property
+    def runs(self) -> bool:
+        return bool(self.ids)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    settings: Mapping[str, Any]
+    seq_len: int | None
+    micro_batch: int | None
+    a: _Side
+    b: _Side
+
+
+def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B"), tolerance: float = TOLERANCE) -> Comparison:
+    """Pair and judge. Memory that differs by at most `tolerance` of A's (reserved: or a block of 2 MiB) is EQUAL.
+
+    With tolerance 0 a byte makes a difference. Raises UserError when nothing can be paired, or measured rows stand
+    against predicted ones.
+    """
+    cells, differs = _cells(a, b, names)
+    paired = [cell for cell in cells if cell.a.runs and cell.b.runs]
+    pool, freedom = _run_noise(cells)
+    random = np.random.default_rng(SEED)
+    pairs = []
+    shifts = np.zeros(DRAWS)  # the sum over pairs
+    for cell in paired:
+        speed, shift = _speed(cell.a, cell.b, pool, freedom, random)
+        if shift is not None:
+            shifts += shift
+        known = _memory_metrics(cell.a, cell.b)
+        memory = tuple(_memory(metric, cell.a, cell.b, differs, tolerance) for metric in known)
+        ids = cell.a.ids + cell.b.ids
+        pairs.append(Pair(cell.settings, cell.seq_len, cell.micro_batch, memory, speed, ids))
+    return Comparison(
+        *names,
+        differs=differs,
+        tolerance=tolerance,
+        pairs=tuple(pairs),
+        memory=tuple(_memory_over_all(m, pairs) for m in _EXACT if any(_of(p, m) for p in pairs)),
+        speed=_speed_over_all([p.speed for p in pairs], shifts, random),
+        speeds=_speeds(pairs),
+        unpaired=tuple(_single(cell) for cell in cells if not (cell.a.runs and cell.b.runs)),
+    )
+
+
+def allowed(metric: str, a: float, tolerance: float) -> float:
+    """Bytes by which B may differ from A's `a` and still count as EQUAL."""
+    return max(tolerance * a, BLOCK if metric == "peak_reserved_bytes" and tolerance > 0 else 0)
+
+
+def split(table: Table, axis: str, values: Sequence[str]) -> tuple[Table, Table]:
+    """The rows of one table with `axis` at the first and at the second value. Raises UserError."""
+    if axis not in table.frame or len(values) != 2:
+        raise UserError(
+            f"--by takes AXIS=VALUE,VALUE with a column of the rows, as in allocator=default,expandable; not {axis}"
+        )
+    column = table.frame[axis].astype("string")
+    for value in values:
+        if not (column == value).any():
+            there = ", ".join(map(str, column.dropna().unique()[:12]))
+            raise UserError(f"no row has {axis}={value}; there are {there or 'no values at all'}")
+    return table.where((column == values[0]).fillna(False)), table.where((column == values[1]).fillna(False))
+
+
+def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dict[str, tuple[str, str]]]:
+    """Every combination of settings with what either set has of it, in order, and what differs between the sets."""
     sides = [_needed(table.frame).assign(_set=name) for table, name in ((a, "a"), (b, "b"))]
     both = pd.concat(sides, ignore_index=True)
     both = both[both["outcome"].isin(["ok", "oom"])].reset_index(drop=True)
@@ -97,44 +246,29 @@ def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B")) -> Comparis
     extras = [str(name) for name in both.columns if str(name).startswith(EXTRA)]
     differs, axes = _axes(both, [*ASKED, *extras])
     differs |= _axes(both, list(FOUND))[0]
-    keys = [*axes, "seq_len"]
-    filled = both.assign(**{key: both[key].astype("string").fillna("") for key in keys})
-    cells = [
-        (rows.iloc[0], rows[rows["_set"] == "a"], rows[rows["_set"] == "b"])
-        for _, rows in filled.groupby(keys, sort=False, observed=True)
-    ]
-    paired = [cell for cell in cells if len(cell[1]) and len(cell[2])]
-    if not paired:
-        apart = [key for key in keys if set(filled.loc[filled["_set"] == "a", key]).isdisjoint(
-            filled.loc[filled["_set"] == "b", key])]  # fmt: skip
-        why = f"they share no {' and no '.join(apart)}" if apart else "no combination of settings is in both"
-        raise UserError(f"nothing to compare between {names[0]} and {names[1]}: {why}")
+    keys = [*(axis for axis in axes if axis != "foreign"), "seq_len"]
+    filled = pd.DataFrame({key: both[key].astype("string").fillna("") for key in keys})
+    in_a = both["_set"].eq("a").to_numpy(bool)
+    apart = [key for key in keys if set(filled.loc[in_a, key]).isdisjoint(filled.loc[~in_a, key])]
     varying = [key for key in keys if filled[key].nunique() > 1]
-    pool, freedom = _run_noise(cells)
-    random = np.random.default_rng(SEED)
-    pairs = []
-    shifts: list[Array] = []
-    for first, rows_a, rows_b in sorted(paired, key=lambda cell: _order(cell[0], varying)):
-        speed, shift = _speed(rows_a, rows_b, pool, freedom, random)
-        if shift is not None:
-            shifts.append(shift)
-        pairs.append(
-            Pair(
-                settings={key: _readable(both[key].iloc[int(str(first.name))]) for key in varying},
-                memory=tuple(_memory(metric, rows_a, rows_b, differs) for metric in _memory_metrics(rows_a, rows_b)),
-                speed=speed,
-                trial_ids=tuple(str(i) for i in [*rows_a["trial_id"], *rows_b["trial_id"]]),
+    shown = {key: both[key].to_numpy(object) for key in {*varying, "seq_len", "micro_batch"}}
+    read = _reader(both)
+    cells = []
+    for rows in filled.groupby(keys, sort=False, observed=True).indices.values():
+        first = {key: _readable(values[rows[0]]) for key, values in shown.items()}
+        cells.append(
+            _Cell(
+                settings={key: first[key] for key in varying},
+                seq_len=first["seq_len"],
+                micro_batch=first["micro_batch"],
+                a=read(rows[in_a[rows]]),
+                b=read(rows[~in_a[rows]]),
             )
         )
-    return Comparison(
-        *names,
-        differs=differs,
-        pairs=tuple(pairs),
-        memory=tuple(_memory_over_all(metric, pairs) for metric in _EXACT if any(_has(p, metric) for p in pairs)),
-        speed=_speed_over_all([p.speed for p in pairs], shifts, random),
-        only_a=sum(len(rows_b) == 0 for _, _, rows_b in cells),
-        only_b=sum(len(rows_a) == 0 for _, rows_a, _ in cells),
-    )
+    if not any(cell.a.runs and cell.b.runs for cell in cells):
+        why = f"they share no {' and no '.join(apart)}" if apart else "no combination of settings is in both"
+        raise UserError(f"nothing to compare between {names[0]} and {names[1]}: {why}")
+    return sorted(cells, key=lambda cell: [_order(value) for value in cell.settings.values()]), differs
 
 
 def _needed(frame: pd.DataFrame) -> pd.DataFrame:
@@ -142,19 +276,21 @@ def _needed(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[[*ASKED, *FOUND, *extras, *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]]
 
 
-def split(table: Table, axis: str, values: Sequence[str]) -> tuple[Table, Table]:
-    """The rows of one table with `axis` at the first and at the second value. Raises UserError."""
-    if axis not in table.frame or len(values) != 2:
-        raise UserError(
-            f"--by takes AXIS=VALUE,VALUE with a column of the rows, as in allocator=default,expandable; not {axis}"
-        )
-    column = table.frame[axis].astype("string")
-    for value in values:
-        if not (column == value).any():
-            raise UserError(
-                f"no row has {axis}={value}; there are {', '.join(map(str, column.dropna().unique()[:12]))}"
-            )
-    return table.where((column == values[0]).fillna(False)), table.where((column == values[1]).fillna(False))
+def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:
+    """From positions of rows to what they hold."""
+    ok, oom = (both["outcome"].eq(outcome).to_numpy(bool) for outcome in ("ok", "oom"))
+    memory = {name: both[name].to_numpy(float, na_value=np.nan) for name in _EXACT}
+    speeds = both["tokens_per_s"].to_numpy(float, na_value=np.nan)
+    resident = both["memory_source"].eq("cpu_tensors_and_rss").fillna(False).to_numpy(bool)
+    ids = both["trial_id"].astype(str).to_numpy(object)
+
+    def read(rows: Any) -> _Side:
+        done = rows[ok[rows]]
+        known = {name: values[done][~np.isnan(values[done])] for name, values in memory.items()}
+        logs = np.log(speeds[done][speeds[done] > 0])
+        return _Side(known, logs, bool(oom[rows].any()), bool(resident[rows].any()), tuple(ids[rows]))
+
+    return read
 
 
 def _axes(both: pd.DataFrame, names: Iterable[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
@@ -170,8 +306,9 @@ def _axes(both: pd.DataFrame, names: Iterable[str]) -> tuple[dict[str, tuple[str
     return differs, equal
 
 
-def _order(row: pd.Series[Any], varying: Sequence[str]) -> tuple[Any, ...]:
-    return tuple((len(str(row[key])), str(row[key])) for key in varying)
+def _order(value: Any) -> tuple[int, str]:
+    text = "" if value is None else str(value)
+    return len(text), text
 
 
 def _readable(value: Any) -> Any:
@@ -180,95 +317,142 @@ def _readable(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _has(pair: Pair, metric: str) -> bool:
-    return any(m.metric == metric for m in pair.memory)
+def _single(cell: _Cell) -> Single:
+    name, side = ("a", cell.a) if cell.a.runs else ("b", cell.b)
+    memory = {metric: float(np.median(values)) for metric, values in side.memory.items() if len(values)}
+    speed = float(np.exp(side.logs.mean())) if len(side.logs) else None
+    return Single(name, cell.settings, cell.seq_len, cell.micro_batch, memory, speed, side.ids)
 
 
-def _memory_metrics(a: pd.DataFrame, b: pd.DataFrame) -> list[str]:
+def _of(pair: Pair, metric: str) -> Memory | None:
+    return next((m for m in pair.memory if m.metric == metric), None)
+
+
+def _memory_metrics(a: _Side, b: _Side) -> list[str]:
     """Counters that both sides know and that repeat exactly: the resident set of a CPU process does not."""
-    failed = [(rows["outcome"] == "oom").any() for rows in (a, b)]
-    rss = any((rows["memory_source"] == "cpu_tensors_and_rss").any() for rows in (a, b))
     return [
         name
         for name in _EXACT
-        if not (rss and name == "peak_reserved_bytes")
-        and all(rows[name].notna().any() or oom for rows, oom in zip((a, b), failed, strict=True))
-        and (a[name].notna().any() or b[name].notna().any())
+        if not ((a.resident or b.resident) and name == "peak_reserved_bytes")
+        and all(len(side.memory[name]) or side.oom for side in (a, b))
+        and (len(a.memory[name]) or len(b.memory[name]))
     ]
 
 
-def _memory(metric: str, a: pd.DataFrame, b: pd.DataFrame, differs: Mapping[str, Any]) -> Memory:
-    values_a, values_b = (rows.loc[rows["outcome"] == "ok", metric].dropna().to_numpy(float) for rows in (a, b))
-    oom_a, oom_b = ((rows["outcome"] == "oom").any() for rows in (a, b))
+def _memory(metric: str, a: _Side, b: _Side, differs: Mapping[str, Any], tolerance: float) -> Memory:
+    values_a, values_b = a.memory[metric], b.memory[metric]
     middle_a, middle_b = (float(np.median(v)) if len(v) else None for v in (values_a, values_b))
+
+    def found(verdict: str, reason: str, apart: float | None = None) -> Memory:
+        return Memory(metric, verdict, reason, middle_a, middle_b, apart)
+
     if "memory_source" in differs:
-        return Memory(metric, "AMBIGUOUS", "the counters mean different things (memory_source)", middle_a, middle_b)
-    if oom_a != oom_b and not (len(values_a) and len(values_b)):
-        verdict, who = ("LARGER", "B") if oom_b else ("SMALLER", "A")
-        return Memory(metric, verdict, f"{who} ran out of memory where the other fits", middle_a, middle_b)
+        return found("AMBIGUOUS", "the counters mean different things (memory_source)")
+    if a.oom != b.oom and not (len(values_a) and len(values_b)):
+        verdict, who = ("LARGER", "B") if b.oom else ("SMALLER", "A")
+        return found(verdict, f"{who} ran out of memory where the other fits")
     if middle_a is None or middle_b is None:
-        return Memory(metric, "AMBIGUOUS", "not measured on both sides", middle_a, middle_b)
+        return found("AMBIGUOUS", "not measured on both sides")
+    change = _change(metric, middle_a, middle_b)
+    apart = float(max(values_b.max() - values_a.min(), values_a.max() - values_b.min()))
+    least = allowed(metric, middle_a, tolerance)
+    if apart == 0:
+        return found("EQUAL", f"{METRICS[metric].show(middle_a)} in every run", apart)
+    if apart <= least:
+        return found("EQUAL", f"{change}; no runs further apart than {sizes.in_bytes(apart, signed=False)[0]}", apart)
+    overlap = float(min(values_a.max(), values_b.max()) - max(values_a.min(), values_b.min()))
+    if overlap < 0 and abs(middle_b - middle_a) > least:
+        return found("SMALLER" if middle_b < middle_a else "LARGER", change, apart)
+    size = sizes.in_bytes(abs(overlap), signed=False)[0]
+    why = f"the two sides' runs overlap by {size}" if overlap >= 0 else f"the two sides' runs are {size} apart"
+    return found("AMBIGUOUS", f"{why}, their medians: {change}", apart)
+
+
+def _change(metric: str, a: float, b: float) -> str:
+    """`3.20 GiB to 3.10 GiB (-0.10 GiB, -3.12 %)`."""
     show = METRICS[metric].show
-    change = f"{show(middle_a)} to {show(middle_b)} ({_percent(middle_b / middle_a - 1 if middle_a else 0.0)})"
-    if values_a.min() == values_a.max() == values_b.min() == values_b.max():
-        return Memory(metric, "EQUAL", f"{show(middle_a)} in every run", middle_a, middle_b)
-    if values_b.max() < values_a.min():
-        return Memory(metric, "SMALLER", change, middle_a, middle_b)
-    if values_b.min() > values_a.max():
-        return Memory(metric, "LARGER", change, middle_a, middle_b)
-    return Memory(metric, "AMBIGUOUS", "repeats differ by more than the two sides", middle_a, middle_b)
+    return f"{show(a)} to {show(b)} ({sizes.in_bytes(b - a)[0]}, {sizes.size(b / a - 1 if a else 0.0)})"
 
 
-def _memory_over_all(metric: str, pairs: Sequence[Pair]) -> Memory:
-    mine = [m for pair in pairs for m in pair.memory if m.metric == metric]
-    verdicts = [m.verdict for m in mine]
-    counts = {v: verdicts.count(v) for v in ("EQUAL", "SMALLER", "LARGER", "AMBIGUOUS") if v in verdicts}
-    strict = [v for v in counts if v != "EQUAL"]
-    verdict = "EQUAL" if not strict else strict[0] if len(strict) == 1 else "AMBIGUOUS"
-    known = [(m.a, m.b) for m in mine if m.a is not None and m.b is not None]
-    reason = ", ".join(f"{v.lower()} in {n}" for v, n in counts.items()) + f" of {len(mine)} pairs"
-    if known:
-        ratio = float(np.exp(np.mean([np.log(b / a) for a, b in known if a > 0 and b > 0] or [0.0])))
-        reason += f"; geometric mean {_percent(ratio - 1)}"
-    return Memory(metric, verdict, reason, None, None)
+def _memory_over_all(metric: str, pairs: Sequence[Pair]) -> OverAll:
+    """The verdict of nearly all pairs; where A or B ran out of memory in some, of all that are not EQUAL."""
+    mine = [(pair, m) for pair in pairs if (m := _of(pair, metric)) is not None]
+    counts = _counts([m.verdict for _, m in mine], ("EQUAL", "SMALLER", "LARGER", "AMBIGUOUS"))
+    most = max(counts, key=lambda verdict: counts[verdict])
+    strict = [verdict for verdict in counts if verdict != "EQUAL"]
+    fitted = all(m.a is not None and m.b is not None for _, m in mine)
+    if fitted and counts[most] >= ALMOST * len(mine):
+        verdict = most
+    else:
+        verdict = "EQUAL" if not strict else strict[0] if len(strict) == 1 else "AMBIGUOUS"
+    changes = [(m.b / m.a - 1, m.b - m.a, pair) for pair, m in mine if m.a and m.b]
+    apart = max((m.apart for _, m in mine if m.apart is not None), default=None)
+    return replace(_over_all(metric, verdict, counts, len(mine), changes), apart=apart)
 
 
-def _run_noise(cells: Sequence[tuple[Any, pd.DataFrame, pd.DataFrame]]) -> tuple[Array, int]:
+def _counts(verdicts: Sequence[str], order: Sequence[str]) -> dict[str, int]:
+    return {verdict: verdicts.count(verdict) for verdict in order if verdict in verdicts}
+
+
+def _over_all(
+    metric: str, verdict: str, counts: Mapping[str, int], pairs: int, changes: Sequence[tuple[float, float, Pair]]
+) -> OverAll:
+    """With sizes: the geometric mean of B/A, and the pairs of the smallest and the largest."""
+    reason = ", ".join(f"{v.lower()} in {n:,}" for v, n in counts.items()) + f" of {pairs:,} pair{'s' * (pairs != 1)}"
+    if not changes:
+        return OverAll(metric, verdict, reason, counts)
+    mean = float(np.expm1(np.mean(np.log1p([change for change, *_ in changes]))))
+    least, most = (
+        Extreme(change, difference, pair.settings)
+        for change, difference, pair in (pick(changes, key=lambda c: c[0]) for pick in (min, max))
+    )
+    show = sizes.speed if metric == "tokens_per_s" else sizes.size
+    return OverAll(metric, verdict, f"{reason}; geometric mean {show(mean)}", counts, None, mean, least, most)
+
+
+def _speeds(pairs: Sequence[Pair]) -> OverAll | None:
+    """How many pairs have which verdict on speed, with sizes; None where no pair knows its speed."""
+    changes = [(p.speed.b / p.speed.a - 1, p.speed.b - p.speed.a, p) for p in pairs if p.speed.a and p.speed.b]
+    if not changes:
+        return None
+    counts = _counts([p.speed.verdict for p in pairs], ("SAME", "FASTER", "SLOWER", "AMBIGUOUS"))
+    return _over_all("tokens_per_s", max(counts, key=lambda v: counts[v]), counts, len(pairs), changes)
+
+
+def _run_noise(cells: Sequence[_Cell]) -> tuple[Array, int]:
     """How much log tokens/s of repeats deviate from their mean, over all settings, and the degrees of freedom."""
     found: list[Array] = [np.empty(0)]
     freedom = 0
-    for _, *sides in cells:
-        for rows in sides:
-            logs = _logs(rows)
+    for cell in cells:
+        for logs in (cell.a.logs, cell.b.logs):
             if len(logs) > 1:
                 found.append((logs - logs.mean()) * np.sqrt(len(logs) / (len(logs) - 1)))
                 freedom += len(logs) - 1
     return np.concatenate(found), freedom
 
 
-def _logs(rows: pd.DataFrame) -> Array:
-    values = rows.loc[rows["outcome"] == "ok", "tokens_per_s"].dropna().to_numpy(float)
-    return np.asarray(np.log(values[values > 0]))
-
-
 def _speed(
-    a: pd.DataFrame, b: pd.DataFrame, pool: Array, freedom: int, random: np.random.Generator
-) -> tuple[Speed, Array | None]:
+    a: _Side, b: _Side, pool: Array, freedom: int, random: np.random.Generator
+) -> tuple[Speed, Array | float | None]:
     """The verdict of one pair, and its bootstrap draws of log(B/A): run-to-run noise is drawn from all repeats."""
-    logs_a, logs_b = _logs(a), _logs(b)
-    if not len(logs_a) or not len(logs_b):
-        return Speed("AMBIGUOUS", _no_speed(a, b)), None
-    shift = float(logs_b.mean() - logs_a.mean())
+    known: dict[str, Any] = {
+        name: float(np.exp(side.logs.mean())) for name, side in (("a", a), ("b", b)) if len(side.logs)
+    }
+    if len(known) < 2:
+        return Speed("AMBIGUOUS", _no_speed(a, b), **known), None
+    shift = float(b.logs.mean() - a.logs.mean())
     if freedom == 0:
-        reason = "one run each, so the run-to-run spread is unknown; measure repeats (repeat=0,1,2)"
-        return Speed("AMBIGUOUS", reason, float(np.expm1(shift))), np.full(DRAWS, shift)
-    noise_a, noise_b = (random.choice(pool, (DRAWS, len(logs))).mean(axis=1) for logs in (logs_a, logs_b))
+        reason = f"{sizes.speed(float(np.expm1(shift)))}, but one run each, so the run-to-run spread is unknown"
+        reason += "; measure repeats (repeat=0,1,2)"
+        return Speed("AMBIGUOUS", reason, float(np.expm1(shift)), **known), shift
+    noise_a, noise_b = (random.choice(pool, (DRAWS, len(logs))).mean(axis=1) for logs in (a.logs, b.logs))
     draws = shift + (noise_b - noise_a) * _student(freedom)
-    return _judge(shift, draws, f"{len(logs_a)} and {len(logs_b)} runs"), draws
+    known["error"] = float(pool.std() * _student(freedom) * np.sqrt(1 / len(a.logs) + 1 / len(b.logs)))
+    return _judge(shift, draws, f"{len(a.logs)} and {len(b.logs)} runs", **known), draws
 
 
-def _no_speed(a: pd.DataFrame, b: pd.DataFrame) -> str:
-    failed = [(rows["outcome"] == "oom").all() for rows in (a, b)]
+def _no_speed(a: _Side, b: _Side) -> str:
+    failed = [side.oom and not len(side.logs) for side in (a, b)]
     if all(failed):
         return "both ran out of memory"
     if any(failed):
@@ -276,55 +460,36 @@ def _no_speed(a: pd.DataFrame, b: pd.DataFrame) -> str:
     return "no speed measured on both sides"
 
 
+@lru_cache(maxsize=64)
 def _student(freedom: int) -> float:
     """How much wider an interval must be when the spread itself comes from few runs."""
     return float(stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975))
 
 
-def _judge(shift: float, draws: Array, basis: str) -> Speed:
+def _judge(shift: float, draws: Array, basis: str, **known: float) -> Speed:
     low, high = (float(np.expm1(v)) for v in np.percentile(draws, [2.5, 97.5]))
     change = float(np.expm1(shift))
-    text = f"{_percent(change)}, 95 % interval {_percent(low)} to {_percent(high)} from {basis}"
+    text = f"{sizes.speed(change)}, 95 % interval {sizes.speed(low)} to {sizes.speed(high)} from {basis}"
     if low > MARGIN:
-        return Speed("FASTER", text, change, low, high)
+        return Speed("FASTER", text, change, low, high, **known)
     if high < -MARGIN:
-        return Speed("SLOWER", text, change, low, high)
+        return Speed("SLOWER", text, change, low, high, **known)
     if low >= -MARGIN and high <= MARGIN:
-        return Speed("SAME", f"{text}, within the margin of 1 %", change, low, high)
-    return Speed("AMBIGUOUS", f"{text}, which reaches across the margin of 1 %", change, low, high)
+        return Speed("SAME", f"{text}, within the margin of 1 %", change, low, high, **known)
+    return Speed("AMBIGUOUS", f"{text}, which reaches across the margin of 1 %", change, low, high, **known)
 
 
-def _speed_over_all(speeds: Sequence[Speed], shifts: Sequence[Array], random: np.random.Generator) -> Speed:
+def _speed_over_all(speeds: Sequence[Speed], shifts: Array, random: np.random.Generator) -> Speed:
     """The geometric mean over pairs: from run-to-run noise if there were repeats, else from the spread over pairs."""
-    if not shifts:
-        return Speed("AMBIGUOUS", "no speed measured on both sides")
     centres = np.array([np.log1p(s.change) for s in speeds if s.change is not None])
-    if any(s.low is not None for s in speeds):
-        return _judge(float(centres.mean()), np.mean(shifts, axis=0), f"repeats of {len(centres)} pairs")
-    if len(centres) < 5:
-        return Speed("AMBIGUOUS", _FEW, float(np.expm1(centres.mean())))
     n = len(centres)
+    if not n:
+        return Speed("AMBIGUOUS", "no speed measured on both sides")
+    if any(s.low is not None for s in speeds):
+        return _judge(float(centres.mean()), shifts / n, f"repeats of {n:,} pairs")
+    if n < 5:
+        mean = float(np.expm1(centres.mean()))
+        return Speed("AMBIGUOUS", f"{sizes.speed(mean)}, but {_FEW}", mean)
     pool = (centres - centres.mean()) * np.sqrt(n / (n - 1)) * _student(n - 1)
     draws = centres.mean() + random.choice(pool, (DRAWS, n)).mean(axis=1)
-    return _judge(float(centres.mean()), draws, f"the spread over {n} pairs of single runs")
-
-
-def _percent(change: float) -> str:
-    return f"{100 * change:+.2f} %"
-
-
-def text(comparison: Comparison) -> str:
-    """For a terminal: one line a pair, the verdicts over all, what differs."""
-    c = comparison
-    lines = [f"A {c.a}", f"B {c.b}"]
-    lines += [f"  {name}: {a} in A, {b} in B" for name, (a, b) in c.differs.items()]
-    for pair in c.pairs:
-        verdicts = [f"{METRICS[m.metric].label} {m.verdict} ({m.reason})" for m in pair.memory]
-        verdicts.append(f"speed {pair.speed.verdict} ({pair.speed.reason})")
-        lines.append(f"{label(pair.settings)}: " + "; ".join(verdicts))
-    lines.append(f"over all {len(c.pairs)} pairs:")
-    lines += [f"  {METRICS[m.metric].label}: {m.verdict}: {m.reason}" for m in c.memory]
-    lines.append(f"  speed: {c.speed.verdict}: {c.speed.reason}")
-    if c.only_a or c.only_b:
-        lines.append(f"not paired: {c.only_a} combinations only in A, {c.only_b} only in B")
-    return "\n".join(lines)
+    return _judge(float(centres.mean()), draws, f"the spread over {n:,} pairs of single runs")

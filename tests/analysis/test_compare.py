@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import pytest
 import synthetic
 
 from vramsweep.analysis import cli
-from vramsweep.analysis.compare.verdicts import compare, split
+from vramsweep.analysis.compare.trends import along
+from vramsweep.analysis.compare.verdicts import Comparison, OverAll, compare, split
+from vramsweep.analysis.compare.verdicts_words import text
 from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import Row
+
+MIB = 2**20
 
 
 def table(rows: list[Row]) -> Table:
@@ -49,11 +54,81 @@ def test_speed_verdicts(factor: float, verdict: str) -> None:
     assert found.speed.low < factor - 1 < found.speed.high or verdict == "SAME"
 
 
-def test_a_byte_more_is_larger_and_running_out_of_memory_is_larger_still() -> None:
+def memory(found: Comparison, metric: str) -> OverAll:
+    return next(m for m in found.memory if m.metric == metric)
+
+
+def larger(rows: list[Row], **more: float) -> list[Row]:
+    """The rows with each of these columns larger by so many bytes."""
+    return [{**r, **{name: r[name] and r[name] + by for name, by in more.items()}} for r in rows]
+
+
+def test_a_byte_makes_a_difference_only_with_tolerance_0() -> None:
     rows = sweep()
-    more = [{**r, "peak_allocated_bytes": r["peak_allocated_bytes"] + 1} for r in rows]
-    allocated = next(m for m in compare(table(rows), table(more)).memory if m.metric == "peak_allocated_bytes")
-    assert allocated.verdict == "LARGER"
+    more = table(larger(rows, peak_allocated_bytes=1))
+    assert memory(compare(table(rows), more, tolerance=0), "peak_allocated_bytes").verdict == "LARGER"
+    found = compare(table(rows), more)
+    assert memory(found, "peak_allocated_bytes").verdict == "EQUAL"
+    assert memory(found, "peak_allocated_bytes").apart == 1
+    assert not found.worse
+    allocated = found.pairs[0].memory[0]
+    assert (allocated.verdict, allocated.apart) == ("EQUAL", 1)
+    assert "no runs further apart than 1 bytes" in allocated.reason
+    assert "peak allocated: EQUAL within 0.1 %: equal in 4 of 4 pairs" in text(found, along(found))
+    same = compare(table(rows), table(rows))
+    assert "peak allocated: EQUAL: equal in 4 of 4 pairs" in text(same, along(same))
+
+
+def test_reserved_may_differ_by_a_block() -> None:
+    rows = [{**r, "peak_reserved_bytes": 200 * MIB} for r in sweep()]
+    for by, verdict in ((2 * MIB, "EQUAL"), (4 * MIB, "LARGER"), (-4 * MIB, "SMALLER")):
+        found = compare(table(rows), table(larger(rows, peak_reserved_bytes=by)))
+        assert memory(found, "peak_reserved_bytes").verdict == verdict
+    exact = compare(table(rows), table(larger(rows, peak_reserved_bytes=2 * MIB)), tolerance=0)
+    assert memory(exact, "peak_reserved_bytes").verdict == "LARGER"
+
+
+def test_an_ambiguous_pair_says_how_far_the_sides_overlap_and_how_far_the_medians_are() -> None:
+    sides = []
+    for sizes in ((1000, 1100, 1200), (1150, 1160, 1300)):
+        rows = sweep(repeats=3)[:3]
+        sides.append(table([{**r, "peak_allocated_bytes": s * MIB} for r, s in zip(rows, sizes, strict=True)]))
+    found = compare(*sides).pairs[0].memory[0]
+    assert found.verdict == "AMBIGUOUS"
+    assert found.reason == "the two sides' runs overlap by 50.0 MiB, their medians: " \
+        "1.07 GiB to 1.13 GiB (+60.0 MiB, +5.45 %)"  # fmt: skip
+
+
+def test_verdicts_over_all_have_sizes_and_say_where() -> None:
+    rows = sweep()
+    half = [{**r, "peak_allocated_bytes": int(r["peak_allocated_bytes"] * (0.5 if r["seq_len"] < 2048 else 0.4)),
+             "tokens_per_s": r["tokens_per_s"] / 5} for r in rows]  # fmt: skip
+    found = compare(table(rows), table(half))
+    allocated = memory(found, "peak_allocated_bytes")
+    assert allocated.least and allocated.most
+    assert allocated.least.settings == {"seq_len": 2048}
+    assert allocated.least.change == pytest.approx(-0.6)
+    assert allocated.change == pytest.approx((0.5**3 * 0.4) ** 0.25 - 1)
+    said = text(found, along(found))
+    assert "geometric mean 0.473 x" in said
+    assert "(0.4 x) at seq len 2048" in said
+    assert "x slower" in found.speed.reason and found.worse
+
+
+def test_nearly_all_pairs_decide_the_verdict_over_all_but_any_larger_one_the_exit_status() -> None:
+    lengths = tuple(range(100, 4100, 100))
+    rows = synthetic.sweep(lengths=lengths, batches=(1,), allocators=("default",), repeats=1)
+    odd = [{**r, "peak_allocated_bytes": r["peak_allocated_bytes"] * (2 if r["seq_len"] == 300 else 1)} for r in rows]
+    found = compare(table(rows), table(odd))
+    assert memory(found, "peak_allocated_bytes").verdict == "EQUAL"
+    assert "larger in 1 of 40 pairs" in memory(found, "peak_allocated_bytes").reason
+    assert found.worse
+    gone = [{**r, "peak_allocated_bytes": None, "outcome": "oom"} if r["seq_len"] == 300 else r for r in rows]
+    assert memory(compare(table(rows), table(gone)), "peak_allocated_bytes").verdict == "LARGER"
+
+
+def test_running_out_of_memory_is_larger() -> None:
+    rows = sweep()
     gone = [
         {**r, "outcome": "oom", "peak_allocated_bytes": None, "peak_reserved_bytes": None, "tokens_per_s": None}
         for r in rows
@@ -61,6 +136,34 @@ def test_a_byte_more_is_larger_and_running_out_of_memory_is_larger_still() -> No
     found = compare(table(rows), table(gone))
     assert found.worse
     assert all("B ran out of memory" in m.reason for pair in found.pairs for m in pair.memory)
+
+
+def test_where_foreign_rows_come_from_does_not_keep_them_apart() -> None:
+    rows = [{**r, "foreign": f"file {r['seq_len']}"} for r in sweep()]
+    assert len(compare(table(rows), table(sweep())).pairs) == 4
+
+
+def test_many_pairs_are_a_summary_and_twelve_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = synthetic.sweep(lengths=range(100, 2100, 100), batches=(1,), allocators=("default",), repeats=1)
+    a = synthetic.write(tmp_path / "a", rows)
+    for flags, pairs in (([], 12), (["--all"], 20)):
+        cli.main(["compare", str(a), str(a), *flags])
+        assert sum(line.startswith("seq len ") for line in capsys.readouterr().out.splitlines()) == pairs
+    cli.main(["compare", str(a), str(a), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["pairs"]) == 20
+    assert found["along"]["axis"] == "seq_len"
+
+
+def test_what_compare_does_not_take_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = synthetic.write(tmp_path / "a", sweep())
+    for flags, said in (
+        (["--tolerance", "2"], "a share such as 0.001"),
+        (["--axis", "micro_batch"], "take --axis seq_len or tokens"),
+        (["--figure", str(tmp_path / "x.gif")], "--figure writes .html, .png, .svg, .pdf"),
+    ):
+        assert cli.main(["compare", str(a), str(a), *flags]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_single_runs_give_no_verdict_on_speed_for_a_pair_and_say_why() -> None:

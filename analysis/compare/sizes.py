@@ -1,0 +1,41 @@
+"""How large a difference is, in words: percent, factors where it is large, bytes in one unit."""
+
+from __future__ import annotations
+
+from vramsweep.analysis.data.metrics import GIB, MIB
+
+FACTOR = 1.5  # from here on, either way, a factor says more than percents
+
+
+def percent(change: float) -> str:
+    """`+1.23 %` for 0.0123."""
+    return f"{round(100 * change, 2) + 0.0:+.2f} %"
+
+
+def size(change: float) -> str:
+    """B/A − 1 in words: `-3.10 %`, or `0.49 x` where it is large."""
+    return alike(change)[0]
+
+
+def alike(*changes: float) -> list[str]:
+    """Several in the same words: factors if one of them is large."""
+    if all(1 / FACTOR < 1 + change < FACTOR for change in changes):
+        return [percent(change) for change in changes]
+    return [f"{1 + change:,.3g} x" for change in changes]
+
+
+def speed(change: float) -> str:
+    """The same of tokens/s: `+3.10 %`, or `2.2 x faster`, `5.1 x slower`."""
+    ratio = 1 + change
+    if 1 / FACTOR < ratio < FACTOR:
+        return percent(change)
+    return f"{ratio:,.3g} x faster" if ratio > 1 else f"{1 / ratio:,.3g} x slower"
+
+
+def in_bytes(*values: float, signed: bool = True) -> list[str]:
+    """Bytes in the one unit that suits the largest of them."""
+    largest = max((abs(value) for value in values), default=0.0)
+    units = ((GIB, "GiB", 2), (MIB, "MiB", 1), (1024, "KiB", 1), (1, "bytes", 0))
+    scale, name, digits = next((u for u in units if largest >= u[0]), units[-1])
+    sign = "+" if signed else ""
+    return [f"{round(value / scale, digits) + 0.0:{sign},.{digits}f} {name}" for value in values]

@@ -1,0 +1,322 @@
+"""Both sides of a comparison in one chart: memory and speed against an axis, with what lies between them below.
+
+The panels share their axis, so that where a difference begins can be read off all of them.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+from scipy import ndimage
+
+from vramsweep.analysis.compare import sizes
+from vramsweep.analysis.compare.trends import SPEED, Along, Crossover, lines, position
+from vramsweep.analysis.compare.verdicts import Comparison, Pair, Single
+from vramsweep.analysis.compare.verdicts_words import TITLES, near
+from vramsweep.analysis.data.groups import label
+from vramsweep.analysis.data.metrics import METRICS
+from vramsweep.analysis.figures.plots import (
+    COLOURS,
+    GREY,
+    MARKERS,
+    Figure,
+    axis_unit,
+    escape,
+    faint,
+    new_plot,
+    sentence,
+    short,
+    thin,
+)
+from vramsweep.analysis.model.curves import Array
+from vramsweep.harness.errors import UserError
+
+FORMATS = (".html", ".png", ".svg", ".pdf")
+BETWEEN = COLOURS[2]
+BLOG, COLUMN = (800, 250, 150), (420, 150, 105)  # pixels: width, height of an upper panel, of a lower one
+DENSE = 100  # points; from here on they are smaller, and a running median is the line between them
+
+
+def figure(comparison: Comparison, along: Along) -> Figure:
+    """The longest line of pairs, in as many panels as the rows allow. Raises UserError where there is nothing."""
+    if along.axis is None:
+        raise UserError("nothing to draw: all pairs have one length and one batch, and a figure needs two of either")
+    every = lines(comparison.pairs, along.axis)
+    settings = every[0][0]
+    data = _data(comparison, along.axis, settings)
+    memory = [metric for metric in METRICS if f"{metric}_a" in data]
+    memory.sort(key=lambda metric: metric != "peak_reserved_bytes")  # it comes first where it is known
+    kinds = [kind for kind, there in (("memory", memory), ("speed", f"{SPEED}_a" in data)) if there]
+    if not kinds:
+        raise UserError("nothing to draw: the pairs have neither memory nor speed on both sides")
+    plot: Any = make_subplots(
+        rows=2 * len(kinds), cols=1, shared_xaxes=True, vertical_spacing=0.035, row_heights=[5, 3] * len(kinds)
+    )
+    _style(plot, along.axis)
+    names = _names(comparison)
+    for number, kind in enumerate(kinds):
+        row = 2 * number + 1
+        if kind == "memory":
+            _memory(plot, row, data, along, memory[:2], names, settings)
+        else:
+            _speed(plot, row, data, along, names, settings)
+    parts = [f"{'; '.join(names)}."]
+    if memory:
+        what = [METRICS[metric].label.removeprefix("peak ") for metric in memory]
+        thinner = f"; lines without points, grey where it is a difference: {what[1]}" if len(memory) > 1 else ""
+        parts.append(f"Points: {what[0]} memory{thinner}; medians of repeats.")
+    if any(turn.settings == settings for turn in along.crossovers):
+        parts.append("Band: 95 % interval of where the difference changes its sign.")
+    if len(every) > 1:
+        parts.append(f"One of {len(every):,} combinations that were compared: {label(settings)}.")
+    title = f"{names[0]} against {names[1]}"
+    return Figure("overlay", title, sentence(*parts), plot, data)
+
+
+def check(out: Path, inputs: Collection[Path]) -> None:
+    """Raises UserError where the figure, or its data beside it, cannot be written or would overwrite an input."""
+    if out.suffix not in FORMATS:
+        raise UserError(f"--figure writes {', '.join(FORMATS)}, not {out.name}")
+    taken = {path.resolve() for path in inputs}
+    for file in (out, out.with_suffix(".csv")):
+        if file.resolve() in taken:
+            raise UserError(f"--figure {out} would write its data over {file}; give it another name")
+
+
+def write(drawn: Figure, out: Path) -> None:
+    """The figure by the suffix, and the data drawn as CSV beside it.
+
+    HTML, PNG and SVG are at blog width with their caption, PDF is at column width without. Raises UserError.
+    """
+    small = out.suffix == ".pdf"
+    plot = drawn.plot if small else _captioned(drawn)
+    plot, width, height = _sized(plot, COLUMN if small else BLOG)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        drawn.data.to_csv(out.with_suffix(".csv"), index=False)
+        if out.suffix == ".html":
+            plot.write_html(out, include_plotlyjs="directory", config={"displaylogo": False})
+        else:
+            plot.write_image(out, width=width, height=height, scale=2 if out.suffix == ".png" else 1)
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{out} was not drawn: {reason[:200]} (PNG, SVG and PDF need Chromium)") from None
+
+
+def _data(comparison: Comparison, axis: str, settings: Mapping[str, Any]) -> pd.DataFrame:
+    """A line a combination, sorted along the axis: sizes of both sides (bytes, tokens/s), null where unknown.
+
+    `out_of_memory` names the side that ran out of it.
+    """
+    found = []
+    moving = ("seq_len", "micro_batch") if axis == "tokens" else (axis,)
+    combinations: list[Pair | Single] = [*comparison.pairs, *comparison.unpaired]
+    for one in combinations:
+        rest = {key: value for key, value in one.settings.items() if key not in moving}
+        if rest != settings or np.isnan(x := position(one, axis)):
+            continue
+        row: dict[str, Any] = {"seq_len": one.seq_len, "micro_batch": one.micro_batch, axis: x, "out_of_memory": ""}
+        if isinstance(one, Single):
+            row |= {f"{metric}_{one.side}": value for metric, value in one.memory.items()}
+            row |= {f"{SPEED}_{one.side}": one.tokens_per_s, "out_of_memory": "" if one.memory else one.side}
+        else:
+            for m in one.memory:
+                row |= {f"{m.metric}_a": m.a, f"{m.metric}_b": m.b}
+                row["out_of_memory"] = "a" if m.a is None else "b" if m.b is None else ""
+            row |= {f"{SPEED}_a": one.speed.a, f"{SPEED}_b": one.speed.b}
+        found.append({**row, "trial_ids": " ".join(one.trial_ids)})
+    frame = pd.DataFrame(found).sort_values(axis, kind="stable").reset_index(drop=True)
+    for name in (*METRICS, SPEED):  # what only one side knows is not drawn
+        sides = [f"{name}_{side}" for side in "ab"]
+        if not all(column in frame and frame[column].notna().any() for column in sides):
+            frame = frame.drop(columns=sides, errors="ignore")
+    return frame
+
+
+def _memory(
+    plot: Any, row: int, data: pd.DataFrame, along: Along, metrics: Sequence[str], names: Sequence[str],
+    settings: Mapping[str, Any],
+) -> None:  # fmt: skip
+    x = data[str(along.axis)].to_numpy(float)
+    sides = {metric: [data[f"{metric}_{s}"].to_numpy(float, na_value=np.nan) for s in "ab"] for metric in metrics}
+    unit, called = axis_unit(float(np.nanmax(np.concatenate(sides[metrics[0]]))))
+    gaps = {metric: b - a for metric, (a, b) in sides.items()}
+    small, called_small = axis_unit(float(np.nanmax(np.abs(gaps[metrics[0]]), initial=0)))
+    for metric in metrics[1:]:
+        for number, dash in enumerate(("solid", "dash")):
+            _line(plot, row, x, sides[metric][number] / unit, COLOURS[number], dash, 3 - number)
+        name = METRICS[metric].label.removeprefix("peak ")
+        _line(plot, row + 1, x, gaps[metric] / small, GREY, "solid", 2, f"{name} (lines without points)")
+    for number, name in enumerate(names):
+        _points(plot, row, x, sides[metrics[0]][number] / unit, number, name, called)
+    _gap(plot, row + 1, x, gaps[metrics[0]] / small, called_small, *(gaps[metric] / small for metric in metrics[1:]))
+    _crosses(plot, row, data, x, max(float(np.nanmax(y)) for y in sides[metrics[0]]) / unit)
+    plot.update_yaxes(title_text=f"peak memory ({called})", row=row)
+    plot.update_yaxes(title_text=f"B − A ({called_small})", row=row + 1)
+    gap = gaps[metrics[0]]
+    most = int(np.nanargmax(np.abs(gap)))
+    text = f"{sizes.in_bytes(gap[most])[0]} ({sizes.size(gap[most] / sides[metrics[0]][0][most])})"
+    left = x[most] < (x[0] + x[-1]) / 2
+    _note(plot, row + 1, x[most], gap[most] / small, text, BETWEEN, up=gap[most] > 0, left=left)
+    for turn in along.crossovers:
+        if turn.quantity == metrics[0] and turn.settings == settings:
+            _turn(plot, row + 1, turn, along)
+
+
+def _speed(
+    plot: Any, row: int, data: pd.DataFrame, along: Along, names: Sequence[str], settings: Mapping[str, Any]
+) -> None:
+    x = data[str(along.axis)].to_numpy(float)
+    a, b = (data[f"{SPEED}_{side}"].to_numpy(float, na_value=np.nan) for side in "ab")
+    for number, y in enumerate((a, b)):
+        _points(plot, row, x, y, number, names[number], "tokens/s", legend=row == 1)
+    change = 100 * (b / a - 1)
+    _gap(plot, row + 1, x, change, "B/A − 1 (%)")
+    plot.update_yaxes(title_text="tokens/s", rangemode="tozero", row=row)
+    plot.update_yaxes(title_text="B/A − 1 (%)", row=row + 1)
+    for turn in along.crossovers:
+        if turn.quantity == SPEED and turn.settings == settings:
+            _turn(plot, row + 1, turn, along)
+
+
+def _points(plot: Any, row: int, x: Array, y: Array, number: int, name: str, unit: str, legend: bool = True) -> None:
+    known = np.flatnonzero(np.isfinite(y))
+    at = known[thin(x[known], y[known])]
+    dense = len(at) > DENSE
+    plot.add_scatter(
+        x=x[at], y=y[at], mode="markers" if dense else "lines+markers", name=escape(name), showlegend=legend,
+        legendgroup=str(number), line={"color": COLOURS[number], "width": 2},
+        marker={"color": COLOURS[number], "symbol": MARKERS[number], "size": 3 if dense else 7,
+                "opacity": 0.5 if dense else 1},
+        hovertemplate="%{x:,}: %{y:,.4~g} " + unit + "<extra>" + escape(name) + "</extra>", row=row, col=1,
+    )  # fmt: skip
+
+
+def _line(
+    plot: Any, row: int, x: Array, y: Array, colour: str, dash: str, width: float, name: str | None = None
+) -> None:
+    """A line without points; in the legend if it has a name."""
+    known = np.flatnonzero(np.isfinite(y))
+    at = known[thin(x[known], y[known])]
+    plot.add_scatter(
+        x=x[at], y=y[at], mode="lines", line={"color": colour, "width": width, "dash": dash}, hoverinfo="skip",
+        name=name, showlegend=name is not None, legendrank=2000, row=row, col=1,
+    )  # fmt: skip
+
+
+def _gap(plot: Any, row: int, x: Array, y: Array, unit: str, *others: Array) -> None:
+    """What lies between the sides: points, and where they are dense their running median.
+
+    The panel reaches as far as these, outliers of dense ones left out, and `others`, with room for a note.
+    """
+    known = np.flatnonzero(np.isfinite(y))
+    x, y = x[known], y[known]
+    at = thin(x, y)
+    dense = len(at) > DENSE
+    colour = faint(BETWEEN).replace("0.18", "0.45") if dense else BETWEEN
+    plot.add_hline(y=0, line={"color": GREY, "width": 1}, row=row, col=1)
+    plot.add_scatter(
+        x=x[at], y=y[at], mode="markers" if dense else "lines+markers", showlegend=False,
+        line={"color": BETWEEN, "width": 2}, marker={"color": colour, "symbol": MARKERS[2], "size": 3 if dense else 6},
+        hovertemplate="%{x:,}: %{y:+,.3~f}<extra>" + unit + "</extra>", row=row, col=1,
+    )  # fmt: skip
+    low, high = float(y.min()), float(y.max())
+    if dense:
+        smooth: Array = ndimage.median_filter(y, 2 * (len(y) // 40) + 1, mode="reflect")
+        _line(plot, row, x, smooth, BETWEEN, "solid", 2)
+        low, high = (float(v) for v in np.percentile(y, [0.2, 99.8]))
+    reach = np.concatenate([[low, high, 0.0], *others])
+    low, high = float(np.nanmin(reach)), float(np.nanmax(reach))
+    room = 0.4 * (high - low) or 1.0
+    plot.update_yaxes(range=[low - room * (low < 0 or high == 0), high + room * (high > 0)], row=row)
+
+
+def _turn(plot: Any, row: int, turn: Crossover, along: Along) -> None:
+    """Where a sign turns: a line and the interval, in this panel and the one above it."""
+    for panel in (row - 1, row):
+        plot.add_vrect(x0=turn.low, x1=turn.high, fillcolor=GREY, opacity=0.18, line_width=0, row=panel, col=1)
+        plot.add_vline(x=turn.at, line={"color": "#444", "width": 1.2, "dash": "dot"}, row=panel, col=1)
+    words = f"{turn.verdict.lower()} {near(turn, along)}"
+    plot.add_annotation(
+        x=turn.high, xref=f"x{row}", y=1, yref=f"y{row} domain", text=words, showarrow=False, xanchor="left",
+        yanchor="top", xshift=4, font={"color": "#444", "size": 12}, bgcolor="rgba(255,255,255,0.7)",
+    )  # fmt: skip
+
+
+def _crosses(plot: Any, row: int, data: pd.DataFrame, x: Array, top: float) -> None:
+    for number, side in enumerate("ab"):
+        at = data["out_of_memory"].eq(side).to_numpy(bool)
+        if at.any():
+            plot.add_scatter(
+                x=x[at], y=np.full(int(at.sum()), top * (1.13 - 0.06 * number)), mode="markers", hoverinfo="skip",
+                name=f"{'AB'[number]} out of memory", row=row, col=1,
+                marker={"color": COLOURS[number], "symbol": "x", "size": 9},
+            )  # fmt: skip
+
+
+def _note(plot: Any, row: int, x: float, y: float, text: str, colour: str, up: bool, left: bool) -> None:
+    """Text above or below a point; `left`: it begins there, else it ends there."""
+    plot.add_annotation(
+        x=x, y=y, text=escape(text), showarrow=False, xanchor="left" if left else "right",
+        yanchor="bottom" if up else "top", yshift=4 if up else -4, font={"color": colour, "size": 12}, row=row, col=1,
+    )  # fmt: skip
+
+
+def _style(plot: Any, axis: str) -> None:
+    """The look of the other figures, in every panel."""
+    look = new_plot("", "").layout
+    plain = {name: value for name, value in look.xaxis.to_plotly_json().items() if name not in ("title", "anchor")}
+    plot.update_layout(font=look.font, paper_bgcolor="#fff", plot_bgcolor=look.plot_bgcolor, hovermode="closest")
+    plot.update_xaxes(**plain)
+    plot.update_yaxes(**{**plain, "tickformat": ",~g"})
+    per = {"seq_len": " (tokens)", "micro_batch": " (samples)"}.get(axis, "")
+    plot.update_layout({f"xaxis{len(list(plot.select_xaxes()))}": {"title": {"text": TITLES[axis] + per}}})
+
+
+def _sized(plot: Any, size: tuple[int, int, int]) -> tuple[Any, int, int]:
+    """The figure at a width, with its legend above and room for its caption below; its width and height."""
+    width, upper, lower = size
+    small = width < BLOG[0]
+    panels = len(list(plot.select_yaxes())) // 2
+    caption = max((a.text.count("<br>") + 1 for a in plot.layout.annotations if a.name == "caption"), default=0)
+    bottom = (40 if small else 56) + 17 * caption
+    used, rows = 0, 1  # of the legend, as plotly will break it
+    for trace in plot.data:
+        if trace.name and trace.showlegend is not False:
+            wide = 50 + (6 if small else 7) * len(trace.name)
+            used, rows = (used + wide, rows) if used + wide < width - 64 else (wide, rows + 1)
+    top = 20 * rows + 12
+    height = panels * (upper + lower) + top + bottom
+    plot = go.Figure(plot)
+    plot.update_layout(
+        width=width, height=height, margin={"l": 52 if small else 68, "r": 12, "t": top, "b": bottom}, showlegend=True,
+        legend={"orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0, "tracegroupgap": 0},
+    )  # fmt: skip
+    if small:
+        plot.update_layout(font={"size": 11, "color": "#000"})
+        plot.update_annotations(font_size=10)
+    return plot, width, height
+
+
+def _captioned(drawn: Figure) -> Any:
+    plot: Any = go.Figure(drawn.plot)
+    text = "<br>".join(textwrap.wrap(escape(drawn.caption), 104))
+    plot.add_annotation(
+        text=text, showarrow=False, xref="paper", yref="paper", x=0, y=0, yshift=-54, xanchor="left", yanchor="top",
+        align="left", font={"size": 12}, name="caption",
+    )  # fmt: skip
+    return plot
+
+
+def _names(comparison: Comparison) -> list[str]:
+    """What the sides are called in the legend: a file by the end of its path that tells it from the other."""
+    a, b = (Path(name).parts for name in (comparison.a, comparison.b))
+    parts = 1 + next((i for i, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), 0)
+    return [f"{side} {short('/'.join(name[-parts:]), 46)}" for side, name in (("A", a), ("B", b))]

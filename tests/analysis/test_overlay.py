@@ -1,0 +1,106 @@
+"""The overlay figure: what it draws, what lies beside it, what it refuses to write over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic
+
+from vramsweep.analysis import cli
+from vramsweep.analysis.compare.trends import along
+from vramsweep.analysis.compare.verdicts import compare
+from vramsweep.analysis.data.load import from_frame
+from vramsweep.analysis.figures import overlay
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import Row
+
+
+def sides(lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)) -> tuple[list[Row], list[Row]]:
+    """B: half the memory, slower up to 600 tokens and faster from there on, and a length more."""
+    a = synthetic.sweep(lengths=lengths[:-1], batches=(1,), allocators=("default",), repeats=3)
+    b = synthetic.sweep(lengths=lengths, batches=(1,), allocators=("default",), repeats=3, seed=1)
+    for row in b:
+        row["peak_reserved_bytes"] //= 2
+        row["tokens_per_s"] *= 0.9 if row["seq_len"] < 600 else 1.1
+    return a, b
+
+
+def drawn(a: list[Row], b: list[Row]) -> overlay.Figure:
+    found = compare(*(from_frame(pd.DataFrame(rows), "test") for rows in (a, b)), names=("runs/a", "runs/b"))
+    return overlay.figure(found, along(found))
+
+
+def test_both_sides_and_what_lies_between_them_are_drawn_with_the_crossover() -> None:
+    figure = drawn(*sides())
+    assert figure.title == "A a against B b"
+    titles = [axis.title.text for axis in figure.plot.select_yaxes()]
+    assert titles == ["peak memory (GiB)", "B − A (GiB)", "tokens/s", "B/A − 1 (%)"]
+    notes = [note.text for note in figure.plot.layout.annotations]
+    assert "faster from about 768 tokens on" in notes
+    assert any(" x)" in note for note in notes)  # the largest difference
+    assert "95 % interval" in figure.caption
+    assert {trace.name for trace in figure.plot.data if trace.showlegend} >= {"A a", "B b"}
+
+
+def test_the_data_drawn_has_what_only_one_side_measured_and_its_trials() -> None:
+    data = drawn(*sides()).data
+    assert data["seq_len"].tolist() == [128, 256, 512, 1024, 2048, 4096]
+    assert np.isnan(data["peak_reserved_bytes_a"].iloc[-1])
+    assert data["peak_reserved_bytes_b"].notna().all()
+    assert (data["trial_ids"].str.split().str.len() == [6, 6, 6, 6, 6, 3]).all()
+
+
+def test_running_out_of_memory_is_marked() -> None:
+    a, b = sides()
+    for row in a:
+        if row["seq_len"] == 2048:
+            row |= {"outcome": "oom", "peak_reserved_bytes": None, "peak_allocated_bytes": None,
+                    "peak_active_bytes": None, "tokens_per_s": None}  # fmt: skip
+    figure = drawn(a, b)
+    assert figure.data.set_index("seq_len")["out_of_memory"].to_dict()[2048] == "a"
+    assert "A out of memory" in [trace.name for trace in figure.plot.data]
+    assert figure.data.set_index("seq_len")["tokens_per_s_b"].notna()[2048]
+
+
+def test_thousands_of_pairs_are_thinned() -> None:
+    rows = synthetic.sweep(lengths=range(1, 1601), batches=(1,), allocators=("default",), repeats=1)
+    figure = drawn(rows, rows)
+    assert len(figure.data) == 1600
+    assert max(len(trace.x) for trace in figure.plot.data) < 1600
+
+
+def test_one_length_is_no_figure() -> None:
+    a, _ = sides((128, 256))
+    with pytest.raises(UserError, match="a figure needs two"):
+        drawn(a, a)
+
+
+def test_html_has_its_data_beside_it_and_nothing_is_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (synthetic.write(tmp_path / name, rows) for name, rows in zip("ab", sides(), strict=True))
+    out = tmp_path / "figures" / "both.html"
+    assert cli.main(["compare", str(a), str(b), "--figure", str(out)]) == 1
+    assert "faster from about 768 tokens on" in out.read_text(encoding="utf-8")
+    assert len(pd.read_csv(out.with_suffix(".csv"))) == 6
+    rows = tmp_path / "rows.csv"
+    assert cli.main(["export", str(a), str(rows)]) == 0
+    before = rows.read_bytes()
+    capsys.readouterr()
+    assert cli.main(["compare", str(rows), str(b), "--figure", str(tmp_path / "rows.png")]) == 2
+    assert "give it another name" in capsys.readouterr().err
+    assert rows.read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".png", ".pdf"])
+def test_images(tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / f"both{suffix}"
+    try:
+        overlay.write(drawn(*sides()), out)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert out.stat().st_size > 5000

@@ -1,0 +1,245 @@
+"""What changes along an axis: known slopes and turns are found with their intervals, noise seldom makes a claim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic
+
+from vramsweep.analysis import cli
+from vramsweep.analysis.compare.trends import (
+    Turn,
+    along,
+    memory_crossovers,
+    memory_trends,
+    speed_crossover,
+    turning,
+)
+from vramsweep.analysis.compare.verdicts import compare, split
+from vramsweep.analysis.compare.verdicts_words import sentences
+from vramsweep.analysis.data.load import from_frame
+from vramsweep.harness.errors import UserError
+
+MIB, GIB = 2**20, 2**30
+RESERVED = "peak_reserved_bytes"
+SHARED = Path(__file__).parents[2] / "../shared/data"
+SWEEP = SHARED / "qwen15-0.5b-zero3/without-expandable-segments.csv"
+DRAWS = 200
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def noise(random: np.random.Generator, n: int, alike: float = 0.0) -> Array:
+    """Normal values of variance 1; of neighbours, `alike` is the correlation."""
+    found = random.standard_normal(n)
+    for i in range(1, n if alike else 0):
+        found[i] = alike * found[i - 1] + np.sqrt(1 - alike**2) * found[i]
+    return found
+
+
+def reserved(random: np.random.Generator, x: Array, slope: float, alike: float) -> Array:
+    """Axis, A and B: A grows, B is lower by 300 MiB and a slope in bytes per token, all in blocks, with noise."""
+    a = 8 * GIB + 3 * MIB * x + 20 * MIB * noise(random, len(x), alike)
+    b = a - 300 * MIB + slope * x + 20 * MIB * noise(random, len(x), alike)
+    blocks = 2 * MIB * np.round(np.array([a, b]) / (2 * MIB))
+    return np.array([x, *blocks]).T
+
+
+def claimed(slope: float, n: int, alike: float) -> tuple[float, float]:
+    """Shares of draws with a trend claimed (in bytes), and with the slope in its interval."""
+    claims = covered = 0
+    x = np.unique(np.round(np.linspace(1, 2048, n)))
+    for seed in range(DRAWS):
+        random = np.random.default_rng([seed, n])
+        trend = memory_trends(RESERVED, {}, reserved(random, x, slope, alike), 0.0)[0]
+        claims += trend.claimed
+        covered += trend.low <= slope <= trend.high
+    return claims / DRAWS, covered / DRAWS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "alike"), [(8, 0.0), (32, 0.0), (300, 0.0), (300, 0.6), (2048, 0.6), (2048, 0.9)])
+def test_without_a_trend_one_is_seldom_claimed(n: int, alike: float) -> None:
+    assert claimed(0.0, n, alike)[0] <= 0.07
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "alike"), [(8, 0.0), (32, 0.0), (300, 0.6), (2048, 0.9)])
+def test_a_trend_is_found_and_its_interval_covers(n: int, alike: float) -> None:
+    found, covered = claimed(-100_000.0, n, alike)
+    assert found >= 0.9
+    assert covered >= 0.9
+
+
+def test_four_pairs_are_too_few_for_a_trend() -> None:
+    sizes = np.array([(x, 100 * GIB, 100 * GIB - x * GIB) for x in (1.0, 2.0, 3.0, 4.0)])
+    assert memory_trends(RESERVED, {}, sizes, 0.001) == []
+
+
+def test_a_trend_below_the_tolerance_is_not_claimed() -> None:
+    sizes = np.array([(x, 100.0 * GIB, 100.0 * GIB + 1024 * x) for x in range(1, 50)])
+    assert not memory_trends(RESERVED, {}, sizes, 0.001)[0].claimed
+    trend = memory_trends(RESERVED, {}, sizes, 0.0)[0]
+    assert trend.claimed
+    assert trend.slope == trend.low == trend.high == 1024
+
+
+def crossed(shape: str, n: int, alike: float) -> tuple[float, float]:
+    """Shares of draws with a crossover claimed, and of those with the truth in the interval; 3 % of noise a side."""
+    x = np.round(np.linspace(1, 2048, n))
+    at = 200.5 if n > 1000 else (x[n // 4 - 1] + x[n // 4]) / 2
+    truth = {"log": 0.05 * np.log(x / at), "step": np.where(x < at, -0.04, 0.06), "none": 0 * x, "faster": 0 * x + 0.05}
+    claims = covered = 0
+    for seed in range(DRAWS):
+        random = np.random.default_rng([seed, n])
+        logs = truth[shape] + 0.03 * np.sqrt(2) * noise(random, n, alike)
+        for turn in speed_crossover({}, x, logs, np.full(n, np.nan)):
+            assert turn.low <= turn.at <= turn.high
+            claims += 1
+            covered += turn.verdict == "FASTER" and turn.low <= at <= turn.high
+    return claims / DRAWS, covered / max(claims, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "n", "alike"), [
+    ("log", 50, 0.0), ("log", 200, 0.0), ("log", 200, 0.5), ("log", 2048, 0.0), ("log", 2048, 0.5),
+    ("step", 200, 0.0), ("step", 2048, 0.0), ("step", 2048, 0.5),
+])  # fmt: skip
+def test_a_crossover_is_found_and_its_interval_covers(shape: str, n: int, alike: float) -> None:
+    found, covered = crossed(shape, n, alike)
+    assert found >= 0.9
+    assert covered >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["none", "faster"])
+@pytest.mark.parametrize(("n", "alike"), [(50, 0.0), (200, 0.5), (2048, 0.5)])
+def test_without_a_crossover_none_is_claimed(shape: str, n: int, alike: float) -> None:
+    assert crossed(shape, n, alike)[0] <= 0.02
+
+
+def test_a_sign_that_turns_twice_is_no_crossover() -> None:
+    x = np.arange(1.0, 201)
+    y = np.where((x > 60) & (x < 140), 0.1, -0.1) + 0.01 * noise(np.random.default_rng(0), 200)
+    assert turning(x, y, None) is None
+
+
+def test_one_odd_run_moves_no_crossover() -> None:
+    x = np.arange(1.0, 201)
+    y = np.where(x > 80, 0.1, -0.1) + 0.01 * noise(np.random.default_rng(0), 200)
+    before = turning(x, y, None)
+    y[10], y[150] = 5, -5
+    after = turning(x, y, None)
+    assert isinstance(before, Turn) and isinstance(after, Turn)
+    assert (after.low, after.at, after.high) == (before.low, before.at, before.high)
+    assert before.low <= 80.5 <= before.high
+
+
+def test_repeats_tell_the_noise_where_there_are_few_pairs() -> None:
+    x = np.array([128.0, 256, 512, 1024, 2048, 4096])
+    logs = np.array([-0.05, -0.04, -0.05, 0.04, 0.05, 0.06])
+    turn = speed_crossover({}, x, logs, np.full(6, 0.005))[0]
+    assert (turn.verdict, turn.onward, turn.low, turn.at, turn.high) == ("FASTER", True, 512, 768, 1024)
+    assert speed_crossover({}, x, logs, np.full(6, np.nan)) == []
+    assert speed_crossover({}, x, logs, np.full(6, 0.05)) == []
+    assert speed_crossover({}, x, -logs, np.full(6, 0.005))[0].verdict == "SLOWER"
+
+
+def test_memory_that_begins_to_be_smaller_does_so_between_two_lengths() -> None:
+    sizes = np.array([(x, 10.0 * GIB, (10.0 if x < 900 else 9.0) * GIB) for x in (128.0, 256, 512, 1024, 2048)])
+    (turn,) = memory_crossovers(RESERVED, {}, sizes, 0.001)
+    assert (turn.verdict, turn.onward, turn.exact, turn.low, turn.high) == ("SMALLER", True, True, 512, 1024)
+    assert turn.before == 0
+    assert turn.after == pytest.approx(-0.1)
+    assert memory_crossovers(RESERVED, {}, sizes[:4], 0.001) == []  # one pair is not clear
+
+
+def test_trends_are_along_the_axis_asked_for_and_apart_by_the_other_settings() -> None:
+    rows = synthetic.sweep(repeats=1)
+    found = compare(*split(from_frame(pd.DataFrame(rows), "test"), "allocator", ["default", "expandable"]))
+    by_length = along(found)
+    assert by_length.axis == "seq_len"
+    assert {t.settings["micro_batch"] for t in by_length.trends} == {1, 2, 4}
+    (growing,) = (said for said in sentences(by_length, RESERVED) if said.endswith("[batch 1]"))
+    assert growing.startswith("the gap grows by ") and " bytes per token (95 % interval " in growing
+    assert "from -0.39 GiB (-10.93 %) at 128 tokens to -1.75 GiB (-11.20 %) at 8,192 tokens" in growing
+    by_tokens = along(found, "tokens")
+    assert all(not t.settings for t in by_tokens.trends)
+    with pytest.raises(UserError, match="take --axis seq_len or tokens"):
+        alone = [r for r in rows if r["micro_batch"] == 1]
+        sides = split(from_frame(pd.DataFrame(alone), "test"), "allocator", ["default", "expandable"])
+        along(compare(*sides), "micro_batch")
+
+
+def test_kernels_within_one_set_along_the_batch() -> None:
+    rows = []
+    for kernels, saved in (("none", 0), ("liger", 50 * MIB)):
+        for row in synthetic.sweep(lengths=(1024,), batches=range(1, 8), allocators=("default",), repeats=1):
+            peak = row["peak_allocated_bytes"] - saved * row["micro_batch"]
+            rows.append(
+                {**row, "kernels": kernels, "peak_allocated_bytes": peak, "trial_id": row["trial_id"] + kernels}
+            )
+    found = compare(*split(from_frame(pd.DataFrame(rows), "test"), "kernels", ["none", "liger"]))
+    changes = along(found)
+    assert changes.axis == "micro_batch"
+    (said,) = sentences(changes, "peak_allocated_bytes")
+    assert said.startswith("the gap grows by 52,428,800 bytes per sample (95 % interval 52,428,800 to 52,428,800): ")
+    assert "from -50.0 MiB" in said and "at 7 samples" in said
+
+
+def second(folder: Path, slope: float = -900_000.0, at: float = 200.0) -> Path:
+    """The other setting of the public sweep, made up: active equal within 0.05 %, reserved lower by 300 MiB and the
+    slope, speed crossing at a length."""
+    random = np.random.default_rng(7)
+    x, active, peak, speed = np.loadtxt(SWEEP, delimiter=",").T
+    lower = 300 - slope / MIB * x + random.normal(0, 40, len(x))
+    columns = (
+        x,
+        np.round(active * (1 + random.uniform(-0.0004, 0.0004, len(x)))),
+        2 * np.round((peak - lower) / 2),
+        speed * np.exp(0.05 * np.log(x / at) + random.normal(0, 0.03, len(x))),
+    )
+    file = folder / "with.csv"
+    np.savetxt(file, np.array(columns).T, delimiter=", ", fmt=["%d", "%d", "%d", "%.6f"])
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SWEEP.exists(), reason="the public data set is not beside this checkout (../shared/data)")
+def test_what_readers_concluded_of_the_public_sweep_comes_out_of_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["compare", str(SWEEP), str(second(tmp_path)), "--tolerance", "0.001"]) in (0, 1)
+    said = capsys.readouterr().out
+    assert "over all 2,048 pairs, sequence length 1 to 2,048:" in said
+    assert "peak active: EQUAL within 0.1 %: equal in 2,048 of 2,048 pairs" in said
+    assert "peak reserved: SMALLER: smaller in 2,048 of 2,048 pairs" in said
+    slope = said.split("the gap grows by ")[1].split(" bytes per token (95 % interval ")
+    low, high = (float(v.replace(",", "")) for v in slope[1].split(")")[0].split(" to "))
+    assert low <= 900_000 <= high
+    assert 0.98 < float(slope[0].replace(",", "")) / 900_000 < 1.02
+    interval = said.split("FASTER from about ")[1].split("(95 % interval ")[1].split(")")[0]
+    low, high = (float(v.replace(",", "")) for v in interval.split(" to "))
+    assert low <= 200 <= high
+    assert high - low < 250
+
+
+@pytest.mark.skipif(not SWEEP.exists(), reason="the public data set is not beside this checkout (../shared/data)")
+def test_checkpointing_halves_the_memory_of_the_public_8b_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = SHARED / "llama3-8b-zero3-8gpu"
+    files = [str(folder / name) for name in ("batches-zero3.csv", "batches-zero3-checkpointing.csv")]
+    columns = "micro_batch,8*(peak_active_mib,peak_reserved_mib),iterations_per_s"
+    assert cli.main(["compare", *files, "--columns", columns, "--set", "seq_len=2048"]) == 0
+    said = capsys.readouterr().out
+    assert "peak active: SMALLER: smaller in 3 of 3 pairs; geometric mean 0.49 x" in said
+    assert "A ran out of memory where the other fits" in said
+    files = [str(SWEEP.parent / name) for name in ("batches.csv", "batches-checkpointing.csv")]
+    columns = "micro_batch,peak_active_mib,peak_reserved_mib,iterations_per_s"
+    assert cli.main(["compare", *files, "--columns", columns, "--set", "seq_len=2048"]) == 0
+    said = capsys.readouterr().out
+    assert "over all 3 pairs, micro-batch 1 to 3:" in said
+    assert "-22.85 %" in said
