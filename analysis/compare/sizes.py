@@ -35,7 +35,7 @@ def speed(change: float) -> str:
 def in_bytes(*values: float, signed: bool = True) -> list[str]:
     """Bytes in the one unit that suits the largest of them."""
     largest = max((abs(value) for value in values), default=0.0)
-    units = ((GIB, "GiB", 2), (MIB, "MiB", 1), (1024, "KiB", 1), (1, "bytes", 0))
+    units = ((GIB, "GiB", 2), (MIB, "MiB", 1), (1024, "KiB", 1), (1, "B", 0))
     scale, name, digits = next((u for u in units if largest >= u[0]), units[-1])
     sign = "+" if signed else ""
     return [f"{round(value / scale, digits) + 0.0:{sign},.{digits}f} {name}" for value in values]

@@ -415,8 +415,8 @@ def _speeds(pairs: Sequence[Pair]) -> OverAll | None:
     changes = [(p.speed.b / p.speed.a - 1, p.speed.b - p.speed.a, p) for p in pairs if p.speed.a and p.speed.b]
     if not changes:
         return None
-    counts = _counts([p.speed.verdict for p in pairs], ("SAME", "FASTER", "SLOWER", "AMBIGUOUS"))
-    return _over_all("tokens_per_s", max(counts, key=lambda v: counts[v]), counts, len(pairs), changes)
+    counts = _counts([p.speed.verdict for *_, p in changes], ("SAME", "FASTER", "SLOWER", "AMBIGUOUS"))
+    return _over_all("tokens_per_s", max(counts, key=lambda v: counts[v]), counts, len(changes), changes)
 
 
 def _run_noise(cells: Sequence[_Cell]) -> tuple[Array, int]:

@@ -70,7 +70,7 @@ def figure(comparison: Comparison, along: Along) -> Figure:
     parts = [f"{'; '.join(names)}."]
     if memory:
         what = [METRICS[metric].label.removeprefix("peak ") for metric in memory]
-        thinner = f"; lines without points, grey where it is a difference: {what[1]}" if len(memory) > 1 else ""
+        thinner = f"; plain lines, grey where it is a difference: {what[1]}" if len(memory) > 1 else ""
         parts.append(f"Points: {what[0]} memory{thinner}; medians of repeats.")
     if any(turn.settings == settings for turn in along.crossovers):
         parts.append("Band: 95 % interval of where the difference changes its sign.")
@@ -153,7 +153,7 @@ def _memory(
         for number, dash in enumerate(("solid", "dash")):
             _line(plot, row, x, sides[metric][number] / unit, COLOURS[number], dash, 3 - number)
         name = METRICS[metric].label.removeprefix("peak ")
-        _line(plot, row + 1, x, gaps[metric] / small, GREY, "solid", 2, f"{name} (lines without points)")
+        _line(plot, row + 1, x, gaps[metric] / small, GREY, "solid", 2, f"{name} (plain lines)")
     for number, name in enumerate(names):
         _points(plot, row, x, sides[metrics[0]][number] / unit, number, name, called)
     _gap(plot, row + 1, x, gaps[metrics[0]] / small, called_small, *(gaps[metric] / small for metric in metrics[1:]))
@@ -163,7 +163,8 @@ def _memory(
     gap = gaps[metrics[0]]
     most = int(np.nanargmax(np.abs(gap)))
     text = f"{sizes.in_bytes(gap[most])[0]} ({sizes.size(gap[most] / sides[metrics[0]][0][most])})"
-    left = x[most] < (x[0] + x[-1]) / 2
+    drawn = x[np.isfinite(sides[metrics[0]]).any(axis=0)]
+    left = x[most] < (drawn[0] + drawn[-1]) / 2
     _note(plot, row + 1, x[most], gap[most] / small, text, BETWEEN, up=gap[most] > 0, left=left)
     for turn in along.crossovers:
         if turn.quantity == metrics[0] and turn.settings == settings:
@@ -191,12 +192,17 @@ def _points(plot: Any, row: int, x: Array, y: Array, number: int, name: str, uni
     at = known[thin(x[known], y[known])]
     dense = len(at) > DENSE
     plot.add_scatter(
-        x=x[at], y=y[at], mode="markers" if dense else "lines+markers", name=escape(name), showlegend=legend,
-        legendgroup=str(number), line={"color": COLOURS[number], "width": 2},
+        x=x[at], y=y[at], mode="markers" if dense or _twice(x[at]) else "lines+markers",
+        name=escape(name), showlegend=legend, legendgroup=str(number), line={"color": COLOURS[number], "width": 2},
         marker={"color": COLOURS[number], "symbol": MARKERS[number], "size": 3 if dense else 7,
                 "opacity": 0.5 if dense else 1},
         hovertemplate="%{x:,}: %{y:,.4~g} " + unit + "<extra>" + escape(name) + "</extra>", row=row, col=1,
     )  # fmt: skip
+
+
+def _twice(x: Array) -> bool:
+    """Whether some places have several points, as where equal tokens are of other lengths: no line joins them."""
+    return len(np.unique(x)) < len(x)
 
 
 def _line(
@@ -206,7 +212,8 @@ def _line(
     known = np.flatnonzero(np.isfinite(y))
     at = known[thin(x[known], y[known])]
     plot.add_scatter(
-        x=x[at], y=y[at], mode="lines", line={"color": colour, "width": width, "dash": dash}, hoverinfo="skip",
+        x=x[at], y=y[at], mode="markers" if _twice(x[at]) else "lines", marker={"color": colour, "size": 3},
+        line={"color": colour, "width": width, "dash": dash}, hoverinfo="skip",
         name=name, showlegend=name is not None, legendrank=2000, row=row, col=1,
     )  # fmt: skip
 
@@ -223,7 +230,7 @@ def _gap(plot: Any, row: int, x: Array, y: Array, unit: str, *others: Array) -> 
     colour = faint(BETWEEN).replace("0.18", "0.45") if dense else BETWEEN
     plot.add_hline(y=0, line={"color": GREY, "width": 1}, row=row, col=1)
     plot.add_scatter(
-        x=x[at], y=y[at], mode="markers" if dense else "lines+markers", showlegend=False,
+        x=x[at], y=y[at], mode="markers" if dense or _twice(x[at]) else "lines+markers", showlegend=False,
         line={"color": BETWEEN, "width": 2}, marker={"color": colour, "symbol": MARKERS[2], "size": 3 if dense else 6},
         hovertemplate="%{x:,}: %{y:+,.3~f}<extra>" + unit + "</extra>", row=row, col=1,
     )  # fmt: skip
