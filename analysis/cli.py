@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.analysis.answers.registry import NAMES, asked
+from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.data.importers import open_rows
-from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.harness.errors import UserError
 
@@ -33,12 +34,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vramsweep", description="From rows to fits, figures and a report.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    fit = verbs.add_parser("fit", help="how memory and speed depend on sequence length, in words")
+    fit = verbs.add_parser("fit", help="how memory and speed depend on length, batch or tokens")
     _input(fit)
-    fit.add_argument("--from", dest="start", type=float, metavar="TOKENS", help="shortest length to use")
-    fit.add_argument("--to", dest="stop", type=float, metavar="TOKENS", help="longest length to use")
+    fit.add_argument("--from", dest="start", type=float, metavar="TOKENS", help="shortest x to use")
+    fit.add_argument("--to", dest="stop", type=float, metavar="TOKENS", help="longest x to use")
     fit.add_argument("--metric", action="append", choices=list(METRICS), help="default: all that the rows have")
-    fit.add_argument("--robust", action="store_true", help="Huber loss instead of least squares")
+    fit.add_argument("--axis", choices=list(FREE), default="seq_len", help="what curves are along (default: seq_len)")
+    fit.add_argument(
+        "--prediction", type=Path, metavar="ROWS", help="predicted rows of the same settings, whose shape is taken"
+    )
+    fit.add_argument("--robust", action="store_true", help="Huber's weights: outliers count less")
     fit.add_argument("--json", action="store_true")
     fit.set_defaults(verb=_fit)
 
@@ -170,12 +175,22 @@ def _errors(arguments: argparse.Namespace) -> int:
 
 
 def _fit(arguments: argparse.Namespace) -> int:
+    from vramsweep.analysis.data.pairing import Beside, Chosen
     from vramsweep.analysis.model import words
     from vramsweep.analysis.model.fit import fit_table
 
     table = _open(arguments)
+    beside: Beside | Chosen = Beside(table)
+    if arguments.prediction is not None:
+        beside = Chosen(load(arguments.prediction))
     fits, notes = fit_table(
-        table, arguments.metric or tuple(METRICS), arguments.start, arguments.stop, arguments.robust
+        table,
+        arguments.metric or tuple(METRICS),
+        arguments.start,
+        arguments.stop,
+        arguments.robust,
+        axis=arguments.axis,
+        beside=beside.of,
     )
     if arguments.json:
         _print_json(
@@ -187,7 +202,8 @@ def _fit(arguments: argparse.Namespace) -> int:
             print(f"note: {note}")
     if not fits:
         raise UserError(
-            f"{table.source}: nothing could be fitted; a curve needs finished rows at three lengths or more"
+            f"{table.source}: nothing could be fitted; a curve needs finished rows at three values of {arguments.axis} "
+            "or more"
         )
     return 0
 

@@ -24,9 +24,10 @@ import pandas as pd
 from scipy.optimize import nnls
 from scipy.stats import t as student_t
 
-from vramsweep.analysis.compare.residuals import EXTRAS_APART, KEYS, pair
+from vramsweep.analysis.compare.residuals import pair
 from vramsweep.analysis.data.groups import ASKED
 from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.data.pairing import EXTRAS_APART, KEYS
 
 PARTS = ("compute", "attention", "memory", "launch")
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)

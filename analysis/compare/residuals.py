@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.groups import ASKED, label
+from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.load import Table
-from vramsweep.harness.gpus import find
+from vramsweep.analysis.data.pairing import CARD, EXTRAS_APART, KEYS, card, is_device
 
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_requested_bytes", "peak_reserved_bytes")
 PHASES = ("load", "forward", "backward", "optimizer")
@@ -30,13 +30,6 @@ COMPONENTS = (
 )
 VERSIONS = ("torch_version", "transformers_version")
 OUTCOME = "outcome"  # in the column `component`, where the two sides end differently
-
-# What a prediction cannot share with a measurement, or what its memory does not depend on: a simulated run always has
-# three steps, weights are never pretrained, and an allocator is its settings whatever it is called.
-_APART = ("foreign", "device", "weights", "protocol", "allocator")
-KEYS = ("seq_len", *(key for key in ASKED if key not in _APART))
-CARD = ("device", "host", "gpu_name", "simulated_gpu")  # what a row's card is found from
-EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
 
 
 def pair(table: Table, *columns: str) -> pd.DataFrame:
@@ -63,23 +56,6 @@ def pair(table: Table, *columns: str) -> pd.DataFrame:
         on="configuration",
         suffixes=("_measured", "_predicted"),
     )
-
-
-def is_device(frame: pd.DataFrame, device: str) -> pd.Series[bool]:
-    """Which rows are of this device."""
-    return frame["device"].eq(device).fillna(False).astype(bool)
-
-
-def card(frame: pd.DataFrame) -> pd.Series[Any]:
-    """Each row's card by its name in harness/gpus.py: the simulated one, or the one that the driver's name stands for.
-
-    A row that ran out of memory does not know its GPU: it is the host's, where the other rows name only one.
-    """
-    named = frame["gpu_name"].where(~is_device(frame, "simulated"))
-    by_host = named.groupby(frame["host"])
-    named = named.fillna(by_host.transform("first").where(by_host.transform("nunique") == 1))
-    cards = {name: card.name for name in named.dropna().unique() if (card := find(str(name))) is not None}
-    return frame["simulated_gpu"].fillna(named.map(cards).astype("string"))
 
 
 def residuals(table: Table) -> pd.DataFrame:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pandas as pd
 
-from vramsweep.analysis.compare.residuals import CARD, OUTCOME, PHASES, card, is_device, pair, summary
+from vramsweep.analysis.compare.residuals import OUTCOME, PHASES, pair, summary
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.analysis.data.pairing import CARD, card, is_device
 
 HEADLINES = ("peak_allocated_bytes", "peak_reserved_bytes")
 MOST = 60  # configurations in a table

@@ -36,6 +36,11 @@ class Group:
     rows: np.ndarray[Any, np.dtype[np.int64]] = field(repr=False)
 
     @property
+    def id(self) -> str:
+        """What tells it from every other group: two may have one label."""
+        return f"{self.source['trial_id'].iloc[self.rows[0]]} {sorted(self.settings.items(), key=str)}"
+
+    @property
     def frame(self) -> pd.DataFrame:
         """All columns of the rows: a copy, made anew at each call."""
         return self.source.iloc[self.rows]
@@ -60,8 +65,12 @@ class Group:
         return label(self.settings)
 
 
-def groups(table: Table, x: str = "seq_len") -> list[Group]:
-    """Rows of equal settings, everything but `x`, seed and repeat; largest group first.
+# What an axis leaves free in a group.
+FREE = {"seq_len": ("seq_len",), "micro_batch": ("micro_batch",), "tokens": ("seq_len", "micro_batch")}
+
+
+def groups(table: Table, axis: str = "seq_len") -> list[Group]:
+    """Rows of equal settings, everything but the axis (of `FREE`), seed and repeat; largest group first.
 
     Simulated, measured and foreign rows, and rows whose counters mean different things, never share a group.
     """
@@ -70,7 +79,7 @@ def groups(table: Table, x: str = "seq_len") -> list[Group]:
         return []
     codes = np.zeros(len(frame), dtype=np.int64)
     keys: list[str] = []
-    codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name != x])
+    codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name not in FREE[axis]])
     codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(EXTRA)])
     filled = frame[list(FOUND)].copy()
     filled["cpu_name"] = filled["cpu_name"].mask(frame["device"].isin(["cuda", "simulated"]).fillna(False))
@@ -144,7 +153,7 @@ def label(settings: Mapping[str, Any]) -> str:
     for key, value in settings.items():
         name = key.removeprefix(EXTRA).replace("_", " ")
         if value is None:
-            parts.append(f"no {name}")
+            parts.append(f"{name} unknown")
         elif isinstance(value, bool | np.bool_):
             parts.append(name if value else f"no {name}")
         elif key == "sharding":

@@ -15,8 +15,8 @@ GIB = 2**30
 class Metric:
     """One measured column.
 
-    `resolution` is the smallest difference that
-    means anything, in the column's unit. `limited` is true where the device's memory is an upper limit of the value.
+    `resolution` is the smallest difference that means anything, in the column's unit. `limited` is true where the
+    device's memory is an upper limit of the value. `above` is the column that this one is never less than.
     """
 
     column: str
@@ -26,6 +26,7 @@ class Metric:
     resolution: float
     memory: bool = True
     limited: bool = False
+    above: str | None = None
 
     def show(self, value: float) -> str:
         """A value of the column in words: number and unit."""
@@ -34,14 +35,15 @@ class Metric:
         return f"{value / self.scale:,.4g} {self.unit}"
 
 
-# The allocator rounds every block up to 512 bytes.
+# The allocator rounds every block up to 512 bytes, asks the driver for 2 MiB at least, and shares a block freed by
+# several streams late; NVML counts pages of 2 MiB.
 METRICS: dict[str, Metric] = {
     metric.column: metric
     for metric in (
         Metric("peak_allocated_bytes", "peak allocated", "MiB", MIB, 512),
-        Metric("peak_active_bytes", "peak active", "MiB", MIB, 512),
-        Metric("peak_reserved_bytes", "peak reserved", "MiB", MIB, 512, limited=True),
-        Metric("device_used_bytes", "device used", "MiB", MIB, 512, limited=True),
+        Metric("peak_active_bytes", "peak active", "MiB", MIB, 512, above="peak_allocated_bytes"),
+        Metric("peak_reserved_bytes", "peak reserved", "MiB", MIB, 2 * MIB, limited=True, above="peak_allocated_bytes"),
+        Metric("device_used_bytes", "device used", "MiB", MIB, 2 * MIB, limited=True, above="peak_allocated_bytes"),
         Metric("step_median_s", "step time", "s", 1.0, 1e-6, memory=False),
     )
 }

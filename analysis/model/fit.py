@@ -1,48 +1,83 @@
-"""How a measured quantity depends on sequence length: fits, the choice between them, and how sure they are.
+"""How a measured quantity depends on sequence length, batch or tokens: what it rests on, the curve, and how sure it is.
 
-For one group of equal settings: every kind of curve.py, alone and per alignment class (lengths divisible by 8, 16 or
-64, and the others), compared by AICc and by held-out error; intervals by wild bootstrap. Rows that ran out of memory
-are censored observations of quantities that the device's memory limits: the curve must not stay below that limit there.
+One group of equal settings, one metric, one axis. Three things can say what lies between and beyond the observations,
+and the first that there is is used:
+
+- `prediction`: predicted rows of the same settings have the shape; what was measured stands on it by a small residual.
+- `phases`: the rows know each phase's peak, over batch and length together (phases.py); reserved, active and device
+  memory stand on allocated (standing.py).
+- `points`: nothing but the observations: the kinds of curves.py, alone and per alignment class (lengths divisible by
+  8, 16 or 64, and the others).
+
+The kinds are always fitted to the points, so that a line and a parabola are there to see.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
+from numpy.polynomial import Polynomial
 from scipy import stats
 
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, Metric
-from vramsweep.analysis.model import bootstrap
-from vramsweep.analysis.model.curves import NEEDS, Array, Curve, evaluate, fit_curve, huber
-from vramsweep.analysis.model.observe import Mask, Model, Points, observations
+from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, STEP, Array, Curve, meet, powers
+from vramsweep.analysis.model.estimate import SEED, Component, Data, Posterior, estimate
+from vramsweep.analysis.model.observe import Mask, Model, Points, along, members, observations
+from vramsweep.analysis.model.phases import PHASES, Phases, fit_phases
+from vramsweep.analysis.model.standing import OVERHEAD, RESIDUAL, Excess, Standing, excess
+from vramsweep.analysis.model.times import OfParts, parts
 
 MODULI = (8, 16, 64)
+LEVEL = 0.95
+CLEARLY = 5.0  # nats by which a curve per class must be more probable than one for all
+ROUNDS = 5
+MOST_POINTS = 400  # that an estimate looks at: more tell nothing new where neighbours err alike
+MOST_ROWS = 400  # of a whole, for its phases: they are exact
+FEW = 6  # lengths, below which points alone say nothing above the curve beyond them
+PLAIN = ("linear", "quadratic")  # always shown
+BASES = {
+    "prediction": "on predicted rows of the same settings, and what was measured above or below them",
+    "phases": "on the peak of each phase, over batch and length together",
+    "points": "on these points alone",
+}
+
+
+class Predictor(Protocol):
+    """What a fit's values and intervals come from."""
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve, (n,)."""
+        ...
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
+        ...
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A fitted model and how good it is. `rms`, `worst` and `held_out` are in the metric's unit."""
+    """A kind fitted to the points: how probable it is among all kinds, and its errors in the metric's unit."""
 
     model: Model
+    probability: float
     rms: float
     worst: float
-    aicc: float
-    held_out: float
-    block_errors: Array = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Values at x with 95 % intervals: of the curve (low, high) and of one new observation (new_low, new_high).
 
-    `extrapolated` marks x outside the measured range; such a value is a guess and must be shown as one.
+    `extrapolated` marks x outside the measured range; such a value is a guess and must be shown as one. An upper end is
+    infinite where nothing bounds it.
     """
 
     x: Array
@@ -56,7 +91,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Fit:
-    """What is known about one metric in one group: all candidates, the chosen one, its bootstrap and remarks."""
+    """What is known about one metric in one group.
+
+    `chosen` is of the kinds on the points; values and intervals are `predictor`'s, which rests on `basis`.
+    `identified`: whether the kind is known and every piece has as many lengths as numbers. `phases` name what makes the
+    peak on each piece of the first curve.
+    """
 
     metric: Metric
     settings: Mapping[str, Any]
@@ -67,51 +107,144 @@ class Fit:
     why: str
     robust: bool
     warnings: tuple[str, ...]
+    predictor: Predictor = field(repr=False)
+    posteriors: Mapping[bool, Posterior] = field(repr=False)
+    basis: str = "points"
+    identified: bool = True
     phases: tuple[str, ...] = ()
     samples_per_step: float | None = None
-
-    @cached_property
-    def _drawn(self) -> tuple[dict[bool, Array], dict[bool, Array]]:
-        return bootstrap.draw(self.chosen.model, self.points, self.metric)
-
-    @property
-    def draws(self) -> Mapping[bool, Array]:
-        """Bootstrap draws of each curve's parameters, (draws, parameters); computed when first asked for."""
-        return self._drawn[0]
+    axis: str = "seq_len"
+    group: str = ""
+    residual: Excess | None = field(default=None, repr=False)
 
     @property
     def range(self) -> tuple[float, float]:
         """Smallest and largest measured x."""
         return float(self.points.x[0]), float(self.points.x[-1])
 
+    @property
+    def lengths(self) -> int:
+        """How many different x there are."""
+        return len(np.unique(self.points.x))
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether nothing is said of how high the curve may go beyond the points: they are few, or a curve that is flat
+        to its end, which some other moment will overtake."""
+        if self.basis != "points" or not self.metric.memory:
+            return False
+        low, high = self.range
+        curve = self.chosen.model.predict(np.array([(low + high) / 2, high]))
+        flat = abs(float(curve[1] - curve[0])) < 0.005 * abs(float(curve[1]))
+        return self.lengths < FEW or flat
+
     def candidate(self, kind: str, modulus: int | None = None) -> Candidate | None:
         """The candidate of a kind, if the data allowed one."""
         return next((c for c in self.candidates if (c.model.kind, c.model.modulus) == (kind, modulus)), None)
 
-    def intervals(self) -> dict[bool, list[tuple[float, float]]]:
-        """95 % interval of each parameter of each of the chosen model's curves."""
-        tail = 50 * (1 - bootstrap.LEVEL)
-        return {
-            key: [(float(low), float(high)) for low, high in np.percentile(draws, [tail, 100 - tail], axis=0).T]
-            for key, draws in self.draws.items()
-        }
+    @cached_property
+    def intervals(self) -> dict[bool, dict[str, tuple[float, float]]]:
+        """95 % interval of each parameter of each of the chosen model's curves, by name, given its kind."""
+        return {key: _intervals(self.posteriors[key], curve) for key, curve in self.chosen.model.curves.items()}
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve at x."""
+        return self.predictor.value(x)
 
     def predict(self, x: Array) -> Prediction:
-        """The chosen model at x (tokens), with intervals; says where it extrapolates."""
-        value = self.chosen.model.predict(x)
-        curve = np.empty((2, len(x)))
-        new = np.empty((2, len(x)))
-        tail = 50 * (1 - bootstrap.LEVEL)
-        random = np.random.default_rng(bootstrap.SEED)
-        for key, at in self.chosen.model.members(x).items():
-            if not at.any():
-                continue
-            drawn = evaluate(self.chosen.model.kind, self.draws[key], x[at])
-            noise = random.choice(self._drawn[1][key], size=drawn.shape)
-            curve[:, at] = np.percentile(drawn, [tail, 100 - tail], axis=0)
-            new[:, at] = np.percentile(drawn + noise, [tail, 100 - tail], axis=0)
-        low, high = self.range
-        return Prediction(x, value, curve[0], curve[1], new[0], new[1], (x < low) | (x > high))
+        """The curve at x with intervals; says where it extrapolates."""
+        curve, new = self.predictor.draws(x)
+        tail = 50 * (1 - LEVEL)
+        low, high = np.percentile(curve, [tail, 100 - tail], axis=0)
+        new_low, new_high = np.percentile(new, [tail, 100 - tail], axis=0)
+        first, last = self.range
+        if self.one_sided:
+            high, new_high = (np.where(x > last, np.inf, edge) for edge in (high, new_high))
+        return Prediction(x, self.value(x), low, high, new_low, new_high, (x < first) | (x > last))
+
+    @cached_property
+    def next_x(self) -> int | None:
+        """The x whose measurement would narrow the curve most, if it is not known to 2 % everywhere up to twice the
+        longest: in the middle of a gap, or beyond the last."""
+        different = np.unique(self.points.x)
+        if len(different) < 2:
+            return round(2 * float(different[-1]))
+        middles = (different[1:] + different[:-1]) / 2
+        step = 8 if np.all(different % 8 == 0) else 1
+        inside = np.unique(np.round(middles / step) * step)
+        asked = np.append(inside[~np.isin(inside, different)], np.round(1.5 * different[-1] / step) * step)
+        curve, _ = self.predictor.draws(asked)
+        wide = np.ptp(np.percentile(curve, [2.5, 97.5], axis=0), axis=0) / np.maximum(np.abs(self.value(asked)), 1e-300)
+        if self.one_sided and not (wide[:-1] > 0.02).any():
+            return int(asked[-1])
+        return int(asked[int(np.argmax(wide))]) if wide.max() > 0.02 else None
+
+
+@dataclass(frozen=True)
+class OfPoints:
+    """The posterior of each alignment class."""
+
+    posteriors: Mapping[bool, Posterior]
+    modulus: int | None
+    chosen: Model
+
+    def value(self, x: Array) -> Array:
+        """The chosen model's curve."""
+        return self.chosen.predict(x)
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of all kinds, as probable as they are."""
+        random = np.random.default_rng(SEED)
+        found: list[tuple[Mask, Array, Array]] = []
+        for key, at in members(x, self.modulus).items():
+            if at.any():
+                curve, noise = self.posteriors[key].draws(x[at], powers(x[at]))
+                found.append((at, curve, curve + noise * random.standard_normal(curve.shape)))
+        curves = np.empty((len(found[0][1]), len(x)))
+        news = np.empty_like(curves)
+        for at, curve, new in found:
+            curves[:, at], news[:, at] = curve, new
+        return curves, news
+
+
+@dataclass(frozen=True)
+class OfPhases:
+    """Phases at one batch along length, at one length along batch, or along tokens (then of one sample)."""
+
+    phases: Phases
+    axis: str
+    other: float
+
+    def value(self, x: Array) -> Array:
+        """The largest phase."""
+        return self.phases.value(*self._where(x))
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """The largest phase, drawn."""
+        return self.phases.draws(*self._where(x))
+
+    def _where(self, x: Array) -> tuple[Array, Array]:
+        other = np.full(len(x), self.other)
+        return (x, other) if self.axis == "micro_batch" else (other, x)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predicted rows: as they are, and between and beyond them as `fit` has it."""
+
+    x: Array
+    y: Array
+    fit: Predictor
+
+    def value(self, x: Array) -> Array:
+        """Linear between rows; beyond them the fit's shape from the last row on."""
+        edge = np.clip(x, self.x[0], self.x[-1])
+        return np.asarray(np.interp(edge, self.x, self.y) + self.fit.value(x) - self.fit.value(edge))
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """The value, which is not drawn: how far off it is is the residual's."""
+        value = np.broadcast_to(self.value(x), (2000, len(x)))
+        return value, value
 
 
 def fit_table(
@@ -122,26 +255,30 @@ def fit_table(
     robust: bool = False,
     limit: int = 200,
     found: Sequence[Group] | None = None,
+    axis: str = "seq_len",
+    beside: Callable[[Group], pd.DataFrame | None] | None = None,
 ) -> tuple[list[Fit], list[str]]:
     """Fits of every group and metric that has the data, and what a reader should know about the others.
 
     At most `limit` groups are fitted, those with most rows first; `found` are the groups if they are known already.
+    `beside` gives the predicted rows, of any batch and length, of a group's settings.
     """
     fits: list[Fit] = []
     notes: list[str] = []
     short = 0
-    found = groups(table) if found is None else found
+    found = groups(table, axis) if found is None else found
+    wholes = Wholes(table)
     for group in found[:limit]:
+        frame = group.frame
+        rows = beside(group) if beside else None
+        knows = Knows(wholes.of(group), None if rows is None else Whole(rows))
         any_points = False
-        frame = group.take("outcome", "seq_len", "trial_id", "device_total_bytes", "memory_limit_bytes", *metrics)
         for name in metrics:
-            points = observations(frame, METRICS[name], start, stop)
+            points = observations(frame, METRICS[name], start, stop, axis)
             if len(points.x) == 0:
                 continue
             any_points = True
-            if group.resident and name == "peak_reserved_bytes":  # a resident set need not repeat exactly
-                points = replace(points, warnings=())
-            fit = fit_points(points, METRICS[name], group, robust)
+            fit = fit_points(points, METRICS[name], group, robust, axis, knows)
             if fit is None:
                 short += 1
             else:
@@ -150,29 +287,71 @@ def fit_table(
             outcomes = ", ".join(f"{n} {o}" for o, n in frame["outcome"].value_counts().items())
             notes.append(f"{group.label}: no measured values to fit ({outcomes})")
     if short:
-        notes.append(
-            f"{short} curve{'s' * (short != 1)} with fewer than {NEEDS['linear']} different lengths not fitted"
-        )
+        notes.append(f"{short} curve{'s' * (short != 1)} with fewer than {FEWEST} different lengths not fitted")
     if len(found) > limit:
         notes.append(f"{len(found):,} groups of equal settings; the {limit} with most rows were fitted")
     return fits, notes
 
 
-def fit_points(points: Points, metric: Metric, group: Group | None = None, robust: bool = False) -> Fit | None:
-    """All candidates for these observations, and the chosen one; None with too few different x."""
+@dataclass(frozen=True)
+class Knows:
+    """What else there is to a group's points. `whole` are rows of its settings at any batch and length, with their
+    phases if those are known; `predicted` the same of predicted rows."""
+
+    whole: Whole | None = None
+    predicted: Whole | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Rows of equal settings but for batch and length."""
+
+    frame: pd.DataFrame = field(repr=False)
+
+    @cached_property
+    def phases(self) -> Phases | None:
+        """The phases' model; None where some phase is not known."""
+        frame = self.frame
+        if len(frame) > MOST_ROWS:
+            frame = frame.iloc[np.unique(np.linspace(0, len(frame) - 1, MOST_ROWS).astype(int))]
+        return fit_phases(frame)
+
+
+class Wholes:
+    """The whole that each group of a table is part of; each is made once."""
+
+    def __init__(self, table: Table) -> None:
+        self._of_row: dict[int, Whole] = {}
+        for group in groups(table, "tokens"):
+            whole = Whole(group.frame.sort_values(["micro_batch", "seq_len"]))
+            self._of_row |= dict.fromkeys((int(row) for row in group.rows), whole)
+
+    def of(self, group: Group) -> Whole:
+        """The whole of a group of the same table."""
+        return self._of_row[int(group.rows[0])]
+
+
+def fit_points(
+    points: Points,
+    metric: Metric,
+    group: Group | None = None,
+    robust: bool = False,
+    axis: str = "seq_len",
+    knows: Knows | None = None,
+) -> Fit | None:
+    """What these observations and what is known beside them say; None with too few different x."""
     points = points.averaged()
-    folds = _blocks(points.x)
-    candidates = [
-        candidate for kind in NEEDS if (candidate := _candidate(kind, None, points, metric, folds, robust)) is not None
-    ]
-    if not candidates:
+    if len(np.unique(points.x)) < FEWEST:
         return None
-    for modulus in MODULI:
-        if _classes_differ(points, min(candidates, key=lambda c: c.rms), modulus):
-            extra = [_candidate(kind, modulus, points, metric, folds, robust) for kind in NEEDS]
-            candidates += [candidate for candidate in extra if candidate is not None]
-    chosen, why = choose(candidates)
-    warnings = [*points.warnings, *_censoring_remarks(chosen.model, points, metric)]
+    found = _of_points(points, metric, robust)
+    candidates, chosen = _candidates(points, found)
+    predictor: Predictor = OfPoints(found.posteriors, found.modulus, chosen.model)
+    identified = all(posterior.identified for posterior in found.posteriors.values())
+    basis, residual = "points", None
+    if (better := _better(points, metric, group, axis, knows)) is not None:
+        basis, predictor, identified, residual = better
+    why = f"{chosen.probability:.0%} of the probability of all kinds" + found.remark
+    samples = _samples(group.ok("tokens_per_s", "step_median_s", "seq_len")) if group and not metric.memory else None
     return Fit(
         metric=metric,
         settings=group.settings if group else {},
@@ -182,144 +361,74 @@ def fit_points(points: Points, metric: Metric, group: Group | None = None, robus
         chosen=chosen,
         why=why,
         robust=robust,
-        warnings=tuple(warnings),
-        samples_per_step=_samples(group.ok("tokens_per_s", "step_median_s", "seq_len"))
-        if group and not metric.memory
-        else None,
-        phases=_phases(chosen.model, group) if group and metric.memory else (),
+        warnings=(*points.warnings, *_censoring_remarks(predictor, points, metric)),
+        predictor=predictor,
+        posteriors=found.posteriors,
+        basis=basis,
+        identified=identified,
+        phases=_phases(chosen.model, group, axis) if group and metric.memory else (),
+        samples_per_step=samples if axis == "seq_len" else None,
+        axis=axis,
+        group=group.id if group else "",
+        residual=residual,
     )
 
 
-def choose(candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
-    """The simplest model that neither held-out error nor AICc speaks against, and why in words.
+@dataclass(frozen=True)
+class _Estimated:
+    """What the points say: the alignment class, if one explains what is left, with its posteriors; the posterior of all
+    points as one; each point's weight; and what was done, in words."""
 
-    Held-out error speaks against a model whose squared error is larger than the best one's by more than one standard
-    error of that difference over the held-out blocks (Breiman et al. 1984, paired). AICc speaks against one that lies
-    more than 10 above the best (Burnham & Anderson 2002: essentially no support). A model whose held-out error is
-    within 10 % of the best is as good in practice, whatever the two say: memory has no noise, so that with thousands
-    of lengths any further parameter is significant.
+    single: Posterior
+    modulus: int | None
+    posteriors: Mapping[bool, Posterior]
+    weights: Array
+    remark: str = ""
+
+
+def _of_points(points: Points, metric: Metric, robust: bool) -> _Estimated:
+    """The posterior of each class.
+
+    Neighbours that err alike count in part: of n with correlation r between neighbours as n (1 - r) / (1 + r) (Bartlett
+    1946). With fewer than thirty lengths that cannot be told.
     """
-    scored = [c for c in candidates if np.isfinite(c.held_out)]
-    if not scored:
-        best = min(candidates, key=lambda c: (c.model.parameters, c.aicc))
-        return best, "too few lengths to hold any out; the simplest"
-    first = min(scored, key=lambda c: (c.held_out, c.model.parameters))
-    lowest = min(c.aicc for c in scored)
-    good = []
-    for candidate in scored:
-        worse = candidate.block_errors - first.block_errors
-        margin = float(np.std(worse, ddof=1) / np.sqrt(len(worse))) if len(worse) > 1 else 0.0
-        unclear = float(worse.mean()) <= margin and candidate.aicc - lowest <= 10
-        if unclear or candidate.held_out <= 1.1 * first.held_out:
-            good.append(candidate)
-    best = min(good, key=lambda c: (c.model.parameters, c.held_out))
-    if best is first:
-        return best, "smallest held-out error"
-    return best, f"simpler than the {first.model.name} and about as good on held-out lengths"
+    seen = points.thinned(MOST_POINTS)
+    weights, of_all = np.ones(len(seen.x)), np.ones(len(points.x))
+    remark = "" if seen is points else f"; estimated from {len(seen.x):,} of {len(points.x):,} rows"
+    if robust:
+        for _ in range(ROUNDS):
+            best = _curve_of(_posterior(seen, metric, weights, None)[True])
+            weights, of_all = (_huber(p.y - best.predict(p.x), metric.resolution) for p in (seen, points))
+        remark += f"; {int((of_all < 0.5).sum())} of {len(of_all)} points count less than half (Huber)"
+    found = _aligned(seen, metric, weights, MODULI)
+    if len(np.unique(seen.x)) >= 30:
+        alike = _alike(seen, found.posteriors, found.modulus)
+        if alike > 0.3:
+            share = max((1 - alike) / (1 + alike), min(1.0, 20 / len(seen.x)))
+            found = _aligned(seen, metric, weights * share, (found.modulus,) if found.modulus else ())
+            remark += f"; neighbours err alike, so that these count as {len(seen.x) * share:,.0f}"
+    return replace(found, weights=of_all, remark=remark)
 
 
-def aicc(squares: float, n: int, parameters: int) -> float:
-    """AICc of a least-squares fit: n ln(squares/n) + 2k + 2k(k+1)/(n−k−1), k = parameters + 1 for the variance.
-
-    Hurvich & Tsai 1989. Infinite when n is too small for it.
-    """
-    k = parameters + 1
-    if n - k - 1 <= 0:
-        return float("inf")
-    return float(n * np.log(squares / n) + 2 * k + 2 * k * (k + 1) / (n - k - 1))
-
-
-def _fit_model(
-    kind: str, modulus: int | None, points: Points, metric: Metric, robust: bool, keep: Mask | None = None
-) -> Model | None:
-    """A model fitted to the points (those of `keep`), each class on its own; censored points pull only upwards."""
-    mask = np.ones(len(points.x), dtype=bool) if keep is None else keep
-    x, y = points.x[mask], points.y[mask]
-    model = Model(kind, {}, modulus)
-    curves: dict[bool, Curve] = {}
-    bounds = model.members(points.bound_x)
-    for key, at in model.members(x).items():
-        curve = _censored(kind, x[at], y[at], points.bound_x[bounds[key]], points.bound_y[bounds[key]], metric, robust)
-        if curve is None:
-            return None
-        curves[key] = curve
-    return Model(kind, curves, modulus)
+def _aligned(points: Points, metric: Metric, weights: Array, moduli: Sequence[int]) -> _Estimated:
+    """One curve for all, or one per class of these moduli where that is clearly more probable."""
+    single = _posterior(points, metric, weights, None)
+    best = _Estimated(single[True], None, single, weights)
+    log = single[True].log + CLEARLY
+    for modulus in moduli:
+        counts = [len(np.unique(points.x[at])) for at in members(points.x, modulus).values()]
+        if min(counts) < FEW or not _differ(points, _curve_of(single[True]), modulus):
+            continue
+        both = _posterior(points, metric, weights, modulus)
+        if (together := sum(p.log for p in both.values())) > log:
+            best, log = _Estimated(single[True], modulus, both, weights), together
+    return best
 
 
-def _censored(
-    kind: str, x: Array, y: Array, bound_x: Array, bound_y: Array, metric: Metric, robust: bool
-) -> Curve | None:
-    """Least squares in which a censored point counts only while the curve lies below its bound.
-
-    The limit of the Tobit likelihood (Tobin 1958) for residuals that are small against the distance to the bound.
-    """
-
-    def once(xs: Array, ys: Array) -> Curve | None:
-        def weighted(weights: Array) -> Curve | None:
-            return fit_curve(kind, xs, ys, weights)
-
-        return huber(weighted, xs, ys) if robust else fit_curve(kind, xs, ys, None)
-
-    curve = once(x, y)
-    pulled = np.zeros(len(bound_x), dtype=bool)
-    for _ in range(10):
-        if curve is None or not len(bound_x):
-            break
-        below = curve.predict(bound_x) < bound_y - metric.resolution
-        if not (below & ~pulled).any():
-            break
-        pulled |= below
-        curve = once(np.concatenate([x, bound_x[pulled]]), np.concatenate([y, bound_y[pulled]]))
-    return curve
-
-
-def _candidate(
-    kind: str, modulus: int | None, points: Points, metric: Metric, folds: list[Mask], robust: bool
-) -> Candidate | None:
-    model = _fit_model(kind, modulus, points, metric, robust)
-    if model is None:
-        return None
-    residuals = points.y - model.predict(points.x)
-    floor = max(metric.resolution, 1e-9 * float(np.abs(points.y).max()))
-    n = len(np.unique(points.x)) if metric.memory else len(points.x)  # exact repeats of memory tell nothing new
-    squares = max(float(np.mean(residuals**2)), floor**2) * n
-    errors: list[float] = []
-    for fold in folds:
-        held = _fit_model(kind, modulus, points, metric, robust, np.logical_not(fold))
-        if held is None:
-            errors = []
-            break
-        errors.append(max(float(np.mean((points.y[fold] - held.predict(points.x[fold])) ** 2)), floor**2))
-    block_errors = np.array(errors)
-    return Candidate(
-        model=model,
-        rms=float(np.sqrt(np.mean(residuals**2))),
-        worst=float(np.abs(residuals).max()),
-        aicc=aicc(squares, n, model.parameters),
-        held_out=float(np.sqrt(block_errors.mean())) if errors else float("nan"),
-        block_errors=block_errors,
-    )
-
-
-def _blocks(x: Array, count: int = 10) -> list[Mask]:
-    """Masks of neighbouring lengths to hold out together; none for fewer than four different lengths.
-
-    Neighbours share what the model misses, so holding out single points would flatter it (Roberts et al. 2017). The
-    two ends stay in: leaving them out would test extrapolation, which the fits do not claim.
-    """
-    different = np.unique(x)
-    if len(different) < 4:
-        return []
-    parts = np.array_split(different[1:-1], min(count, len(different) - 2))
-    return [np.isin(x, part) for part in parts if len(part)]
-
-
-def _classes_differ(points: Points, best: Candidate, modulus: int) -> bool:
-    """Whether alignment explains residuals of the best plain model: Levene's test of spread, or Welch's of the mean."""
+def _differ(points: Points, curve: Curve, modulus: int) -> bool:
+    """Whether alignment might explain what this curve leaves: Levene's test of spread, or Welch's of the mean."""
     aligned = points.x % modulus == 0
-    if min(len(np.unique(points.x[aligned])), len(np.unique(points.x[~aligned]))) < NEEDS["hinge"]:
-        return False
-    residuals = points.y - best.model.predict(points.x)
+    residuals = points.y - curve.predict(points.x)
     if float(np.abs(residuals).max()) <= 1e-9 * float(np.abs(points.y).max()):
         return False
     means = stats.ttest_ind(residuals[aligned], residuals[~aligned], equal_var=False).pvalue
@@ -327,16 +436,192 @@ def _classes_differ(points: Points, best: Candidate, modulus: int) -> bool:
     return bool(min(means, spreads) < 0.001)
 
 
-def _censoring_remarks(model: Model, points: Points, metric: Metric) -> list[str]:
+def _posterior(points: Points, metric: Metric, weights: Array, modulus: int | None) -> dict[bool, Posterior]:
+    """Of each class. Repeats of memory that agree tell nothing new and count once."""
+    found = {}
+    bounds = members(points.bound_x, modulus)
+    kinds = (*KINDS, STEP) if metric.limited else KINDS
+    for key, at in members(points.x, modulus).items():
+        x, y, w = points.x[at], points.y[at], weights[at]
+        if metric.memory:
+            _, first = np.unique(np.column_stack([x, y]), axis=0, return_index=True)
+            x, y, w = x[first], y[first], w[first]
+        bound_x, bound_y = points.bound_x[bounds[key]], points.bound_y[bounds[key]]
+        noises = ("constant", "proportional") if metric.memory else ("proportional",)
+        resolution = _quantum(y, metric.resolution) if metric.memory else 1e-3 * float(np.median(y))
+        data = Data(
+            x, powers(x), y, resolution, bound_x, powers(bound_x), bound_y, None if np.all(w == 1) else w, noises
+        )
+        found[key] = estimate(data, kinds)
+    return found
+
+
+def _quantum(y: Array, resolution: float) -> float:
+    """The largest size that all values are multiples of, if larger than the resolution: what they were rounded to."""
+    whole = np.unique(np.round(y)).astype(np.int64)
+    return max(float(np.gcd.reduce(whole)), resolution) if len(whole) > 2 else resolution
+
+
+def _huber(residuals: Array, least: float) -> Array:
+    """Huber's weights (1981, for 95 % efficiency), scale by the median absolute deviation; statsmodels'."""
+    from statsmodels.robust import norms, scale
+
+    spread = max(float(scale.mad(residuals, center=0)), least)
+    weights: Array = np.asarray(norms.HuberT().weights(residuals / spread), dtype=float)
+    return np.maximum(weights, 1e-6)
+
+
+def _alike(points: Points, posteriors: Mapping[bool, Posterior], modulus: int | None) -> float:
+    """How much what is left of neighbours correlates, the largest of the classes."""
+    found = 0.0
+    for key, at in members(points.x, modulus).items():
+        left = points.y[at] - _curve_of(posteriors[key]).predict(points.x[at])
+        if len(left) >= 30 and float(left.std()) > 0:
+            found = max(found, float(np.corrcoef(left[1:], left[:-1])[0, 1]))
+    return min(found, 0.99)
+
+
+def _curve(component: Component) -> Curve:
+    pieces = []
+    for columns, coefficients in zip(component.kind.pieces, component.best, strict=True):
+        numbers = dict(zip(columns, (float(c) for c in coefficients), strict=True))
+        pieces.append((numbers.get(0, 0.0), numbers.get(1, 0.0), numbers.get(2, 0.0)))
+    return Curve(component.kind.name, tuple(pieces), () if component.kind.joined else component.edges)
+
+
+def _curve_of(posterior: Posterior, kind: str | None = None) -> Curve:
+    return _curve(posterior.best(kind))
+
+
+def _candidates(points: Points, found: _Estimated) -> tuple[list[Candidate], Candidate]:
+    """Each kind that the points allow, for all points and for each class, plain ones first; and the most probable."""
+    candidates = []
+    ways: list[tuple[int | None, Mapping[bool, Posterior]]] = [(None, {True: found.single})]
+    if found.modulus is not None:
+        ways.append((found.modulus, found.posteriors))
+    logs = np.array([sum(p.log for p in posteriors.values()) for _, posteriors in ways])
+    for (modulus, posteriors), share in zip(ways, np.exp(logs - logs.max()), strict=True):
+        for name in NAMES:
+            if not all(name in p.probability for p in posteriors.values()):
+                continue
+            curves = {key: _curve_of(p, name) for key, p in posteriors.items()}
+            if name in PLAIN:
+                inside = members(points.x, modulus).items()
+                curves = {key: _least_squares(name, points, at, found.weights) for key, at in inside}
+            model = Model(curves, modulus)
+            left = points.y - model.predict(points.x)
+            probable = float(share * np.prod([p.probability[name] for p in posteriors.values()]))
+            candidates.append(Candidate(model, probable, float(np.sqrt(np.mean(left**2))), float(np.abs(left).max())))
+    total = sum(c.probability for c in candidates)
+    candidates = [replace(c, probability=c.probability / total) for c in candidates]
+    chosen = max((c for c in candidates if c.model.modulus == found.modulus), key=lambda c: c.probability)
+    return candidates, chosen
+
+
+def _least_squares(name: str, points: Points, at: Mask, weights: Array) -> Curve:
+    """The line or parabola that everyone would draw: of all points, plainly."""
+    degree = 1 if name == "linear" else 2
+    numbers = Polynomial.fit(points.x[at], points.y[at], degree, w=np.sqrt(weights[at])).convert().coef
+    padded = [*map(float, numbers), 0.0, 0.0, 0.0]
+    return Curve(name, ((padded[0], padded[1], padded[2]),))
+
+
+def _better(
+    points: Points, metric: Metric, group: Group | None, axis: str, knows: Knows | None
+) -> tuple[str, Predictor, bool, Excess | None] | None:
+    """What says more than the points: the basis, its predictor, whether it is identified, a prediction's residual."""
+    if group is None or knows is None or axis == "tokens" or points.rows is None:
+        return None
+    across = "micro_batch" if axis == "seq_len" else "seq_len"
+    other = group.take(across)[across].to_numpy(float, na_value=np.nan)
+    if not np.isfinite(other).all():
+        return None
+    per_x = float(other[0])
+    if not metric.memory:
+        same = knows.predicted.frame[knows.predicted.frame[across].eq(per_x)] if knows.predicted else None
+        found_parts = None if same is None else parts(same, axis)
+        if found_parts is None:
+            return None
+        timed = OfParts(found_parts, points.x, points.y)
+        return "prediction", timed, timed.posterior.identified, None
+    if knows.predicted is not None and (base := _predicted(knows.predicted, metric, axis, per_x)) is not None:
+        found = excess(points.x * per_x, points.y, base.value(points.x), metric.resolution, RESIDUAL)
+        bounds = (points.bound_x, points.bound_y)
+        return "prediction", Standing(base, found, per_x, False, bounds), found.posterior.identified, found
+    if knows.whole is None or knows.whole.phases is None:
+        return None
+    phases = OfPhases(knows.whole.phases, axis, per_x)
+    known = knows.whole.phases.identified(*phases._where(np.unique(points.x)))
+    if metric.column == "peak_allocated_bytes":
+        return "phases", phases, known, None
+    if metric.above is None or group.resident:
+        return None
+    base_of_row = group.take(metric.above)[metric.above].to_numpy(float, na_value=np.nan)[points.rows]
+    if not np.isfinite(base_of_row).all():
+        return None
+    over = excess(points.x * per_x, points.y, base_of_row, metric.resolution, OVERHEAD)
+    standing = Standing(phases, over, per_x, True, (points.bound_x, points.bound_y))
+    return "phases", standing, known and over.posterior.identified, None
+
+
+def _predicted(whole: Whole, metric: Metric, axis: str, other: float) -> Predicted | None:
+    """The predicted rows of this batch (or length) as a base; None with fewer than three."""
+    across = "micro_batch" if axis == "seq_len" else "seq_len"
+    rows = whole.frame[whole.frame[across].eq(other).fillna(False)]
+    own = observations(rows, metric, axis=axis)
+    x, first = np.unique(own.x, return_index=True)
+    if len(x) < FEWEST:
+        return None
+    shape: Predictor
+    if metric.column == "peak_allocated_bytes" and whole.phases is not None:
+        shape = OfPhases(whole.phases, axis, other)
+    else:
+        posteriors = _posterior(own, metric, np.ones(len(own.x)), None)
+        shape = OfPoints(posteriors, None, Model({True: _curve_of(posteriors[True])}))
+    return Predicted(x, own.y[first], shape)
+
+
+def _intervals(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, float]]:
+    """Of the parameters of this kind, 95 %: of its draws, as probable as their components are."""
+    mine = [c for c in posterior.components if c.kind.name == curve.kind]
+    logs = np.array([c.log for c in mine])
+    shares = np.exp(logs - logs.max())
+    drawn: dict[str, list[Array]] = {}
+    for component, share in zip(mine, shares / shares.sum(), strict=True):
+        count = round(2000 * float(share))
+        if not count:
+            continue
+        at = np.arange(count) % len(component.size)
+        whole = [np.zeros((3, count)) for _ in component.kind.pieces]
+        for piece, columns, draws in zip(whole, component.kind.pieces, component.draws, strict=True):
+            piece[list(columns)] = draws[at].T
+        for i, piece in enumerate(whole, 1):
+            for letter, values in zip("abc", piece, strict=True):
+                drawn.setdefault(f"{letter}{i}", []).append(values)
+        for i, (one, other) in enumerate(itertools.pairwise(whole), 1):
+            knots = np.array([_meet(p, q) for p, q in zip(one.T, other.T, strict=True)])
+            drawn.setdefault(f"k{i}", []).append(np.full(count, curve.edges[i - 1]) if curve.edges else knots)
+    found = {}
+    for name in curve.parameters:
+        low, high = np.nanpercentile(np.concatenate(drawn[name]), [2.5, 97.5])
+        found[name] = (float(low), float(high))
+    return found
+
+
+def _meet(one: Array, other: Array) -> float:
+    return meet(tuple(one), tuple(other))
+
+
+def _censoring_remarks(predictor: Predictor, points: Points, metric: Metric) -> list[str]:
+    """Where the curve contradicts a row that ran out of memory."""
     if not len(points.bound_x):
         return []
-    below = model.predict(points.bound_x) < points.bound_y - metric.resolution
+    below = predictor.value(points.bound_x) < points.bound_y - metric.resolution
     if not below.any():
         return []
-    text = (
+    return [
         f"at {int(below.sum())} of {len(below)} rows that ran out of memory the curve stays below the device's memory"
-    )
-    return [text]
+    ]
 
 
 def _samples(rows: pd.DataFrame) -> float | None:
@@ -349,18 +634,16 @@ def _samples(rows: pd.DataFrame) -> float | None:
     return float(whole) if whole >= 1 and abs(middle - whole) < 0.1 * whole else None
 
 
-def _phases(model: Model, group: Group) -> tuple[str, ...]:
+def _phases(model: Model, group: Group, axis: str) -> tuple[str, ...]:
     """For each piece of the first curve, the phase whose peak is largest in most of its rows; "" where unknown."""
     curve: Curve = next(iter(model.curves.values()))
-    names = ("load", "forward", "backward", "optimizer")
-    columns = [f"{name}_peak_allocated_bytes" for name in names]
-    rows = group.ok("seq_len", *columns[1:], also=columns[:1])
+    columns = [f"{name}_peak_allocated_bytes" for name in PHASES]
+    rows = group.ok("seq_len", *columns[1:], also=(columns[0], "micro_batch"))
     peaks = rows[columns].to_numpy(float, na_value=-1.0)
     largest = np.argmax(peaks, axis=1) if len(rows) else np.empty(0, dtype=int)
-    x = rows["seq_len"].to_numpy(float)
-    pick: Callable[[float, float], Any] = lambda start, stop: largest[(x >= start) & (x <= stop)]  # noqa: E731
+    x = along(rows, axis)
     phases = []
-    for start, stop, _, _ in curve.lines() or [(-np.inf, np.inf, 0.0, 0.0)]:
-        inside = pick(start, stop)
-        phases.append(names[int(np.bincount(inside).argmax())] if len(inside) else "")
+    for start, stop, *_ in curve.lines():
+        inside = largest[(x >= start) & (x <= stop)]
+        phases.append(PHASES[int(np.bincount(inside).argmax())] if len(inside) else "")
     return tuple(phases)

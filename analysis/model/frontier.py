@@ -1,10 +1,12 @@
-"""The largest sequence length per batch, and batch per length, that fits in a GPU: from fits, and from real rows.
+"""The largest sequence length per batch, and batch per length, that fits in a GPU: from rows first, then from fits.
 
 A size is a card's nominal one, such as 80 GiB; what fits is asked of what PyTorch's allocator can have of such a card
-(harness/gpus.py), of several cards of that size the smallest. A size that no listed card has is taken as it is.
+(harness/gpus.py), of several cards of that size the smallest: the rest is the CUDA context's and the driver's. A size
+that no listed card has is taken as it is.
 
-A limit from a fit lies inside the measured range, or it is marked as extrapolated; beyond four times the longest
-measured value none is given.
+What was measured comes first and is never contradicted. What a fit adds is given by what is safe: the value up to which
+a new run fits with 97.5 %. Beyond the measured range it is marked as extrapolated; beyond four times the longest
+measured value nothing is said.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import GIB, METRICS
+from vramsweep.analysis.data.metrics import GIB, METRICS, show_bytes
 from vramsweep.analysis.model.curves import Array
-from vramsweep.analysis.model.fit import Fit, fit_points
-from vramsweep.analysis.model.observe import allocator_limits, observations
+from vramsweep.analysis.model.fit import Fit, Knows, Wholes, fit_points
+from vramsweep.analysis.model.observe import UNITS, Mask, allocator_limits, along, members, observations
 from vramsweep.harness.gpus import CONTEXT_BYTES, GPUS, memory_limit, smallest
 
 SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
@@ -34,7 +36,9 @@ class Limit:
     """The largest `axis` value (tokens or samples) that fits in `gib` for one group, `usable_gib` of it usable.
 
     `value` comes from the fit (null: nothing fits, or more than the fit can say, see `remark`), `low` and `high` from
-    its 95 % interval for a new run. `largest_ok` and `smallest_too_large` are measured rows that prove it.
+    its 95 % interval for a new run: up to `low` a run is safe, beyond `high` it hardly fits; null where the fit knows
+    no such end. `largest_ok` and `smallest_too_large` are measured rows that prove it, and no number contradicts them.
+    `multiples_of` says that all of it is of such values only.
     """
 
     label: str
@@ -51,10 +55,32 @@ class Limit:
     basis: str
     remark: str
     trial_ids: tuple[str, ...]
+    multiples_of: int | None = None
+    rests_on: str = ""
+    group: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """A fit and its interval for a new run at whole x up to `REACH` times the range, (n,) each."""
+
+    x: Array
+    middle: Array
+    below: Array
+    above: Array
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one alignment class, or all; and the fit's curves for its values."""
+
+    frame: pd.DataFrame
+    multiples_of: int | None
+    curves: _Curves | None
 
 
 def frontier(
@@ -70,97 +96,107 @@ def frontier(
     `fits` and `found` are fits against `axis` and the groups, where they are known already.
     """
     limits = []
+    wholes = Wholes(table)
     for group in (groups(table, axis) if found is None else found)[:most]:
         if group.resident:  # what a process on a CPU holds says nothing about a GPU
             continue
-        fit = None
-        basis = ""
-        frame = group.take(
-            "outcome", "seq_len", "micro_batch", "trial_id", "device_total_bytes", "memory_limit_bytes", *_LIMITING
-        )
+        frame = group.frame
         for name in _LIMITING:
             points = observations(frame, METRICS[name], axis=axis)
-            if len(points.x):
-                basis = METRICS[name].label
-                known = (f for f in fits if f.label == group.label and f.metric.column == name)
-                fit = next(known, None) or fit_points(points, METRICS[name], group)
-                break
-        if not basis:
-            continue
-        curves = _curves(fit) if fit else None
-        for size in sizes:
-            limits.append(_limit(frame, group.label, group.settings, axis, size, fit, curves, basis, name))
+            if not len(points.x):
+                continue
+            known = (f for f in fits if f.group == group.id and f.metric.column == name and f.axis == axis)
+            fit = next(known, None) or fit_points(
+                points, METRICS[name], group, axis=axis, knows=Knows(wholes.of(group))
+            )
+            for part in _parts(frame, axis, fit):
+                limits += [_limit(part, group, axis, size, fit, name) for size in sizes]
+            break
     return limits
 
 
-def _curves(fit: Fit) -> tuple[Array, Array, Array, Array]:
-    """The chosen model on every whole x up to REACH times the range (thinned), and its interval for a new run."""
+def _parts(frame: pd.DataFrame, axis: str, fit: Fit | None) -> list[_Part]:
+    if fit is None:
+        return [_Part(frame, None, None)]
+    modulus = fit.chosen.model.modulus if fit.basis == "points" else None
     low, high = fit.range
-    x = np.unique(np.round(np.linspace(max(low, 1), REACH * high, 600)))
+    everywhere = np.unique(np.round(np.linspace(max(low, 1), REACH * high, 600)))
+    if modulus is None:
+        return [_Part(frame, None, _curves(fit, everywhere))]
+    aligned = np.unique(np.maximum(np.round(everywhere / modulus), 1) * modulus)
+    at: Mask = members(along(frame, axis), modulus)[True]
+    others = everywhere[members(everywhere, modulus)[False]]
+    return [_Part(frame, None, _curves(fit, others)), _Part(frame[at], modulus, _curves(fit, aligned))]
+
+
+def _curves(fit: Fit, x: Array) -> _Curves:
     predicted = fit.predict(x)
-    return x, predicted.value, predicted.new_low, predicted.new_high
+    return _Curves(x, predicted.value, predicted.new_low, predicted.new_high)
 
 
-def _crossing(x: Array, y: Array, limit: float) -> tuple[int | None, bool]:
-    """The largest whole x before y first exceeds the limit, and whether it never does."""
+def _crossing(x: Array, y: Array, limit: float) -> tuple[float | None, bool]:
+    """The x at which y first exceeds the limit, and whether it never does; None also where it does from the start."""
     over = np.flatnonzero(y > limit)
     if not len(over):
         return None, True
     at = int(over[0])
     if at == 0:
         return None, False
+    if not np.isfinite(y[at]):
+        return float(x[at - 1]), False
     share = (limit - y[at - 1]) / (y[at] - y[at - 1])
-    return int(np.floor(x[at - 1] + share * (x[at] - x[at - 1]))), False
+    return float(x[at - 1] + share * (x[at] - x[at - 1])), False
 
 
-def _limit(
-    frame: pd.DataFrame,
-    label: str,
-    settings: Mapping[str, Any],
-    axis: str,
-    gib: float,
-    fit: Fit | None,
-    curves: tuple[Array, Array, Array, Array] | None,
-    basis: str,
-    metric: str,
-) -> Limit:
+def _limit(part: _Part, group: Group, axis: str, gib: float, fit: Fit | None, metric: str) -> Limit:
     card = smallest(gib)
     usable = gib * GIB if card is None else memory_limit(card)
     limit = usable + (CONTEXT_BYTES if metric == "device_used_bytes" else 0)  # which counts the context too
-    largest_ok, smallest_over, ids = _proof(frame, axis, usable, limit, metric)
+    largest_ok, smallest_over, ids = _proof(part.frame, axis, usable, limit, metric)
+    step = part.multiples_of or 1
+
+    def whole(x: float | None) -> int | None:
+        """Downwards to what there is, within what the rows prove."""
+        if x is None:
+            return None
+        at = int(np.floor(x / step + 1e-9)) * step
+        if smallest_over is not None:
+            at = min(at, smallest_over - step)
+        return max(at, largest_ok) if largest_ok is not None else at if at > 0 else None
+
     value = low = high = None
     extrapolated = False
     remark = "fewer than three different values, so no curve" if fit is None else ""
-    if fit is not None and curves is not None:
-        x, middle, below, above = curves
-        value, endless = _crossing(x, middle, limit)
-        low, _ = _crossing(x, above, limit)
-        high, _ = _crossing(x, below, limit)
+    if fit is not None and part.curves is not None:
+        shortest, longest = fit.range
+        one = part.curves
+        crossing, endless = _crossing(one.x, one.middle, limit)
+        value = whole(crossing)
+        low = whole(_crossing(one.x, one.above, limit)[0])
+        high = None if fit.one_sided else whole(_crossing(one.x, one.below, limit)[0])
+        if value is None and largest_ok is not None and not endless:
+            value = largest_ok
         if value is not None:
-            extrapolated = value > fit.range[1] and (smallest_over is None or value > smallest_over)
+            extrapolated = value > longest and (smallest_over is None or value > smallest_over)
             remark = "extrapolated beyond the measured range" if extrapolated else ""
-            if smallest_over is not None and value >= smallest_over:
+            if smallest_over is not None and crossing is not None and crossing >= smallest_over:
                 remark = f"the curve is too low: {smallest_over:,} did not fit"
+            if largest_ok is not None and (crossing is None or crossing < largest_ok):
+                remark = f"the curve is too high: {largest_ok:,} fitted"
+        elif endless and smallest_over is None:
+            remark, extrapolated = f"more than {REACH * longest:,.0f}", True
+            low = low if low is not None else largest_ok
+        elif endless:
+            value = low = largest_ok
+            remark = f"the curve is too low: {smallest_over:,} did not fit"
         else:
-            shortest, longest = fit.range
-            remark = f"more than {REACH * longest:,.0f}" if endless else f"not even {shortest:,.0f} fits"
-            extrapolated = endless
+            remark = f"not even {shortest:,.0f} fits"
     return Limit(
-        label,
-        settings,
-        axis,
-        gib,
-        usable / GIB,
-        value,
-        low,
-        high,
-        extrapolated,
-        largest_ok,
-        smallest_over,
-        basis,
-        remark,
-        ids,
-    )
+        label=group.label, settings=group.settings, axis=axis, gib=gib, usable_gib=usable / GIB, value=value, low=low,
+        high=high, extrapolated=extrapolated, largest_ok=largest_ok, smallest_too_large=smallest_over,
+        basis=METRICS[metric].label, remark=remark, trial_ids=ids, multiples_of=part.multiples_of,
+        rests_on=fit.basis if fit else "", group=group.id,
+    )  # fmt: skip
 
 
 def _proof(
@@ -170,12 +206,12 @@ def _proof(
 
     A row that ran out of memory proves something only for devices whose allocator has as much as its own or less.
     """
-    known = frame[frame[axis].notna()]
+    known = frame[np.isfinite(along(frame, axis))]
     values = known[metric].to_numpy(float, na_value=np.nan)
     ok = (known["outcome"] == "ok").to_numpy(bool, na_value=False) & (values <= limit)
     oom = (known["outcome"] == "oom").to_numpy(bool, na_value=False) & (allocator_limits(known) >= usable)
     over = oom | (values > limit)
-    x = known[axis].to_numpy(float)
+    x = along(known, axis)
     ids = known["trial_id"].to_numpy()
     at_ok = int(np.argmax(np.where(ok, x, -np.inf))) if ok.any() else None
     at_over = int(np.argmin(np.where(over, x, np.inf))) if over.any() else None
@@ -193,18 +229,36 @@ def as_frame(limits: Sequence[Limit]) -> pd.DataFrame:
 
 
 def text(limits: Sequence[Limit]) -> str:
-    """For a terminal: a line per group and size."""
-    unit = {"seq_len": "tokens", "micro_batch": "samples"}
-    lines = []
-    for limit in limits:
-        found = f"{limit.value:,} {unit[limit.axis]}" if limit.value is not None else limit.remark
-        if limit.value is not None and limit.low is not None and limit.high is not None:
-            found += f" (95 % interval {limit.low:,} to {limit.high:,})"
-        if limit.value is not None and limit.remark:
-            found += f", {limit.remark}"
-        proof = f"largest that fitted {limit.largest_ok:,}" if limit.largest_ok is not None else "none measured within"
-        if limit.smallest_too_large is not None:
-            proof += f", smallest that did not {limit.smallest_too_large:,}"
-        size = f"{limit.gib:g} GiB" + (f" ({limit.usable_gib:.1f} usable)" if limit.usable_gib != limit.gib else "")
-        lines.append(f"{limit.label}, {size}: {found}; {proof} ({limit.basis})")
-    return "\n".join(lines)
+    """For a terminal: a line per group and size, what is proven first."""
+    return "\n".join([*map(_line, limits), *filter(None, [room(limits)])])
+
+
+def _line(limit: Limit) -> str:
+    unit = UNITS[limit.axis]
+    parts = [f"{limit.largest_ok:,} {unit} ran within" if limit.largest_ok is not None else "none measured within"]
+    if limit.smallest_too_large is not None:
+        parts.append(f"{limit.smallest_too_large:,} did not")
+    beyond = " (beyond what was measured)" if limit.extrapolated else ""
+    known_safe = limit.low is not None and (limit.largest_ok is None or limit.low > limit.largest_ok)
+    safe = f"safe up to {limit.low:,}" if known_safe else ""
+    if limit.value is None:
+        parts += [limit.remark, *([safe] if safe and limit.extrapolated else [])]
+    else:
+        most = "" if limit.high is None or limit.high <= limit.value else f", {limit.high:,} at most"
+        known = "no more, by the curve" if limit.value == limit.largest_ok else f"{limit.value:,} {unit} by the curve"
+        parts.append(f"{safe + ', ' if safe else ''}{known}{most}{beyond}")
+        if limit.remark and not limit.extrapolated:
+            parts.append(limit.remark)
+    size = f"{limit.gib:g} GiB" + (f" ({limit.usable_gib:.1f} usable)" if limit.usable_gib != limit.gib else "")
+    of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
+    return f"{limit.label}, {size}{of}: {'; '.join(parts)} ({limit.basis})"
+
+
+def room(limits: Sequence[Limit]) -> str:
+    """What is left for CUDA, and what safe means; empty where every size is taken as it is."""
+    if all(limit.usable_gib == limit.gib for limit in limits):
+        return ""
+    return (
+        "usable: what PyTorch can have of the smallest card of that size, its memory without the driver's share and "
+        f"{show_bytes(CONTEXT_BYTES)} for the CUDA context; safe: a new run fits with 97.5 %"
+    )

@@ -13,14 +13,18 @@ from vramsweep.analysis.data.metrics import Metric
 from vramsweep.analysis.model.curves import NAMES, Array, Curve
 from vramsweep.harness.gpus import CONTEXT_BYTES
 
+SEED = 20_240_917
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
+AXES = {"seq_len": "sequence length", "micro_batch": "micro-batch", "tokens": "tokens"}  # what curves are along
+UNITS = {"seq_len": "tokens", "micro_batch": "samples", "tokens": "tokens"}
 
 
 @dataclass(frozen=True)
 class Points:
-    """Observations of one metric: x (tokens), y (the column's unit), shape (n,), sorted by x; ids of their rows.
+    """Observations of one metric: x (tokens or samples), y (the column's unit), shape (n,), sorted by x; their rows.
 
-    `bound_x` and `bound_y` are the censored ones: at bound_x the value is at least bound_y.
+    `rows` are the positions of the observations in the frame that they were taken from. `bound_x` and `bound_y` are the
+    censored ones: at bound_x the value is at least bound_y; `bound_rows` are theirs.
     """
 
     x: Array
@@ -29,6 +33,8 @@ class Points:
     bound_x: Array
     bound_y: Array
     warnings: tuple[str, ...] = ()
+    rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    bound_rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def averaged(self, most: int = 5000) -> Points:
         """The same with the mean of each x if there are more than `most` rows: fits then cost what the lengths cost."""
@@ -37,33 +43,42 @@ class Points:
         x, first = np.unique(self.x, return_index=True)
         means = np.asarray(pd.Series(self.y).groupby(self.x).mean(), dtype=float)
         note = f"{len(self.x):,} rows were averaged per length for the fit"
-        return replace(self, x=x, y=means, ids=tuple(self.ids[i] for i in first), warnings=(*self.warnings, note))
+        rows = None if self.rows is None else self.rows[first]
+        ids = tuple(self.ids[i] for i in first)
+        return replace(self, x=x, y=means, ids=ids, rows=rows, warnings=(*self.warnings, note))
+
+    def thinned(self, most: int) -> Points:
+        """About `most` of the points, spread evenly but not in step with anything, the ends always among them."""
+        if len(self.x) <= most:
+            return self
+        random = np.random.default_rng(SEED)
+        at = np.floor((np.arange(most) + random.random(most)) * len(self.x) / most).astype(int)
+        at = np.unique([0, *at, len(self.x) - 1])
+        rows = None if self.rows is None else self.rows[at]
+        return replace(self, x=self.x[at], y=self.y[at], ids=tuple(self.ids[i] for i in at), rows=rows)
 
 
 @dataclass(frozen=True)
 class Model:
     """One curve for all x, or one per alignment class: key True for x divisible by `modulus`, False for the others."""
 
-    kind: str
     curves: Mapping[bool, Curve]
     modulus: int | None = None
 
     @property
     def name(self) -> str:
         """In words, for tables."""
-        return NAMES[self.kind] + (f", per class of {self.modulus}" if self.modulus else "")
+        kinds = dict.fromkeys(NAMES[curve.kind] for curve in self.curves.values())
+        return " and ".join(kinds) + (f", per class of {self.modulus}" if self.modulus else "")
 
     @property
-    def parameters(self) -> int:
-        """How many numbers were fitted."""
-        return sum(len(curve.parameters) for curve in self.curves.values())
+    def kind(self) -> str:
+        """Of the first curve."""
+        return next(iter(self.curves.values())).kind
 
     def members(self, x: Array) -> dict[bool, Mask]:
         """Which x belong to which curve."""
-        if self.modulus is None:
-            return {True: np.ones(len(x), dtype=bool)}
-        aligned = np.asarray(x % self.modulus == 0)
-        return {True: aligned, False: ~aligned}
+        return members(x, self.modulus)
 
     def predict(self, x: Array) -> Array:
         """y at x, both of shape (n,)."""
@@ -73,20 +88,42 @@ class Model:
         return y
 
 
+def members(x: Array, modulus: int | None) -> dict[bool, Mask]:
+    """Which x belong to which alignment class."""
+    if modulus is None:
+        return {True: np.ones(len(x), dtype=bool)}
+    aligned = np.asarray(x % modulus == 0)
+    return {True: aligned, False: ~aligned}
+
+
+def along(frame: pd.DataFrame, axis: str) -> Array:
+    """Each row's place on an axis of `AXES`, NaN where unknown; tokens are those of one micro-batch."""
+    names = ("seq_len", "micro_batch") if axis == "tokens" else (axis,)
+    return np.asarray(np.prod([frame[name].to_numpy(float, na_value=np.nan) for name in names], axis=0))
+
+
 def observations(
     frame: pd.DataFrame, metric: Metric, start: float | None = None, stop: float | None = None, axis: str = "seq_len"
 ) -> Points:
-    """The observations of one metric in rows of equal settings, `start <= x <= stop`; invents none."""
-    x = frame[axis].to_numpy(float, na_value=np.nan)
+    """The observations of one metric in rows of equal settings, `start <= x <= stop`; invents none.
+
+    A row whose allocator had to empty its cache and try again (`alloc_retries`) wanted more than it reserved: what it
+    says of a quantity that the device's memory limits is a bound.
+    """
+    x = along(frame, axis)
     y = frame[metric.column].to_numpy(float, na_value=np.nan)
     outcome = frame["outcome"].astype("string")
     inside = np.isfinite(x) & (x >= (start or -np.inf)) & (x <= (stop or np.inf))
     measured = inside & np.isfinite(y) & (outcome == "ok").to_numpy(bool, na_value=False)
-    order = np.argsort(x[measured], kind="stable")
-    xs, ys = x[measured][order], y[measured][order]
-    ids = tuple(frame["trial_id"].to_numpy()[measured][order].astype(str))
+    squeezed = np.zeros(len(frame), dtype=bool)
+    if metric.limited and "alloc_retries" in frame:
+        squeezed = measured & (frame["alloc_retries"].to_numpy(float, na_value=0.0) > 0)
+    plain = np.flatnonzero(measured & ~squeezed)
+    rows = plain[np.argsort(x[plain], kind="stable")]
+    xs, ys = x[rows], y[rows]
+    ids = tuple(frame["trial_id"].to_numpy()[rows].astype(str))
     warnings: list[str] = []
-    if metric.memory and len(xs):
+    if metric.memory and len(xs) and axis == "seq_len":
         repeats = pd.Series(ys).groupby(xs)
         spread = repeats.max() - repeats.min()
         unequal = spread[spread > 0]
@@ -96,12 +133,20 @@ def observations(
                 f"by up to {metric.show(float(unequal.max()))} at {unequal.idxmax():,.0f} tokens; "
                 "memory should repeat exactly"
             )
-    bound_x = bound_y = np.empty(0)
+    if squeezed.any():
+        n = int(squeezed.sum())
+        warnings.append(
+            f"{n} row{'s' * (n != 1)} close to the device's memory, whose allocator had to free its cache and try "
+            f"again, count{'s' * (n == 1)} as lower bounds of {metric.label}"
+        )
+    bound_x, bound_y, bound_rows = np.empty(0), np.empty(0), np.empty(0, dtype=np.int64)
     if metric.limited:
         limit = allocator_limits(frame)
-        failed = inside & (outcome == "oom").to_numpy(bool, na_value=False) & np.isfinite(limit)
-        bound_x, bound_y = x[failed], limit[failed]
-    return Points(xs, ys, ids, bound_x, bound_y, tuple(warnings))
+        failed = np.flatnonzero(inside & (outcome == "oom").to_numpy(bool, na_value=False) & np.isfinite(limit))
+        full = np.flatnonzero(squeezed)
+        bound_rows = np.concatenate([failed, full])
+        bound_x, bound_y = x[bound_rows], np.concatenate([limit[failed], y[full]])
+    return Points(xs, ys, ids, bound_x, bound_y, tuple(warnings), rows, bound_rows)
 
 
 def allocator_limits(frame: pd.DataFrame) -> Array:

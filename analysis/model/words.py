@@ -9,22 +9,28 @@ import numpy as np
 
 from vramsweep.analysis.data.metrics import Metric, show_bytes
 from vramsweep.analysis.model.curves import Curve
-from vramsweep.analysis.model.fit import Candidate, Fit
+from vramsweep.analysis.model.fit import BASES, PLAIN, Candidate, Fit
+from vramsweep.analysis.model.observe import AXES, UNITS
 
 
 def equation(curve: Curve, metric: Metric) -> str:
-    """`y = 2.9598x + 8163.2190 (MiB)`; a hinge as the maximum (or minimum) of its lines."""
+    """`y = 2.9598x + 8163.2190 (MiB)`; several pieces as their maximum, or apart, each where it holds."""
     decimals = 4 if metric.memory else 8
-    if curve.kind == "quadratic":
-        a, b, c = (value / metric.scale for value in curve.coefficients)
-        return f"y = {c:.6g}x² {_signed(b, decimals)}x {_signed(a, decimals)} ({metric.unit})"
-    lines = []
-    for _, _, fixed, slope in curve.lines():
-        slope = round(slope / metric.scale, decimals) + 0.0  # not -0.0000
-        lines.append(f"{slope:.{decimals}f}x {_signed(fixed / metric.scale, decimals)}")
-    if len(lines) == 1:
-        return f"y = {lines[0]} ({metric.unit})"
-    return f"y = max({', '.join(lines)}) ({metric.unit})"
+    pieces = []
+    for piece in curve.pieces:
+        a, b, c = (value / metric.scale for value in piece)
+        slope = round(b, decimals) + 0.0  # not -0.0000
+        if c:
+            pieces.append(f"{c:.6g}x² {_signed(b, decimals)}x {_signed(a, decimals)}")
+        elif b:
+            pieces.append(f"{slope:.{decimals}f}x {_signed(a, decimals)}")
+        else:
+            pieces.append(f"{a:.{decimals}f}")
+    if curve.edges:
+        spans = [_span(start, stop).removesuffix(", ") for start, stop, *_ in curve.lines()]
+        return "; ".join(f"{span} y = {one}" for span, one in zip(spans, pieces, strict=True)) + f" ({metric.unit})"
+    whole = pieces[0] if len(pieces) == 1 else f"max({', '.join(pieces)})"
+    return f"y = {whole} ({metric.unit})"
 
 
 def _signed(value: float, decimals: int) -> str:
@@ -34,42 +40,58 @@ def _signed(value: float, decimals: int) -> str:
 def explain(fit: Fit) -> list[str]:
     """The chosen model in sentences, one for each piece of each curve."""
     model = fit.chosen.model
+    unit = UNITS[fit.axis]
     sentences = []
     for key, curve in model.curves.items():
         where = ""
         if model.modulus:
             where = f"lengths divisible by {model.modulus}: " if key else f"lengths not divisible by {model.modulus}: "
-        bounds = fit.intervals()[key]
-        if curve.kind == "quadratic":
-            sentences.append(where + _parabola(fit, curve))
-            continue
+        bounds = fit.intervals[key]
         pieces = curve.lines()
-        for i, (start, stop, fixed, slope) in enumerate(pieces):
+        for i, (start, stop, a, b, c) in enumerate(pieces):
             low, high = max(start, fit.range[0]), min(stop, fit.range[1])  # of the piece, as far as it was measured
-            flat = abs(slope) * (high - low) < 0.01 * float(np.abs(fit.points.y).max())
+            middle = (low + high) / 2
+            rise = abs(b * (high - low) + c * (high**2 - low**2))
+            flat = rise < 0.01 * float(np.abs(fit.points.y).max())
             if fit.metric.memory and flat:
-                line = f"flat at {show_bytes(fixed + slope * (low + high) / 2)}"
+                line = f"flat at {show_bytes(a + b * middle + c * middle**2)}"
+            elif c:
+                line = _parabola(fit, (a, b, c))
             else:
-                line = _line(fit, fixed, slope, bounds[1] if i == 0 else None)
-            sentences.append(where + _span(start, stop) + line + _dominates(fit, i, len(pieces), flat))
-        for i, knot in enumerate(curve.knots):
-            low, high = bounds[len(curve.coefficients) + i]
-            sentences.append(f"{where}the lines meet at {knot:,.0f} tokens (95 % interval {low:,.0f} to {high:,.0f})")
+                line = _line(fit, a, b, bounds.get(f"b{i + 1}"))
+            sentences.append(where + _span(start, stop, unit) + line + _dominates(fit, i, len(pieces), flat))
+        for i, knot in enumerate(curve.knots, 1):
+            low, high = bounds[f"k{i}"]
+            if curve.edges:
+                sentences.append(f"{where}{_jump(fit, curve, i)}")
+            elif np.isfinite(knot):
+                sure = f"95 % interval {low:,.0f} to {high:,.0f}"
+                sentences.append(f"{where}the lines meet at {knot:,.0f} {unit} ({sure})")
     return sentences
 
 
-def _span(start: float, stop: float) -> str:
+def _span(start: float, stop: float, unit: str = "tokens") -> str:
     if np.isfinite(start) and np.isfinite(stop):
-        return f"from {start:,.0f} to {stop:,.0f} tokens, "
+        return f"from {start:,.0f} to {stop:,.0f} {unit}, "
     if np.isfinite(stop):
-        return f"up to {stop:,.0f} tokens, "
-    return f"from {start:,.0f} tokens on, " if np.isfinite(start) else ""
+        return f"up to {stop:,.0f} {unit}, "
+    return f"from {start:,.0f} {unit} on, " if np.isfinite(start) else ""
+
+
+def _jump(fit: Fit, curve: Curve, number: int) -> str:
+    """What happens where two lines that do not meet change over."""
+    x = curve.edges[number - 1]
+    before, after = (a + b * x + c * x * x for a, b, c in curve.pieces[number - 1 : number + 1])
+    return f"it {'drops' if after < before else 'jumps'} by {fit.metric.show(abs(after - before))} at {x:,.0f} tokens"
 
 
 def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | None) -> str:
+    each = UNITS[fit.axis].removesuffix("s")
     if fit.metric.memory:
         sure = f" (95 % interval {interval[0]:,.0f} to {interval[1]:,.0f})" if interval else ""
-        return f"{slope:,.0f} bytes per token{sure} on top of a fixed part of {show_bytes(fixed)}"
+        return f"{slope:,.0f} bytes per {each}{sure} on top of a fixed part of {show_bytes(fixed)}"
+    if fit.axis != "seq_len":
+        return f"{slope * 1e6:,.3f} µs per {each} on top of {fixed * 1e3:,.3f} ms"
     text = f"{slope * 1e6:,.3f} µs per token of length on top of {fixed * 1e3:,.3f} ms"
     if fit.samples_per_step is None or slope <= 0:
         return text
@@ -77,18 +99,17 @@ def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | 
     return f"{text} (throughput: {fit.samples_per_step:g} x length / step time, there below {most:,.0f} tokens/s)"
 
 
-def _parabola(fit: Fit, curve: Curve) -> str:
-    metric = fit.metric
-    a, b, c = curve.coefficients
+def _parabola(fit: Fit, numbers: tuple[float, float, float]) -> str:
+    a, b, c = numbers
+    each = UNITS[fit.axis].removesuffix("s")
     _, high = fit.range
-    if metric.memory:
-        equal = f"; the two are equal at {abs(b / c):,.0f} tokens" if b * c > 0 and abs(b / c) < 10 * high else ""
-        text = (
-            f"{b:,.0f} bytes per token and {c:,.4g} bytes per token² on top of a fixed part of {show_bytes(a)}{equal}"
-        )
+    if fit.metric.memory:
+        equal = f"; the two are equal at {abs(b / c):,.0f} {each}s" if b * c > 0 and abs(b / c) < 10 * high else ""
+        fixed = f"on top of a fixed part of {show_bytes(a)}{equal}"
+        text = f"{b:,.0f} bytes per {each} and {c:,.4g} bytes per {each}² {fixed}"
         typical = " (a part that grows with length squared is typical of attention that stores its scores)"
-        return text + (typical if c > 0 else "")
-    return f"{a * 1e3:,.4g} ms {b * 1e6:+,.4g} µs per token {c * 1e9:+,.4g} ns per token²"
+        return text + (typical if c > 0 and fit.axis == "seq_len" else "")
+    return f"{a * 1e3:,.4g} ms {b * 1e6:+,.4g} µs per {each} {c * 1e9:+,.4g} ns per {each}²"
 
 
 def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
@@ -105,31 +126,78 @@ def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
     return "; activations and other tensors that grow with length dominate"
 
 
+def rests_on(fit: Fit) -> list[str]:
+    """What the values and intervals rest on, how sure that is, and what to measure next."""
+    unit = UNITS[fit.axis]
+    found = [f"values between and beyond the points rest {BASES[fit.basis]}"]
+    if fit.residual is not None:
+        found.append(_residual(fit))
+    if not fit.identified and fit.metric.memory:
+        found.append("more than one kind of curve is possible, or a piece has fewer points than numbers")
+    _low, high = fit.range
+    at = fit.predict(np.array([high, 2 * high]))
+    ends = ["up to no known end" if not np.isfinite(v) else f"to {fit.metric.show(v)}" for v in at.new_high]
+    found.append(
+        f"a new run at {high:,.0f} {unit}: {fit.metric.show(at.new_low[0])} {ends[0]}; at {2 * high:,.0f}, beyond what "
+        f"was measured: {fit.metric.show(at.new_low[1])} {ends[1]} (95 %)"
+    )
+    if fit.next_x is not None and fit.metric.memory:
+        found.append(f"to know more, measure {fit.next_x:,} {unit} next")
+    return found
+
+
+def _residual(fit: Fit) -> str:
+    """How far measured lies from predicted."""
+    assert fit.residual is not None
+    low, high = fit.range
+    at = np.array([low, high])
+    over = fit.predictor.value(at) - fit.predictor.base.value(at)  # type: ignore[attr-defined]
+    name = {"constant": "a constant", "line": "a line in tokens", "share": "a share of it"}
+    kind = name[fit.residual.posterior.kinds()[0]]
+    left = fit.points.y - fit.predictor.value(fit.points.x)
+    sizes = " to ".join(dict.fromkeys(_more(float(v), fit.metric) for v in over))
+    rms = fit.metric.show(float(np.sqrt(np.mean(left**2))))
+    return f"measured is predicted {sizes} ({kind}; RMS of what is left {rms})"
+
+
+def _more(value: float, metric: Metric) -> str:
+    return f"{'plus' if value >= 0 else 'minus'} {metric.show(abs(value))}"
+
+
 def text(fit: Fit) -> str:
     """The whole fit for a terminal: the line and the parabola always, then the chosen model and why."""
     metric = fit.metric
     low, high = fit.range
     n = len(fit.points.x)
-    different = len(np.unique(fit.points.x))
+    unit = UNITS[fit.axis]
+    different = f"{fit.lengths:,} lengths" if fit.axis == "seq_len" else f"{fit.lengths:,} of them different"
     lines = [
-        f"{metric.label} against sequence length, {fit.label}: {n:,} rows, {different:,} lengths, "
-        f"{low:,.0f} to {high:,.0f} tokens" + (", Huber loss" if fit.robust else "")
+        f"{metric.label} against {AXES[fit.axis]}, {fit.label}: {n:,} rows, {different}, "
+        f"{low:,.0f} to {high:,.0f} {unit}" + (", Huber loss" if fit.robust else "")
     ]
     width = max(len(c.model.name) for c in fit.candidates)
     for candidate in fit.candidates:
         mark = "*" if candidate is fit.chosen else " "
         lines.append(f"  {mark} {candidate.model.name:<{width}}  {_quality(candidate, metric)}")
-        if candidate is fit.chosen or candidate.model.name in ("straight line", "quadratic"):
+        if candidate is fit.chosen or candidate.model.kind in PLAIN:
             for key, curve in candidate.model.curves.items():
-                lines.append(f"      {class_name(candidate, key)}{equation(curve, metric)}")
+                own = f", RMS {_number(_rms_of(fit, candidate, key), metric)}" if candidate.model.modulus else ""
+                lines.append(f"      {class_name(candidate, key)}{equation(curve, metric)}{own}")
     lines.append(f"  * chosen: {fit.why}")
     lines += [f"    {sentence}" for sentence in explain(fit)]
+    lines += [f"    {sentence}" for sentence in rests_on(fit)]
     censored = len(fit.points.bound_x)
     if censored:
         lines.append(f"    {censored} row{'s' * (censored != 1)} that ran out of memory count as lower bounds")
     lines += [f"  ! {warning}" for warning in fit.warnings]
-    lines.append(f"    holds from {low:,.0f} to {high:,.0f} tokens; beyond that it is a guess")
+    lines.append(f"    holds from {low:,.0f} to {high:,.0f} {unit}; beyond that it is a guess")
     return "\n".join(lines)
+
+
+def _rms_of(fit: Fit, candidate: Candidate, key: bool) -> float:
+    at = candidate.model.members(fit.points.x)[key]
+    left = fit.points.y[at] - candidate.model.curves[key].predict(fit.points.x[at])
+    return float(np.sqrt(np.mean(left**2))) if len(left) else float("nan")
 
 
 def class_name(candidate: Candidate, key: bool) -> str:
@@ -139,19 +207,26 @@ def class_name(candidate: Candidate, key: bool) -> str:
     return f"length % {candidate.model.modulus} {'==' if key else '!='} 0: "
 
 
-def _quality(candidate: Candidate, metric: Metric) -> str:
-    def number(value: float) -> str:
-        return f"{value / metric.scale:,.4g}" if np.isfinite(value) else "–"
+def _rms(fit: Fit) -> str:
+    return f"RMS {_number(fit.chosen.rms, fit.metric)} {fit.metric.unit}"
 
+
+def _number(value: float, metric: Metric) -> str:
+    return f"{value / metric.scale:,.4g}" if np.isfinite(value) else "–"
+
+
+def _quality(candidate: Candidate, metric: Metric) -> str:
     return (
-        f"RMS {number(candidate.rms)}, worst {number(candidate.worst)}, held-out {number(candidate.held_out)} "
-        f"{metric.unit}, AICc {candidate.aicc:,.1f}"
+        f"RMS {_number(candidate.rms, metric)}, worst {_number(candidate.worst, metric)} {metric.unit}, "
+        f"probability {candidate.probability:.3g}"
     )
 
 
 def as_json(fit: Fit) -> dict[str, Any]:
     """The fit as plain data; numbers in the column's own unit (bytes, seconds, tokens/s), NaN and infinity as null."""
-    intervals = fit.intervals()
+    intervals = fit.intervals
+    _low, high = fit.range
+    ahead = fit.predict(np.array([high, 2 * high]))
     return {
         "metric": fit.metric.column,
         "unit": "bytes" if fit.metric.memory else fit.metric.unit,
@@ -161,7 +236,23 @@ def as_json(fit: Fit) -> dict[str, Any]:
         "censored": len(fit.points.bound_x),
         "range_tokens": list(fit.range),
         "robust": fit.robust,
+        "axis": fit.axis,
         "chosen": fit.chosen.model.name,
+        "basis": fit.basis,
+        "identified": fit.identified,
+        "rests_on": rests_on(fit),
+        "next": fit.next_x,
+        "predicted": [
+            {
+                "x": float(x),
+                "value": _plain(value),
+                "new_run": [_plain(below), _plain(above)],
+                "extrapolated": bool(beyond),
+            }
+            for x, value, below, above, beyond in zip(
+                ahead.x, ahead.value, ahead.new_low, ahead.new_high, ahead.extrapolated, strict=True
+            )
+        ],
         "why": fit.why,
         "explanation": explain(fit),
         "warnings": list(fit.warnings),
@@ -172,14 +263,16 @@ def as_json(fit: Fit) -> dict[str, Any]:
                 "modulus": c.model.modulus,
                 "rms": _plain(c.rms),
                 "worst": _plain(c.worst),
-                "held_out": _plain(c.held_out),
-                "aicc": _plain(c.aicc),
+                "probability": _plain(c.probability),
                 "curves": [
                     {
                         "class": class_name(c, key).rstrip(": ") or None,
                         "equation": equation(curve, fit.metric),
-                        "parameters": dict(zip(curve.names, curve.parameters, strict=True)),
-                        "intervals": dict(zip(curve.names, intervals[key], strict=True)) if c is fit.chosen else None,
+                        "rms": _plain(_rms_of(fit, c, key)),
+                        "parameters": {name: _plain(value) for name, value in curve.parameters.items()},
+                        "intervals": {n: [_plain(v) for v in ends] for n, ends in intervals[key].items()}
+                        if c is fit.chosen
+                        else None,
                     }
                     for key, curve in c.model.curves.items()
                 ],
@@ -202,6 +295,8 @@ def summary(fits: Sequence[Fit]) -> str:
         equations = "; ".join(
             class_name(fit.chosen, key) + equation(curve, fit.metric) for key, curve in fit.chosen.model.curves.items()
         )
-        lines.append(f"{fit.metric.label}, {fit.label}: {equations}, RMS {fit.metric.show(fit.chosen.rms)}")
+        lines.append(
+            f"{fit.metric.label}, {fit.label}: {equations}, RMS {_number(fit.chosen.rms, fit.metric)} {fit.metric.unit}"
+        )
         lines += [f"    {sentence}" for sentence in explain(fit)]
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from vramsweep.analysis.compare.calibrate import calibrate, calibrated
 from vramsweep.analysis.compare.residuals import residuals
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import plots, rows, timelines
 from vramsweep.analysis.figures import residuals as figures_residuals
 from vramsweep.analysis.model import words
@@ -62,12 +63,13 @@ def collect(table: Table, answer: str | None = None) -> Content:
     found: list[str] = []
     notes: list[str] = []
     worlds = split_worlds(table)
+    beside = Beside(table)
     all_groups = []
     for name, part in worlds:
         own = groups(part)
         all_groups += own
         most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
-        own_fits, own_notes = fit_table(part, limit=most, found=own)
+        own_fits, own_notes = fit_table(part, limit=most, found=own, beside=beside.of)
         own = own[:SHOWN]
         own_limits = frontier(part, fits=own_fits, found=own, most=most)
         own_plots = [*plots.of_fits(own_fits, own), *rows.of_rows(own, own_limits)]

@@ -51,8 +51,9 @@ def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
                     "settings": fit.label,
                     "model": fit.chosen.model.name,
                     "curve": words.class_name(fit.chosen, key) + words.equation(curve, fit.metric),
-                    "RMS": fit.metric.show(fit.chosen.rms),
-                    "held out": fit.metric.show(fit.chosen.held_out) if np.isfinite(fit.chosen.held_out) else "–",
+                    "RMS": f"{fit.chosen.rms / fit.metric.scale:,.4g} {fit.metric.unit}",
+                    "probability": f"{fit.chosen.probability:.2f}",
+                    "values rest on": fit.basis,
                     "lengths": f"{len(np.unique(fit.points.x)):,}",
                 }
             )
@@ -63,9 +64,12 @@ def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
     """One line per group, one column per memory size; ° marks a limit beyond the measured range."""
     lines: dict[str, dict[str, str]] = {}
     for limit in limits:
-        line = lines.setdefault(limit.label, {"settings": limit.label})
+        of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
+        line = lines.setdefault(f"{limit.group}{of}", {"settings": limit.label + of})
         text = f"{limit.value:,}" if limit.value is not None else limit.remark
-        line[f"{limit.gib:g} GiB"] = text + "°" * (limit.extrapolated and limit.value is not None)
+        safe = limit.low if limit.low is not None and (limit.value is None or limit.low < limit.value) else None
+        text += "°" * (limit.extrapolated and limit.value is not None)
+        line[f"{limit.gib:g} GiB"] = text + (f" (safe: {safe:,})" if safe is not None else "")
     return pd.DataFrame(list(lines.values()))
 
 

@@ -1,0 +1,95 @@
+"""Which predicted rows are of the same settings, on the same card, as measured ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from vramsweep.analysis.data.groups import ASKED, Group
+from vramsweep.analysis.data.load import Table
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import find
+
+# What a prediction cannot share with a measurement, or what its memory does not depend on: a simulated run always has
+# three steps, weights are never pretrained, and an allocator is its settings whatever it is called.
+_APART = ("foreign", "device", "weights", "protocol", "allocator")
+KEYS = ("seq_len", *(key for key in ASKED if key not in _APART))
+CARD = ("device", "host", "gpu_name", "simulated_gpu")  # what a row's card is found from
+COMPARED = tuple(key for key in KEYS if key not in ("seq_len", "micro_batch", "versions", "data", "zero_init"))
+EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
+
+
+def is_device(frame: pd.DataFrame, device: str) -> pd.Series[bool]:
+    """Which rows are of this device."""
+    return frame["device"].eq(device).fillna(False).astype(bool)
+
+
+def card(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Each row's card by its name in harness/gpus.py: the simulated one, or the one that the driver's name stands for.
+
+    A row that ran out of memory does not know its GPU: it is the host's, where the other rows name only one.
+    """
+    named = frame["gpu_name"].where(~is_device(frame, "simulated"))
+    by_host = named.groupby(frame["host"])
+    named = named.fillna(by_host.transform("first").where(by_host.transform("nunique") == 1))
+    cards = {name: card.name for name in named.dropna().unique() if (card := find(str(name))) is not None}
+    return frame["simulated_gpu"].fillna(named.map(cards).astype("string"))
+
+
+class Beside:
+    """The predicted rows of a table that are of a measured group's settings, at any batch and length."""
+
+    def __init__(self, table: Table) -> None:
+        self._frame = frame = table.frame
+        extras = [str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(EXTRAS_APART)]
+        settings = [name for name in (*KEYS, *extras) if name not in ("seq_len", "micro_batch")]
+        own = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
+        self._predicted = own & is_device(frame, "simulated")
+        measured = own & is_device(frame, "cuda")
+        self._codes = pd.Series(dtype=int)
+        if self._predicted.any() and measured.any():
+            sides = frame.loc[self._predicted | measured, [*settings, *CARD]]
+            sides = sides.assign(gpu=card(sides)).dropna(subset="gpu")
+            self._codes = sides.groupby([*settings, "gpu"], dropna=False, sort=False).ngroup()
+
+    def of(self, group: Group) -> pd.DataFrame | None:
+        """Rows; None where there are none, or the group is predicted itself."""
+        label = group.source.index[group.rows[0]]
+        if label not in self._codes.index or self._predicted[label]:
+            return None
+        same = self._codes.index[self._codes.eq(self._codes[label])]
+        found = self._frame.loc[same][self._predicted[same]]
+        return found if len(found) else None
+
+
+class Chosen:
+    """The rows of a table of predictions that nothing known of a group contradicts: for rows from elsewhere."""
+
+    def __init__(self, table: Table) -> None:
+        frame = table.frame
+        self._source = table.source
+        self._rows = frame[is_device(frame, "simulated") & frame["outcome"].isin(["ok", "oom"])]
+        if self._rows.empty:
+            raise UserError(
+                f"{table.source} holds no predicted rows (device=simulated); make some with vramsweep predict"
+            )
+
+    def of(self, group: Group) -> pd.DataFrame | None:
+        """Rows of one configuration. Raises UserError when several are possible, or none."""
+        first = group.frame.iloc[0]
+        rows = self._rows
+        for name in COMPARED:
+            if not pd.isna(first[name]):
+                rows = rows[rows[name].isna() | rows[name].astype("string").eq(str(first[name]))]
+        if rows.empty:
+            raise UserError(f"{self._source} predicts nothing with the settings of {group.label}")
+        varying = [name for name in COMPARED if rows[name].nunique(dropna=False) > 1]
+        if varying:
+            name = varying[0]
+            there = ", ".join(map(str, rows[name].unique()))
+            raise UserError(
+                f"{self._source} predicts {name} {there}, and the rows do not say which is theirs; say it with "
+                f"--set {name}=..."
+            )
+        return rows

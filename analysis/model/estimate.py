@@ -1,0 +1,404 @@
+"""The one estimator: which maximum of pieces some observations come from, with what parameters, and how sure that is.
+
+A model is a maximum of pieces, each linear in given features (1, x, x² of one axis; tokens, samples and length of two).
+That is what a peak is: the largest of several moments, each affine in tokens or quadratic in length. Observations in
+order of the axis are cut into as many runs as there are pieces. Given the cuts a piece is a linear regression of its
+run alone, with a Gaussian prior that is wide against the data, so that its evidence, its parameters and their
+uncertainty are known in closed form for every size of noise (Murphy 2012, ch. 7.6). Draws in which another piece is
+larger at an observation contradict the cut and are left out: no search for knots, no derivatives.
+
+Over cuts, kinds, sizes of noise (down to the counter's resolution) and its shape (the same everywhere, or proportional
+to the value) all that follows is one posterior distribution: the choice of a kind, curves, intervals, what an
+observation that was cut off (out of memory) says. Nothing here knows bytes or rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
+
+import numpy as np
+from scipy import special
+
+from vramsweep.analysis.model.curves import Array, Kind
+
+DRAWS = 2000  # of the whole posterior; the ends of a 95 % interval then have a standard error of 0.35 %
+TRIES = 400  # draws of one component, of which those that contradict its cuts are left out
+MOST_CUTS = 40  # candidates for a cut; with more lengths they are thinned, then dense around the best
+KEPT = 10  # components of a kind that are drawn from
+CLEAR = 14.0  # nats below the best of all from which on a component is not looked at
+NOISES = ("constant", "proportional")
+SIZES = 48  # of noise, spaced evenly in logarithm
+SEED = 20_240_917
+
+
+@dataclass(frozen=True)
+class Data:
+    """Observations in order of `axis` (n,): `features` (n, m), `y` (n,), and how small a difference means anything.
+
+    `given_scales` (m,) replace the prior's own. `bounds` (k, m), `bounds_axis` and `at_least` (k,): where the value was
+    not seen but is at least that. `weights` (n,) are of the observations, 1 where they count in full.
+    """
+
+    axis: Array
+    features: Array
+    y: Array
+    resolution: float
+    bounds_axis: Array = field(default_factory=lambda: np.empty(0))
+    bounds: Array = field(default_factory=lambda: np.empty((0, 0)))
+    at_least: Array = field(default_factory=lambda: np.empty(0))
+    weights: Array | None = None
+    noises: tuple[str, ...] = NOISES
+    given_scales: Array | None = None
+
+    @functools.cached_property
+    def scales(self) -> Array:
+        """Standard deviations of the prior of each feature's coefficient: twice the largest value at its largest."""
+        if self.given_scales is not None:
+            return self.given_scales
+        everywhere = np.vstack([self.features, self.bounds]) if len(self.bounds) else self.features
+        largest = np.abs(everywhere).max(axis=0)
+        largest = np.where(largest > 0, largest, 1.0)
+        size = max(float(np.abs(self.y).max()), float(np.abs(self.at_least).max(initial=0.0)), self.resolution)
+        return np.asarray(2.0 * size / largest)
+
+    @functools.cached_property
+    def sizes(self) -> Array:
+        """Sizes of noise, from what rounding to the resolution makes to the size of the values."""
+        top = max(float(np.abs(self.y).max()), 4 * self.resolution)
+        return np.geomspace(self.resolution / np.sqrt(12), top, SIZES)
+
+    def shape(self, noise: str) -> Array:
+        """How the noise of each observation relates to its size, (n,)."""
+        if noise == "constant":
+            return np.ones(len(self.y))
+        return np.asarray(np.maximum(np.abs(self.y), 1e-300) / max(float(np.abs(self.y).max()), 1e-300))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A regression of some observations that lie together, decomposed so that any size of noise is quick.
+
+    `evidence` is the log density of the observations at each size of noise, without what is the same for all runs.
+    """
+
+    singular: Array
+    projected: Array
+    directions: Array
+    evidence: Array
+    scales: Array
+
+    def mean(self, size: float) -> Array:
+        """The coefficients at a size of noise, (parameters,)."""
+        pulled = self.singular * self.projected / (self.singular**2 + size**2)
+        return np.asarray(self.scales * (self.directions.T @ pulled))
+
+    def draw(self, sizes: Array, random: np.random.Generator) -> Array:
+        """One draw of the coefficients for each size of noise, (sizes, parameters)."""
+        parameters = len(self.scales)
+        standard = random.standard_normal((len(sizes), parameters))
+        spread = self.singular**2 + sizes[:, None] ** 2
+        along = standard[:, : len(self.singular)]
+        pulled = self.singular * self.projected / spread + along * sizes[:, None] / np.sqrt(spread)
+        inside = pulled @ self.directions
+        outside = (
+            standard - (standard @ self.directions.T) @ self.directions
+        )  # what no observation speaks of: the prior
+        return np.asarray(self.scales * (inside + outside))
+
+
+@dataclass(frozen=True)
+class Component:
+    """A kind with its cuts and shape of noise. `log` is the logarithm of its weight, up to a common constant.
+
+    `draws` hold each piece's coefficients, (draws, parameters of the piece); `size` the noise of each draw (draws,).
+    """
+
+    kind: Kind
+    cuts: tuple[int, ...]
+    noise: str
+    log: float
+    edges: tuple[float, ...]
+    best: tuple[Array, ...]
+    draws: tuple[Array, ...] = ()
+    size: Array = field(default_factory=lambda: np.empty(0))
+
+    def values(self, coefficients: Sequence[Array], axis: Array, features: Array) -> Array:
+        """(draws, n): the value at each point for each draw of the coefficients, (draws, parameters) a piece."""
+        each = pieces(self.kind, coefficients, features)
+        if self.kind.joined:
+            return np.asarray(np.maximum.reduce(each))
+        which = np.searchsorted(np.array(self.edges), axis, side="right")
+        return np.asarray(np.choose(which, each))
+
+
+def pieces(kind: Kind, coefficients: Sequence[Array], features: Array) -> list[Array]:
+    """The value of each piece at each point, (..., n), for coefficients (..., parameters)."""
+    each = [c @ features[:, list(columns)].T for c, columns in zip(coefficients, kind.pieces, strict=True)]
+    if kind.fixed is not None:
+        each[-1] = each[-1] + features[:, kind.fixed]
+    return each
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Components with draws. `probability` is of each kind by name; `log` the evidence of all of them together."""
+
+    data: Data
+    components: tuple[Component, ...]
+    probability: Mapping[str, float]
+    log: float
+
+    def best(self, kind: str | None = None) -> Component:
+        """The component with the largest weight, of a kind or of the most probable kind."""
+        name = kind or max(self.probability, key=lambda k: self.probability[k])
+        return max((c for c in self.components if c.kind.name == name), key=lambda c: c.log)
+
+    def kinds(self) -> list[str]:
+        """The kinds that the observations allow, most probable first."""
+        return sorted(self.probability, key=lambda name: -self.probability[name])
+
+    @property
+    def identified(self) -> bool:
+        """Whether one kind has 95 % and each of its pieces has as many observations as parameters."""
+        name = self.kinds()[0]
+        best = self.best(name)
+        edges = (0, *best.cuts, len(np.unique(self.data.axis)))
+        counts = [b - a for a, b in pairwise(edges)]
+        enough = all(n >= len(p) for n, p in zip(counts, best.kind.pieces, strict=True))
+        return self.probability[name] >= 0.95 and enough
+
+    def draws(self, axis: Array, features: Array) -> tuple[Array, Array]:
+        """The curve at each point (draws, n), and the standard deviation of a new observation's noise there."""
+        curves, noises = [], []
+        logs = np.array([c.log for c in self.components])
+        weights = np.exp(logs - logs.max())
+        random = np.random.default_rng(SEED)
+        wanted = np.floor(DRAWS * weights / weights.sum()).astype(int)
+        wanted[int(np.argmax(weights))] += DRAWS - int(wanted.sum())
+        size = max(float(np.abs(self.data.y).max()), 1e-300)
+        for component, count in zip(self.components, wanted, strict=True):
+            if not count:
+                continue
+            at = random.choice(len(component.size), count, replace=count > len(component.size))
+            curve = component.values([c[at] for c in component.draws], axis, features)
+            shape = np.abs(curve) / size if component.noise == "proportional" else np.ones_like(curve)
+            curves.append(curve)
+            noises.append(component.size[at][:, None] * shape)
+        return np.vstack(curves), np.vstack(noises)
+
+
+def estimate(data: Data, kinds: Sequence[Kind]) -> Posterior:
+    """The posterior over these kinds. Raises ValueError without an observation."""
+    if not len(data.y):
+        raise ValueError("no observation to estimate from")
+    random = np.random.default_rng(SEED)
+    weighed = [
+        _Weighed(data, kind, noise, runs)
+        for noise in data.noises
+        for runs in [functools.cache(functools.partial(_run, data, data.shape(noise)))]
+        for kind in kinds
+    ]
+    top = max((one.most for one in weighed), default=-np.inf)
+    found = [component for one in weighed for component in one.components(top, random)]
+    return _together(data, found)
+
+
+def _log_sum(logs: Array) -> Array:
+    """The logarithm of the sum of the exponentials along the last axis; scipy's takes ten times as long on a few."""
+    most = logs.max(axis=-1, keepdims=True)
+    return np.asarray(most[..., 0] + np.log(np.sum(np.exp(logs - most), axis=-1)))
+
+
+def _together(data: Data, components: Sequence[Component]) -> Posterior:
+    logs = np.array([c.log for c in components])
+    total = float(_log_sum(logs))
+    shares = np.exp(logs - total)
+    names = list(dict.fromkeys(c.kind.name for c in components))
+    probability = {n: float(sum(s for s, c in zip(shares, components, strict=True) if c.kind.name == n)) for n in names}
+    return Posterior(data, tuple(components), probability, total)
+
+
+def _run(data: Data, shape: Array, columns: tuple[int, ...], fixed: int | None, first: int, last: int) -> Run:
+    """The regression of these observations on these features."""
+    weights = np.ones(last - first) if data.weights is None else np.sqrt(data.weights[first:last])
+    scale = weights / shape[first:last]
+    scales = data.scales[list(columns)]
+    variance = data.sizes**2
+    if last == first:
+        return Run(np.empty(0), np.empty(0), np.empty((0, len(columns))), np.zeros(SIZES), scales)
+    design = data.features[first:last][:, list(columns)] * scales * scale[:, None]
+    y = (data.y[first:last] - (0.0 if fixed is None else data.features[first:last, fixed])) * scale
+    left, singular, right = np.linalg.svd(design, full_matrices=False)
+    keep = singular > 1e-9 * max(float(singular[0]), 1e-300)
+    left, singular, right = left[:, keep], singular[keep], right[keep]
+    projected = left.T @ y
+    rest = y - left @ projected
+    rest -= left @ (left.T @ rest)  # once more: what is left is ten million times smaller than y
+    spread = variance[:, None] + singular**2
+    free = float(np.sum(weights**2)) - len(singular)
+    evidence = -0.5 * np.sum(np.log(spread) + projected**2 / spread, axis=1)
+    evidence -= 0.5 * (free * np.log(variance) + float(rest @ rest) / variance)
+    return Run(singular, projected, right, evidence, scales)
+
+
+class _Weighed:
+    """A kind with one shape of noise: the evidence of each way to cut."""
+
+    def __init__(self, data: Data, kind: Kind, noise: str, runs: functools._lru_cache_wrapper[Run]) -> None:
+        self.data, self.kind, self.noise, self._runs = data, kind, noise, runs
+        self.different, first_of = np.unique(data.axis, return_index=True)
+        self.starts = np.append(first_of, len(data.y))  # where the observations of each different x begin
+        weights = np.ones(len(data.y)) if data.weights is None else data.weights
+        common = float(np.log(kind.weight / len(data.noises) / SIZES) - weights @ np.log(data.shape(noise)))
+        self.tried: dict[tuple[int, ...], Array] = {}
+        beyond = bool(len(data.at_least)) or kind.fixed is not None
+        for candidates in _candidates(len(self.different), len(kind.pieces) - 1, beyond, self.tried):
+            for cuts in candidates:
+                if cuts not in self.tried and self._long_enough(cuts):
+                    self.tried[cuts] = sum((run.evidence for run in self.cut(cuts)), np.full(SIZES, common))
+        each = list(self.tried)
+        logs = _log_sum(np.array(list(self.tried.values()))) if each else np.empty(0)
+        self.order = [(each[i], float(logs[i])) for i in np.argsort(-logs)]
+
+    def _long_enough(self, cuts: tuple[int, ...]) -> bool:
+        if not self.kind.share:
+            return True
+        edges = (0, *cuts, len(self.different))
+        return min(b - a for a, b in pairwise(edges)) >= max(3, self.kind.share * len(self.different))
+
+    @property
+    def most(self) -> float:
+        """The largest evidence."""
+        return self.order[0][1] if self.order else -np.inf
+
+    def cut(self, cuts: tuple[int, ...]) -> list[Run]:
+        """The regression of each piece."""
+        edges = [0, *(int(self.starts[c]) for c in cuts), len(self.data.y)]
+        last = len(self.kind.pieces) - 1
+        fixed = [self.kind.fixed if i == last else None for i in range(last + 1)]
+        runs = zip(self.kind.pieces, fixed, edges, edges[1:], strict=False)
+        return [self._runs(pieces, offset, a, b) for pieces, offset, a, b in runs]
+
+    def components(self, top: float, random: np.random.Generator) -> list[Component]:
+        """Those that are worth anything against `top`, drawn from; the first that its cuts do not contradict always."""
+        places = sorted({c for cuts in self.tried for c in cuts})
+        found: list[Component] = []
+        for tries, (cuts, log) in enumerate(self.order):
+            if len(found) == KEPT or (found and log < top - CLEAR) or tries == 4 * KEPT:
+                break
+            component = _component(
+                self.data, self.kind, self.noise, cuts, self.cut(cuts), self.tried[cuts], self.different, self.starts,
+                places, random,
+            )  # fmt: skip
+            if component is not None:
+                found.append(replace(component, log=component.log + log))
+        return found
+
+
+def _candidates(
+    count: int, cuts: int, beyond: bool, tried: Mapping[tuple[int, ...], Array]
+) -> Iterator[list[tuple[int, ...]]]:
+    """Positions of the cuts, as numbers of different x to the left; a second round is dense around the best.
+
+    `beyond`: a last run may be without an observation, as there are bounds that speak of it.
+    """
+    if not cuts:
+        yield [()]
+        return
+    last = count + (1 if beyond else 0)
+    most = MOST_CUTS if cuts == 1 else MOST_CUTS // 2
+    every = np.unique(np.linspace(1, last - 1, min(most, last - 1)).round().astype(int)).tolist() if last > 1 else []
+    yield list(combinations(every, cuts))
+    if last - 1 > most and tried:
+        best = max(tried, key=lambda c: float(tried[c].max()))
+        step = int(np.ceil((last - 1) / most))
+        for wide in (step, 3):
+            near = {c + d for c in best for d in np.unique(np.linspace(-wide, wide, 13).round().astype(int)).tolist()}
+            near = {c for c in near if 1 <= c < last}
+            yield list(combinations(sorted(near), cuts))
+            best = max(tried, key=lambda c: float(tried[c].max()))
+
+
+def _component(
+    data: Data, kind: Kind, noise: str, cuts: tuple[int, ...], runs: Sequence[Run], per_size: Array, different: Array,
+    starts: Array, places: Sequence[int], random: np.random.Generator,
+) -> Component | None:  # fmt: skip
+    """Draws of a component that do not contradict it, and the share of them as its `log`; None without any."""
+    chances = np.exp(per_size - _log_sum(per_size))
+    sizes = random.choice(data.sizes, TRIES, p=chances)
+    draws = [run.draw(sizes, random) for run in runs]
+    likely = float(data.sizes[int(np.argmax(per_size))])
+    best = [run.mean(likely) for run in runs]
+    ends = [*different, data.bounds_axis.max(initial=0.0)]
+    edges = tuple(float((ends[c - 1] + ends[min(c, len(ends) - 1)]) / 2) for c in cuts)
+    component = Component(kind, cuts, noise, 0.0, edges, tuple(best))
+    good = np.ones(TRIES, dtype=bool)
+    fine = True
+    for feature in kind.rising:
+        at = kind.pieces[-1].index(feature)
+        good &= draws[-1][:, at] >= 0
+        fine &= bool(best[-1][at] >= 0)
+    if kind.joined and len(kind.pieces) > 1:
+        rows, owner = _witnesses(data, cuts, starts, places)
+        values = pieces(kind, draws, data.features[rows])
+        highest = np.maximum.reduce(values)
+        slack = np.abs(highest) * 1e-12
+        good &= np.all(np.choose(owner, values) >= highest - slack, axis=1)
+        at_best = pieces(kind, best, data.features[rows])
+        fine &= bool(np.all(np.choose(owner, at_best) >= np.maximum.reduce(at_best) * (1 - 1e-12)))
+    share = good.astype(float)
+    if len(data.at_least):
+        values = component.values(draws, data.bounds_axis, data.bounds)  # type: ignore[assignment]
+        spread = sizes[:, None] * (np.abs(np.asarray(values)) / max(float(np.abs(data.y).max()), 1e-300)
+                                   if noise == "proportional" else 1.0)  # fmt: skip
+        share = share * np.exp(np.sum(special.log_ndtr((np.asarray(values) - data.at_least) / spread), axis=1))
+    total = float(share.sum())
+    if total < 1e-12:
+        return None
+    kept = random.choice(TRIES, TRIES, p=share / total)
+    if not fine or len(data.at_least):
+        most = int(np.argmax(share * np.exp(-0.5 * _distance(draws, best))))
+        best = [d[most] for d in draws] if share[most] > 0 else [d[kept].mean(axis=0) for d in draws]
+    return replace(
+        component,
+        log=float(np.log(total / TRIES)),
+        best=tuple(best),
+        draws=tuple(d[kept] for d in draws),
+        size=sizes[kept],
+    )
+
+
+def _distance(draws: Sequence[Array], best: Sequence[Array]) -> Array:
+    """How far draws lie from the unconstrained best, squared, in units of their own spread."""
+    parts = [
+        np.sum(((d - b) / np.maximum(d.std(axis=0), 1e-300)) ** 2, axis=1) for d, b in zip(draws, best, strict=True)
+    ]
+    return np.asarray(np.sum(parts, axis=0))
+
+
+def _witnesses(
+    data: Data, cuts: tuple[int, ...], starts: Array, places: Sequence[int]
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Observations at which the piece of their run must be the largest, and the number of that run.
+
+    All of them; where cuts were tried only here and there, those beside a cut may be on either side of it.
+    """
+    count = len(starts) - 1
+    bounds = [0, *cuts, count]
+    rows: list[int] = []
+    owner: list[int] = []
+    for piece, (a, b) in enumerate(pairwise(bounds)):
+        before = max((p for p in places if p < a), default=a - 1)
+        after = min((p for p in places if p > b), default=b + 1)
+        low = a if piece == 0 else a + (a - before - 1) // 2
+        high = b if piece == len(bounds) - 2 else b - (after - b - 1) // 2
+        for different in range(low, max(high, low)):
+            rows += range(int(starts[different]), int(starts[different + 1]))
+        owner += [piece] * (len(rows) - len(owner))
+    if len(rows) > 80:
+        keep = np.unique(np.linspace(0, len(rows) - 1, 80).round().astype(int))
+        return np.array(rows)[keep], np.array(owner)[keep]
+    return np.array(rows, dtype=np.int64), np.array(owner, dtype=np.int64)

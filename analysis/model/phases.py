@@ -1,0 +1,141 @@
+"""The peak of a run as what it is: the largest of its phases, each fitted over batch and length together.
+
+Load, forward and optimizer are affine in tokens; where attention stores its scores also in tokens times length.
+Backward is the larger of its start, when every activation is held, and its end, when every gradient is. The start is
+where forward ended and what the loss adds: a line close to forward's, whose points lie above the end's level only from
+some length on, so that forward tells of it what few points of its own cannot.
+
+Not covered: what a run's other steps peak at beyond the probed one; it is carried along as seen (`beyond`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.model.curves import Array, Kind
+from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
+
+# Every tensor is rounded up to 512 B on its own; of those held at a peak, hundreds, the sum is this far off a line.
+RESOLUTION = 512 * 16.0
+PHASES = ("load", "forward", "backward", "optimizer")
+_STORES_SCORES = ("eager",)
+_ONE, _TOKENS, _BATCH, _LENGTH, _SCORES, _MASK, _FORWARD, _MORE, _MORE_TOKENS = range(9)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A posterior of each phase, over samples and tokens of length. `beyond` is peak − largest phase of each row."""
+
+    posteriors: Mapping[str, Posterior]
+    beyond: Array
+    points: int
+
+    def draws(self, batch: Array, length: Array) -> tuple[Array, Array]:
+        """Peak allocated of the curve and of a new run, (draws, n) each, for samples and lengths (n,)."""
+        random = np.random.default_rng(SEED + 2)
+        curves, news = [], []
+        for posterior in self._each():
+            curve, noise = posterior.draws(batch * length, self._features(batch, length))
+            at = random.permutation(len(curve))
+            curves.append(curve[at])
+            news.append(curve[at] + noise[at] * random.standard_normal(curve.shape))
+        beyond = random.choice(self.beyond, (len(curves[0]), 1))
+        return np.maximum.reduce(curves) + float(self.beyond.mean()), np.maximum.reduce(news) + beyond
+
+    def value(self, batch: Array, length: Array) -> Array:
+        """The most probable peak, (n,)."""
+        features = self._features(batch, length)
+        each = [_best(posterior, batch * length, features) for posterior in self._each()]
+        return np.asarray(np.maximum.reduce(each) + float(np.median(self.beyond)))
+
+    def largest(self, batch: Array, length: Array) -> list[str]:
+        """The phase that makes the peak, for each (n,)."""
+        features = self._features(batch, length)
+        each = [_best(posterior, batch * length, features) for posterior in self._each()]
+        return [PHASES[i] for i in np.argmax(each, axis=0)]
+
+    def identified(self, batch: Array, length: Array) -> bool:
+        """Whether every phase that makes a peak somewhere there is of a known kind."""
+        return all(self.posteriors[name].identified for name in set(self.largest(batch, length)))
+
+    def _each(self) -> list[Posterior]:
+        return [self.posteriors[name] for name in PHASES]
+
+    def _features(self, batch: Array, length: Array) -> Array:
+        plain = _features(batch, length, np.zeros_like(batch))
+        return _features(batch, length, _best(self.posteriors["forward"], batch * length, plain))
+
+
+def fit_phases(frame: pd.DataFrame) -> Phases | None:
+    """From rows of equal settings but for batch and length; None where a phase is unknown or there are too few.
+
+    Needs the columns of the phases' peaks, `peak_allocated_bytes`, `attention_effective`, `seq_len`, `micro_batch`.
+    """
+    names = [f"{phase}_peak_allocated_bytes" for phase in PHASES]
+    known = frame[[*names, "peak_allocated_bytes", "seq_len", "micro_batch"]].notna().all(axis=1)
+    ok = frame[known & frame["outcome"].eq("ok").fillna(False)]
+    tokens = (ok["seq_len"] * ok["micro_batch"]).to_numpy(float)
+    order = np.argsort(tokens, kind="stable")
+    ok, tokens = ok.iloc[order], tokens[order]
+    if len(np.unique(tokens)) < 3:
+        return None
+    batch, length = ok["micro_batch"].to_numpy(float), ok["seq_len"].to_numpy(float)
+    peaks = ok[names].to_numpy(float)
+    several = len(np.unique(batch)) > 1 and len(np.unique(length)) > 1
+    scores = ok["attention_effective"].isin(_STORES_SCORES).any() or ok["attention_effective"].isna().all()
+    plain = Data(tokens, _features(batch, length, np.zeros_like(batch)), peaks[:, 1], RESOLUTION)
+    scales = plain.scales.copy()
+    scales[[_FORWARD, _MORE, _MORE_TOKENS]] = 1.0  # not used yet
+    plain = replace(plain, given_scales=scales)
+    posteriors = {"forward": estimate(plain, _kinds(several, bool(scores), False))}
+    forward = _best(posteriors["forward"], tokens, plain.features)
+    features = _features(batch, length, forward)
+    for phase, y in zip(PHASES, peaks.T, strict=True):
+        if phase == "forward":
+            continue
+        own = Data(tokens, features, y, RESOLUTION)
+        scales = own.scales.copy()
+        scales[_MORE] = 0.2 * float(forward.max())
+        scales[_MORE_TOKENS] = 0.5 * max(float(np.ptp(forward)), 0.02 * float(forward.max())) / float(np.ptp(tokens))
+        own = replace(own, given_scales=scales)
+        posteriors[phase] = estimate(own, _kinds(several, bool(scores), phase == "backward"))
+    beyond = ok["peak_allocated_bytes"].to_numpy(float) - peaks.max(axis=1)
+    return Phases(posteriors, beyond, len(np.unique(tokens)))
+
+
+def _best(posterior: Posterior, tokens: Array, features: Array) -> Array:
+    best = posterior.best()
+    return np.asarray(best.values([b[None] for b in best.best], tokens, features)[0])
+
+
+def _features(batch: Array, length: Array, forward: Array) -> Array:
+    one, tokens = np.ones_like(batch), batch * length
+    return np.column_stack([one, tokens, batch, length, tokens * length, length**2, forward, one, tokens])
+
+
+def _kinds(several: bool, scores: bool, backward: bool) -> tuple[Kind, ...]:
+    """What a phase may be. `several` batches and lengths tell samples from tokens; `scores` of attention are stored."""
+    plane: tuple[int, ...] = (_ONE, _TOKENS, _BATCH, _LENGTH) if several else (_ONE, _TOKENS)
+    curved = (*plane, _SCORES, _MASK) if several else (*plane, _SCORES)
+    odds = 0.02 if backward else 1.0  # a backward pass that is not at least what forward left is a rare one
+    found = [Kind("level", ((_ONE,),), 0.2 * odds), Kind("affine", ((_ONE, _TOKENS),), 0.3 * odds)]
+    found += [Kind("affine", (plane,), 0.1 * odds)] if several else []
+    found += [Kind("scores", (curved,), (0.3 if scores else 0.005) * odds)]
+    ends: list[tuple[int, ...]] = [(_ONE,), (_ONE, _TOKENS)]
+    more: list[tuple[int, ...]] = [(_MORE, _MORE_TOKENS)] + [(_MORE, _MORE_TOKENS, _BATCH, _LENGTH)] * several
+    more += [(_MORE, _MORE_TOKENS, _SCORES)] * scores
+    for end in ends:
+        if backward:
+            found += [Kind("two moments", (end, start), 0.1, rising=(_MORE_TOKENS,), fixed=_FORWARD) for start in more]
+        else:
+            found += [Kind("two moments", (end, start), 0.02) for start in ((_ONE, _TOKENS), curved)[: 1 + scores]]
+    if backward:  # without an end that is seen: the start alone
+        found += [
+            Kind("scores" if _SCORES in start else "affine", (start,), 0.1, rising=(_MORE_TOKENS,), fixed=_FORWARD)
+            for start in more
+        ]
+    return tuple(found)

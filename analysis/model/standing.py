@@ -1,0 +1,126 @@
+"""A quantity that stands on another one: reserved on allocated, measured on predicted.
+
+Its shape is that of its base, which is known better, plus an excess that is small and simple: a constant, a line in
+tokens, a share of the base, with a spread of its own. The spread may be the same everywhere or grow with the base; the
+one that explains the observations better is taken. Fitting the excess instead of a second free curve is what survey
+statistics call a difference estimator, and Monte Carlo methods a control variate (Glasserman 2003, ch. 4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from vramsweep.analysis.model.curves import Array, Kind
+from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
+
+# Features: 1, tokens, the base.
+OVERHEAD = (
+    Kind("constant", ((0,),), 0.3),
+    Kind("share", ((0, 2),), 0.3),
+    Kind("line", ((0, 1),), 0.2),
+    Kind("hinge", ((0,), (0, 1)), 0.1),
+    Kind("step", ((0,), (0,)), 0.05, joined=False, share=0.1),
+    Kind("step", ((0, 1), (0, 1)), 0.05, joined=False, share=0.1),
+)
+RESIDUAL = (Kind("constant", ((0,),), 0.6), Kind("line", ((0, 1),), 0.3), Kind("share", ((0, 2),), 0.1))
+
+
+class Base(Protocol):
+    """What is known of the base."""
+
+    def value(self, x: Array) -> Array:
+        """At each x, (n,)."""
+        ...
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Excess:
+    """What is fitted. `relative`: as a share of the base, so that its spread grows with it."""
+
+    posterior: Posterior
+    relative: bool
+
+    def features(self, tokens: Array, base: Array) -> Array:
+        """(n, 3): of bytes, or of shares."""
+        return _features(tokens, base, self.relative)
+
+    def value(self, tokens: Array, base: Array) -> Array:
+        """The most probable curve, in the unit of the base, (n,)."""
+        best = self.posterior.best()
+        found = best.values([b[None] for b in best.best], tokens, self.features(tokens, base))[0]
+        return np.asarray(found * base if self.relative else found)
+
+    def draws(self, tokens: Array, base: Array) -> tuple[Array, Array]:
+        """The curve, and its spread from run to run (standard deviation), both (draws, n)."""
+        curve, noise = self.posterior.draws(tokens, self.features(tokens, base))
+        return (curve * base, noise * base) if self.relative else (curve, noise)
+
+
+def _features(tokens: Array, base: Array, relative: bool) -> Array:
+    found = np.column_stack([np.ones_like(base), tokens, base])
+    return np.asarray(found / base[:, None] if relative else found)
+
+
+def excess(tokens: Array, y: Array, base: Array, resolution: float, kinds: tuple[Kind, ...]) -> Excess:
+    """The excess of y over its base, both (n,), at these tokens in ascending order."""
+    over = y - base
+    size = float(np.abs(base).max())
+    plain = Data(tokens, _features(tokens, base, False), over, resolution, noises=("constant",))
+    shares = Data(tokens, _features(tokens, base, True), over / base, resolution / size, noises=("constant",))
+    found = estimate(plain, kinds), estimate(shares, kinds)
+    relative = found[1].log - float(np.sum(np.log(base))) > found[0].log
+    return Excess(found[relative], relative)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The base and its excess as one. `per_x` are the tokens of a micro-batch per unit of x; `least` bounds it below.
+
+    `bounds`: x, and what the quantity is at least there: runs that did not fit.
+    """
+
+    base: Base
+    excess: Excess
+    per_x: float
+    positive: bool
+    bounds: tuple[Array, Array]
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve, (n,)."""
+        base = self.base.value(x)
+        over = self.excess.value(x * self.per_x, base)
+        return np.asarray(base + (np.maximum(over, 0.0) if self.positive else over))
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each; draws that contradict a bound are left out."""
+        bound_x, at_least = self.bounds
+        everywhere = np.concatenate([x, bound_x])
+        curve, new = self._draws(everywhere)
+        if len(bound_x):
+            holds = np.all(new[:, len(x) :] >= at_least, axis=1)
+            if holds.sum() >= 20:
+                curve, new = curve[holds], new[holds]
+            else:  # what is known contradicts the bounds: lift it to them, by what the closest draws need
+                lack = np.maximum(at_least - new[:, len(x) :], 0).max(axis=1)
+                nearest = np.argsort(lack)[: max(20, len(lack) // 20)]
+                curve, new = curve[nearest] + lack[nearest, None], new[nearest] + lack[nearest, None]
+        return curve[:, : len(x)], new[:, : len(x)]
+
+    def _draws(self, x: Array) -> tuple[Array, Array]:
+        random = np.random.default_rng(SEED + 1)
+        base, base_new = self.base.draws(x)
+        over, noise = self.excess.draws(x * self.per_x, self.base.value(x))
+        count = min(len(base), len(over))
+        at, other = random.permutation(len(base))[:count], random.permutation(len(over))[:count]
+        over, noise = over[other], noise[other]
+        more = over + noise * random.standard_normal(over.shape)
+        if self.positive:
+            over, more = np.maximum(over, 0.0), np.maximum(more, 0.0)
+        return base[at] + over, base_new[at] + more

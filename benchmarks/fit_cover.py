@@ -1,0 +1,315 @@
+"""How often a fit's 95 % interval holds the truth, and how wide it is: generated rows whose truth is known.
+
+    python benchmarks/fit_cover.py [--draws 500] [--seed N] [--only WORD]
+
+A cell is a truth, a noise and a set of lengths. In each draw a truth is made, rows are made of it, fitted, and a new
+run is asked for between two lengths and at twice the longest. Columns: share of new runs inside the interval, at both
+places; width of the interval as a share of the truth (median), and the interval score (Gneiting & Raftery 2007: width,
+plus 2 / 0.05 times the distance where it misses) over the truth, mean; share of draws in which the curve is identified,
+and among those the median error of the curve at twice the longest; share of draws whose most probable kind is the
+truth's.
+
+Rows of our own know each phase's peak. Their truths are weights, gradients, states and activations drawn at random, and
+replays of real traces (results/reference/replays.csv), which no formula of the fitter made. Foreign rows know the peak
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import groups
+from vramsweep.analysis.data.load import from_frame
+from vramsweep.analysis.data.metrics import METRICS, MIB
+from vramsweep.analysis.model.fit import Fit, Knows, Whole, Wholes, fit_points
+from vramsweep.analysis.model.observe import Points, observations
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Random = np.random.Generator
+Noise = Callable[[Array, Random], Array]
+REPLAYS = Path(__file__).parents[1] / "results" / "reference" / "replays.csv"
+LENGTHS = {
+    "6": (128, 256, 512, 1024, 1536, 2048),
+    "7": (128, 256, 512, 768, 1024, 1536, 2048),
+    "8 geometric": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    "4": (256, 512, 1024, 2048),
+    "3": (256, 768, 2048),
+}
+NOISES: dict[str, Noise] = {
+    "512 B": lambda y, random: np.round((y + random.uniform(-256, 256, y.shape)) / 512) * 512,
+    "2 MiB": lambda y, random: y + 2 * MIB * random.standard_normal(y.shape),
+    "20 MiB blocks": lambda y, random: np.ceil(y / (20 * MIB)) * 20 * MIB,
+    "0 to 3 %": lambda y, random: y * (1 + random.uniform(0, 0.03, y.shape)),
+}
+PHASES = ("load", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Bytes of each phase at samples and tokens of length, (4, n); of foreign rows the peak is in each. `kind` is the
+    fitter's name for it, if it has one. `batch` is of the rows, `known` the lengths that there are, if not all."""
+
+    phases: Callable[[Array, Array], Array]
+    kind: str | None = None
+    batch: int = 1
+    attention: str = "sdpa"
+    known: Array | None = None
+
+    def lengths(self, asked: Sequence[int]) -> list[int]:
+        """Those asked for, or as they lie between the shortest and half of the longest that are known."""
+        if self.known is None:
+            return list(asked)
+        scaled = np.array(asked) / max(asked) * self.known.max() / 2
+        return sorted({int(self.nearest(s)) for s in scaled})
+
+    def nearest(self, length: float) -> float:
+        """The nearest known length."""
+        return float(length if self.known is None else self.known[int(np.argmin(np.abs(self.known - length)))])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One draw's outcome."""
+
+    inside: bool
+    beyond: bool
+    width: float
+    width_beyond: float
+    score: float
+    identified: bool
+    error: float
+    right: bool
+
+
+def made_up(random: Random) -> Truth:
+    """A model with random sizes: gradients and states against activations, so that the knot may lie anywhere."""
+    weights = random.uniform(0.3, 4) * 1024 * MIB
+    states = weights * random.uniform(1.5, 3.2)
+    slope = (weights + states) / np.exp(random.uniform(np.log(150), np.log(6000)))
+    held, loss = slope * random.uniform(0.75, 0.97), random.uniform(0, 40) * MIB
+    end = weights * random.uniform(1.6, 2.4) + states * random.uniform(0.3, 1.0)
+
+    def phases(batch: Array, length: Array) -> Array:
+        tokens = batch * length
+        forward = weights + states + held * tokens
+        backward = np.maximum(end + states * 0.2, weights + states + loss + slope * tokens)
+        return np.array([np.full_like(tokens, weights), forward, backward, np.full_like(tokens, end + states * 0.3)])
+
+    return Truth(phases)
+
+
+def replayed(random: Random) -> Truth:
+    """A replay of a real trace on a card, at random one of those that are kept."""
+    table = _replays()
+    names = sorted(table["configuration"].unique())
+    mine = table[table["configuration"] == names[random.integers(len(names))]]
+    columns = [f"{phase}_peak_allocated_bytes" for phase in PHASES]
+    kept = {int(b): rows.set_index("seq_len")[columns] for b, rows in mine.groupby("micro_batch")}
+
+    def phases(batch: Array, length: Array) -> Array:
+        return np.array([kept[int(b)].loc[int(s)] for b, s in zip(batch, length, strict=True)], float).T
+
+    batch, known = int(random.choice([1, 2, 4])), np.unique(mine["seq_len"]).astype(float)
+    return Truth(phases, None, batch, _attention(mine), known)
+
+
+def _attention(mine: pd.DataFrame) -> str:
+    return "eager" if "eager" in str(mine["configuration"].iloc[0]) else "sdpa"
+
+
+_KEPT: dict[str, pd.DataFrame] = {}
+
+
+def _replays() -> pd.DataFrame:
+    if "table" not in _KEPT:
+        _KEPT["table"] = pd.read_csv(REPLAYS)
+    return _KEPT["table"]
+
+
+def _alone(curve: Callable[[Array], Array], kind: str) -> Truth:
+    return Truth(lambda batch, length: np.array([curve(batch * length)] * 4), kind)
+
+
+def line(random: Random) -> Truth:
+    """A straight line."""
+    a, b = random.uniform(2, 20) * 1024 * MIB, random.uniform(0.3, 6) * MIB
+    return _alone(lambda x: a + b * x, "linear")
+
+
+def hinge(random: Random, low: float = 256, high: float = 1536) -> Truth:
+    """Flat, then a line, the knot with two lengths on each side."""
+    a, b, k = random.uniform(4, 16) * 1024 * MIB, random.uniform(0.8, 6) * MIB, random.uniform(low * 1.02, high * 0.98)
+    return _alone(lambda x: a + b * np.maximum(0, x - k), "hinge")
+
+
+def end_gap(random: Random) -> Truth:
+    """The same with the knot in the first or last gap: one length on a side."""
+    return hinge(random, *((128, 256) if random.random() < 0.5 else (1536, 2048)))
+
+
+def plateau(random: Random) -> Truth:
+    """Flat, then a parabola."""
+    a, b, c = random.uniform(4, 12) * 1024 * MIB, random.uniform(0.2, 2) * MIB, random.uniform(0.001, 0.004) * MIB
+    base = a - (b * 500 + c * 500**2) * random.uniform(0.3, 1.5)
+    return _alone(lambda x: np.maximum(a, base + b * x + c * x * x), "plateau")
+
+
+def three_lines(random: Random) -> Truth:
+    """Flat, a line, a steeper line."""
+    a, b, k = random.uniform(4, 16) * 1024 * MIB, random.uniform(0.5, 2) * MIB, random.uniform(260, 700)
+    c, m = random.uniform(0.5, 3) * MIB, random.uniform(1000, 1500)
+    return _alone(lambda x: a + b * np.maximum(0, x - k) + c * np.maximum(0, x - m), "hinge2")
+
+
+def softened(random: Random) -> Truth:
+    """Flat, then rising along a hyperbola: no kind of the fitter's."""
+    a, b, k = random.uniform(4, 16) * 1024 * MIB, random.uniform(0.8, 6) * MIB, random.uniform(300, 1400)
+    w = random.uniform(20, 200)
+    return _alone(lambda x: a + b * ((x - k) + np.sqrt((x - k) ** 2 + w * w)) / 2, "none")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is tried. `beside`: predicted rows, off by a constant and a share, know the phases too."""
+
+    name: str
+    truth: Callable[[Random], Truth]
+    noise: str
+    lengths: str
+    batches: tuple[int, ...] = (1,)
+    foreign: bool = False
+    beside: bool = False
+
+
+def cells() -> Iterator[Cell]:
+    """All that are tried."""
+    for noise in ("512 B", "2 MiB", "0 to 3 %"):
+        for lengths in ("6", "7", "8 geometric"):
+            yield Cell("own rows", made_up, noise, lengths)
+        yield Cell("own rows, batches 1 2 4", made_up, noise, "6", (1, 2, 4))
+        yield Cell("own rows, replayed", replayed, noise, "6")
+        yield Cell("own rows, beside a prediction", made_up, noise, "3", beside=True)
+        yield Cell("own rows, replayed, beside a prediction", replayed, noise, "3", beside=True)
+        yield Cell("own rows, beside a prediction", made_up, noise, "4", beside=True)
+    for name, truth in (("line", line), ("hinge", hinge), ("hinge, knot in an end gap", end_gap)):
+        for noise in ("512 B", "2 MiB", "20 MiB blocks", "0 to 3 %"):
+            yield Cell(f"foreign rows, {name}", truth, noise, "7", foreign=True)
+    for name, truth in (("flat, then parabola", plateau), ("three lines", three_lines), ("softened", softened)):
+        for noise in ("512 B", "2 MiB"):
+            yield Cell(f"foreign rows, {name}", truth, noise, "8 geometric" if truth is not three_lines else "7",
+                       foreign=True)  # fmt: skip
+
+
+def rows(truth: Truth, noise: Noise, batches: Sequence[int], lengths: Sequence[int], random: Random) -> pd.DataFrame:
+    """Measured rows of a truth."""
+    batch, length = (np.array(v, float) for v in zip(*((b, s) for b in batches for s in lengths), strict=True))
+    phases = np.array([noise(y, random) for y in truth.phases(batch, length)])
+    frame = pd.DataFrame(
+        {
+            "trial_id": [f"b{b:g}s{s:g}" for b, s in zip(batch, length, strict=True)],
+            "outcome": "ok", "device": "cuda", "micro_batch": batch.astype(int), "seq_len": length.astype(int),
+            "memory_source": "cuda_allocator", "attention_effective": truth.attention,
+            "peak_allocated_bytes": phases.max(axis=0).round(),
+        }
+    )  # fmt: skip
+    for phase, y in zip(PHASES, phases, strict=True):
+        frame[f"{phase}_peak_allocated_bytes"] = y.round()
+    return frame
+
+
+def fitted(cell: Cell, truth: Truth, random: Random) -> Fit:
+    """The fit of the first batch."""
+    metric = METRICS["peak_allocated_bytes"]
+    lengths, batches = truth.lengths(LENGTHS[cell.lengths]), cell.batches if truth.known is None else (truth.batch,)
+    table = from_frame(rows(truth, NOISES[cell.noise], batches, lengths, random), "made up")
+    if cell.foreign:
+        x, y = (table.frame[c].to_numpy(float) for c in ("seq_len", "peak_allocated_bytes"))
+        fit = fit_points(Points(x, y, tuple(table.frame["trial_id"]), np.empty(0), np.empty(0)), metric)
+    else:
+        group = next(g for g in groups(table) if g.take("micro_batch")["micro_batch"].iloc[0] == batches[0])
+        predicted = None
+        if cell.beside:
+            shift, share = random.uniform(-200, 400) * MIB, random.uniform(0.98, 1.02)
+            dense = sorted({int(truth.nearest(s)) for s in np.linspace(16, 2 * max(lengths), 24)})
+            off = Truth(lambda b, s: truth.phases(b, s) * share - shift, attention=truth.attention)
+            predicted = Whole(from_frame(rows(off, lambda y, _: y, batches, dense, random), "predicted").frame)
+        fit = fit_points(
+            observations(group.frame, metric), metric, group, knows=Knows(Wholes(table).of(group), predicted)
+        )
+    assert fit is not None
+    return fit
+
+
+def drawn(cell: Cell, random: Random) -> Drawn:
+    """One draw of a cell."""
+    truth = cell.truth(random)
+    fit = fitted(cell, truth, random)
+    lengths = np.unique(fit.points.x)
+    gap = random.integers(len(lengths) - 1)
+    between = round(random.uniform(lengths[gap], lengths[gap + 1]))
+    at = np.array([truth.nearest(between), truth.nearest(2 * lengths[-1])])
+    one = np.full(2, float(truth.batch))
+    exact = truth.phases(one, at).max(axis=0)
+    new = np.array([NOISES[cell.noise](y, random) for y in truth.phases(one, at)]).max(axis=0)
+    found = fit.predict(at)
+    holds = (found.new_low <= new) & (new <= found.new_high)
+    width = (found.new_high - found.new_low) / exact
+    miss = np.maximum(found.new_low - new, 0) + np.maximum(new - found.new_high, 0)
+    score = float(width[1] + 40 * miss[1] / exact[1])
+    error = abs(float(found.value[1] / NOISES[cell.noise](exact, np.random.default_rng(0))[1] - 1))
+    if cell.noise == "0 to 3 %":
+        error = abs(float(found.value[1] / exact[1] / 1.015 - 1))
+    return Drawn(bool(holds[0]), bool(holds[1]), float(width[0]), float(width[1]), score, fit.identified, error,
+                 fit.chosen.model.kind == truth.kind)  # fmt: skip
+
+
+def measure(cell: Cell, draws: int, seed: int) -> dict[str, Any]:
+    """A line of the table."""
+    random = np.random.default_rng([seed, sum(map(ord, f"{cell}"))])
+    found = [drawn(cell, random) for _ in range(draws)]
+    known = [one for one in found if one.identified]
+    return {
+        "rows": cell.name,
+        "noise": cell.noise,
+        "lengths": cell.lengths,
+        "cover inside": float(np.mean([one.inside for one in found])),
+        "at twice": float(np.mean([one.beyond for one in found])),
+        "width inside": float(np.median([one.width for one in found])),
+        "width at twice": float(np.median([one.width_beyond for one in found])),
+        "score at twice": float(np.mean([one.score for one in found])),
+        "identified": len(known) / draws,
+        "error, identified": float(np.median([one.error for one in known])) if known else float("nan"),
+        "right kind": float(np.mean([one.right for one in found])) if cell.foreign else float("nan"),
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    names = ["cover inside", "at twice", "width inside", "width at twice", "score at twice", "identified"]
+    print("| " + " | ".join(["rows", "noise", "lengths", *names, "error, identified", "right kind"]) + " |")
+    print("|---|---|---|" + "---:|" * 8)
+    for cell in cells():
+        if arguments.only not in cell.name:
+            continue
+        one = measure(cell, arguments.draws, arguments.seed)
+        shown = [f"{one[n]:.2f}" for n in names[:2]] + [f"{100 * one[n]:.3g} %" for n in names[2:5]]
+        right = "" if np.isnan(one["right kind"]) else f"{one['right kind']:.2f}"
+        error = "–" if np.isnan(one["error, identified"]) else f"{100 * one['error, identified']:.2g} %"
+        shown += [f"{one['identified']:.2f}", error, right]
+        print("| " + " | ".join([one["rows"], one["noise"], one["lengths"], *shown]) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
