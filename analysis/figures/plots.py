@@ -88,7 +88,7 @@ def _shared(groups: Sequence[Group]) -> dict[str, Any]:
 
 def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     """Peak allocated (else active) and reserved memory against length, with the chosen fit and its band."""
-    known = [g for g in groups if any(f.label == g.label and f.metric.memory for f in fits)]
+    known = [g for g in groups if any(f.group == g.id and f.metric.memory for f in fits)]
     shown = known if len(known) <= 3 else others_equal(known, ("micro_batch",))[:4]
     if not shown:
         return None
@@ -101,7 +101,7 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
     ends: list[End] = []
     reach: list[float] = []
     for number, (group, which) in enumerate(zip(shown, names(shown), strict=True)):
-        own = {fit.metric.column: fit for fit in fits if fit.label == group.label}
+        own = {fit.metric.column: fit for fit in fits if fit.group == group.id}
         first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
         reserved = None if group.resident else own.get("peak_reserved_bytes")
         for fit, solid in ((first, True), (reserved, False)):
@@ -125,15 +125,15 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
 
 def allocators(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     """Peak reserved memory against length, one line per allocator, everything else equal."""
-    having = {fit.label: fit for fit in fits if fit.metric.column == "peak_reserved_bytes"}
-    shown = [group for group in others_equal(groups, ("allocator",))[:MOST] if group.label in having]
+    having = {fit.group: fit for fit in fits if fit.metric.column == "peak_reserved_bytes"}
+    shown = [group for group in others_equal(groups, ("allocator",))[:MOST] if group.id in having]
     if len(shown) < 2:
         return None
     unit, called = axis_unit(_largest(fits, shown))
     plot = new_plot("sequence length (tokens)", f"peak reserved memory ({called})")
     data, ends, reach = [], [], []
     for number, group in enumerate(shown):
-        fit, name = having[group.label], str(group.settings.get("allocator"))
+        fit, name = having[group.id], str(group.settings.get("allocator"))
         data.append(_fitted(plot, fit, number, name, True, unit, band=len(shown) <= 3))
         ends.append(End(fit.range[1], _end(fit) / unit, name, COLOURS[number]))
         reach += [float(fit.points.y.min()) / unit, float(fit.points.y.max()) / unit]
@@ -151,14 +151,14 @@ def _without(group: Group, axis: str) -> str:
 
 def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     """Tokens per second against length; the curve is tokens per step over the fitted step time."""
-    having = {fit.label: fit for fit in fits if fit.metric.column == "step_median_s" and fit.samples_per_step}
-    shown, note = baseline([g for g in groups if g.label in having], ("precision", "micro_batch"))
+    having = {fit.group: fit for fit in fits if fit.metric.column == "step_median_s" and fit.samples_per_step}
+    shown, note = baseline([g for g in groups if g.id in having], ("precision", "micro_batch"))
     if not shown:
         return None
     plot = new_plot("sequence length (tokens)", "throughput (tokens/s)")
     data, ends, reach = [], [], [0.0]
     for number, (group, name) in enumerate(zip(shown, names(shown), strict=True)):
-        fit = having[group.label]
+        fit = having[group.id]
         rows = group.ok("tokens_per_s", "seq_len").sort_values("seq_len")
         x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
         at = thin(x, y)
@@ -200,7 +200,7 @@ def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int,
             "metric": fit.metric.column,
             "seq_len": points.x[at],
             "value": points.y[at],
-            "fitted": fit.chosen.model.predict(points.x[at]),
+            "fitted": fit.value(points.x[at]),
             "model": fit.chosen.model.name,
             "trial_id": ids,
         }
@@ -237,8 +237,8 @@ def axis_unit(largest: float) -> tuple[int, str]:
 
 def _largest(fits: Sequence[Fit], groups: Sequence[Group]) -> float:
     """The largest memory that any of the groups was measured at."""
-    labels = {group.label for group in groups}
-    return max(float(fit.points.y.max()) for fit in fits if fit.label in labels and fit.metric.memory)
+    ids = {group.id for group in groups}
+    return max(float(fit.points.y.max()) for fit in fits if fit.group in ids and fit.metric.memory)
 
 
 def _end(fit: Fit) -> float:

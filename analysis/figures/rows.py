@@ -285,13 +285,13 @@ def frontier_chart(limits: Sequence[Limit], groups: Sequence[Group]) -> Figure |
     data = as_frame([limit for limit in limits if limit.axis == "seq_len"])
     if data.empty or data["value"].notna().sum() == 0:
         return None
-    known = set(data.loc[data["value"].notna(), "label"])
-    shown, note = plots.baseline([g for g in groups if g.label in known], ("micro_batch", "allocator"))
+    known = set(data.loc[data["value"].notna(), "group"])
+    shown, note = plots.baseline([g for g in groups if g.id in known], ("micro_batch", "allocator"))
     plot = new_plot("memory of the GPU (GiB)", "largest sequence length (tokens)")
     ends, reach = [], [0.0]
     sizes = sorted(data["gib"].unique())
     for number, (group, label) in enumerate(zip(shown, plots.names(shown), strict=True)):
-        mine = data[(data["label"] == group.label) & data["value"].notna()]
+        mine = data[(data["group"] == group.id) & data["value"].notna() & data["multiples_of"].isna()]
         y = mine["value"].to_numpy(float)
         high, low = (mine[c].to_numpy(float, na_value=np.nan) for c in ("high", "low"))
         plot.add_scatter(

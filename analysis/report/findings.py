@@ -78,7 +78,7 @@ def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: i
 def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
     found = []
     for group in groups[:3]:
-        fit = next((f for f in fits if f.label == group.label and f.metric.memory), None)
+        fit = next((f for f in fits if f.group == group.id and f.metric.memory), None)
         if fit is not None:
             what = "; ".join(words.explain(fit)[:6])
             found.append(f"{fit.metric.label.capitalize()}{_of(group)}: {what}.")
