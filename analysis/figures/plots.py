@@ -20,7 +20,7 @@ import plotly.io
 from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.data.metrics import GIB, MIB
 from vramsweep.analysis.model.curves import Array
-from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.model.fit import BASES, Fit
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -78,7 +78,8 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
 def names(groups: Sequence[Group]) -> list[str]:
     """Labels of groups that stand in one figure: only what differs between these."""
     shared = _shared(groups)
-    return [label({k: v for k, v in group.settings.items() if k not in shared}) for group in groups]
+    found = [label({k: v for k, v in group.settings.items() if k not in shared}) for group in groups]
+    return [name + f" ({found[:i].count(name) + 1})" * (found.count(name) > 1) for i, name in enumerate(found)]
 
 
 def _shared(groups: Sequence[Group]) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _shared(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
-    """Peak allocated (else active) and reserved memory against length, with the chosen fit and its band."""
+    """Peak allocated (else active) and reserved memory against length, with the fit and its band."""
     known = [g for g in groups if any(f.group == g.id and f.metric.memory for f in fits)]
     shown = known if len(known) <= 3 else others_equal(known, ("micro_batch",))[:4]
     if not shown:
@@ -100,6 +101,7 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
     data: list[pd.DataFrame] = []
     ends: list[End] = []
     reach: list[float] = []
+    drawn: list[Fit] = []
     for number, (group, which) in enumerate(zip(shown, names(shown), strict=True)):
         own = {fit.metric.column: fit for fit in fits if fit.group == group.id}
         first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
@@ -107,6 +109,7 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
         for fit, solid in ((first, True), (reserved, False)):
             if fit is None:
                 continue
+            drawn.append(fit)
             name = fit.metric.label.removeprefix("peak ")
             name = f"{name}, {which}" if len(shown) > 1 else name
             colour = number if solid or len(shown) > 1 else number + 1  # alone, the two curves get a colour each
@@ -116,11 +119,24 @@ def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | N
     if not data:
         return None
     finish(plot, ends, reach)
-    caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Open markers and dashes: reserved."
+    what = "Open markers and dashes: reserved." if any(fit.metric.limited for fit in drawn) else ""
     if all(group.resident for group in shown):
-        caption = "Points: rows; lines: chosen fit; bands: 95 % interval of the curve. Live tensor bytes on a CPU."
+        what = "Live tensor bytes on a CPU."
+    caption = sentence(_lines_are(drawn, len(shown) <= 3), what, note)
     title = "Peak memory against sequence length"
-    return Figure("memory_by_length", title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))
+    return Figure("memory_by_length", title, caption, plot, pd.concat(data, ignore_index=True))
+
+
+def _lines_are(fits: Sequence[Fit], bands: bool) -> str:
+    """What points, lines and bands are, and what the lines rest on; of each quantity, where that is not the same."""
+    of: dict[str, list[str]] = {}
+    for fit in fits:
+        of.setdefault(fit.basis, []).append(fit.metric.label)
+    rest = [f"{BASES[basis]} ({' and '.join(dict.fromkeys(labels))})" for basis, labels in of.items()]
+    if len(of) == 1:
+        rest = [BASES[basis] for basis in of]
+    band = "; bands: 95 % interval of the curve" if bands else ""
+    return f"Points: rows; lines: the fit, which rests {', or '.join(rest)}{band}."
 
 
 def allocators(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
@@ -132,15 +148,14 @@ def allocators(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     unit, called = axis_unit(_largest(fits, shown))
     plot = new_plot("sequence length (tokens)", f"peak reserved memory ({called})")
     data, ends, reach = [], [], []
-    for number, group in enumerate(shown):
-        fit, name = having[group.id], str(group.settings.get("allocator"))
+    for number, (group, name) in enumerate(zip(shown, names(shown), strict=True)):
+        fit = having[group.id]
         data.append(_fitted(plot, fit, number, name, True, unit, band=len(shown) <= 3))
         ends.append(End(fit.range[1], _end(fit) / unit, name, COLOURS[number]))
         reach += [float(fit.points.y.min()) / unit, float(fit.points.y.max()) / unit]
     finish(plot, ends, reach)
-    caption = sentence(
-        "Points: rows; lines: chosen fit; bands: 95 % interval of the curve.", _without(shown[0], "allocator")
-    )
+    fitted = _lines_are([having[group.id] for group in shown], len(shown) <= 3)
+    caption = sentence(fitted, _without(shown[0], "allocator"))
     return Figure("allocators", "Allocators compared", caption, plot, pd.concat(data, ignore_index=True))
 
 
@@ -158,25 +173,83 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     plot = new_plot("sequence length (tokens)", "throughput (tokens/s)")
     data, ends, reach = [], [], [0.0]
     for number, (group, name) in enumerate(zip(shown, names(shown), strict=True)):
-        fit = having[group.id]
-        rows = group.ok("tokens_per_s", "seq_len").sort_values("seq_len")
+        fit, colour, symbol = having[group.id], COLOURS[number], MARKERS[number]
+        rows = _missed(fit, group).assign(group=group.label, name=name)
+        for part in _parts(fit):
+            predicted, tokens = fit.predict(part), part * (fit.samples_per_step or 1)
+            if len(shown) <= 3:
+                with np.errstate(divide="ignore"):
+                    low, high = tokens / np.maximum(predicted.high, 0), tokens / np.maximum(predicted.low, 0)
+                _add_band(plot, part, low, high, colour)
+            _add_curve(plot, part, tokens / predicted.value, colour, "solid", name)
         x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
         at = thin(x, y)
-        ids = rows["trial_id"].astype(str).to_numpy()[at]
-        grid = np.linspace(max(fit.range[0], 1), fit.range[1], 160)
-        predicted, tokens = fit.predict(grid), grid * (fit.samples_per_step or 1)
-        if len(shown) <= 3:
-            _add_band(plot, grid, tokens / predicted.high, tokens / predicted.low, COLOURS[number])
-        _add_points(plot, x[at], y[at], ids, COLOURS[number], MARKERS[number], name)
-        curve = tokens / predicted.value
-        _add_curve(plot, grid, curve, COLOURS[number], "solid", name)
-        ends.append(End(fit.range[1], float(curve[-1]), name, COLOURS[number]))
+        ids, out = rows["trial_id"].to_numpy()[at], rows["outside"].to_numpy(bool)[at]
+        if not out.all():
+            _add_points(plot, x[at][~out], y[at][~out], ids[~out], colour, symbol, name)
+        if out.any():
+            _add_points(plot, x[at][out], y[at][out], ids[out], colour, f"{symbol}-open", name, bool(out.all()))
+        end = np.array([fit.range[1]])
+        ends.append(End(end[0], float((end * (fit.samples_per_step or 1) / fit.value(end))[0]), name, colour))
         reach += [float(y.max())]
-        data.append(pd.DataFrame({"group": group.label, "seq_len": x[at], "tokens_per_s": y[at], "trial_id": ids}))
+        data.append(rows)
     finish(plot, ends if len(shown) > 1 else [], reach)
-    caption = "Points: rows; lines: tokens per step over the fitted step time; bands: its 95 % interval."
-    title = "Throughput against sequence length"
-    return Figure("throughput", title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))
+    every = pd.concat(data, ignore_index=True)
+    band = "; bands: its 95 % interval" if len(shown) <= 3 else ""
+    caption = sentence(f"Points: rows; lines: tokens per step over the fitted step time{band}.", _misses(every), note)
+    shown_data = every[["group", "seq_len", "tokens_per_s", "over_fit", "outside", "trial_id"]]
+    return Figure("throughput", "Throughput against sequence length", caption, plot, shown_data)
+
+
+def _missed(fit: Fit, group: Group) -> pd.DataFrame:
+    """The rows, how far each one's step time lies over the fitted one (a share), and whether it is outside the interval
+    for a new run."""
+    rows = group.ok("tokens_per_s", "seq_len", "step_median_s").sort_values("seq_len")
+    length, step = (rows[name].to_numpy(float) for name in ("seq_len", "step_median_s"))
+    x, at = np.unique(length, return_inverse=True)
+    fitted = fit.predict(x)
+    outside = (step < fitted.new_low[at]) | (step > fitted.new_high[at])
+    return pd.DataFrame(
+        {
+            "seq_len": rows["seq_len"].to_numpy(),
+            "tokens_per_s": rows["tokens_per_s"].to_numpy(),
+            "over_fit": step / fitted.value[at] - 1,
+            "outside": outside,
+            "trial_id": rows["trial_id"].astype(str).to_numpy(),
+        }
+    )
+
+
+def _misses(rows: pd.DataFrame, most: int = 6) -> str:
+    """How many rows the fit misses, the worst of them and where they are."""
+    missed = rows[rows["outside"]]
+    if missed.empty:
+        return "All lie inside the fit's 95 % interval for a new run."
+    worst = missed.iloc[int(np.argmax(missed["over_fit"].abs()))]
+    lengths = sorted({int(x) for x in missed["seq_len"]})
+    others = [f"{x:,}" for x in lengths if x != worst["seq_len"]]
+    also = f"; others at {', '.join(others[:most])}" if others else ""
+    also += f" and {len(others) - most:,} more lengths" if len(others) > most else ""
+    chance = round(0.05 * len(rows))
+    by_chance = f", of which about {chance:,} may by chance" if chance else ""
+    way = "slower" if worst["over_fit"] > 0 else "faster"
+    who = f", {worst['name']}" if rows["name"].nunique() > 1 else ""
+    return (
+        f"Open markers: {len(missed):,} of {len(rows):,} lie outside the fit's 95 % interval for a new run{by_chance}; "
+        f"worst: a step {100 * abs(worst['over_fit']):.1f} % {way} than fitted, at {int(worst['seq_len']):,} "
+        f"tokens{who}{also}."
+    )
+
+
+def _parts(fit: Fit) -> list[Array]:
+    """The x at which a fit is drawn: a line for the lengths that are not aligned, and one for those that are, instead
+    of a comb."""
+    x = np.linspace(max(fit.range[0], 1), fit.range[1], 160)
+    modulus = fit.chosen.model.modulus if fit.basis == "points" else None
+    if not modulus:
+        return [x]
+    x = np.unique(np.floor(x))
+    return [x[x % modulus != 0], np.unique(x - x % modulus)[1:]]
 
 
 def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int, band: bool) -> pd.DataFrame:
@@ -184,11 +257,7 @@ def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int,
     colour, points = COLOURS[number], fit.points
     at = thin(points.x, points.y)
     ids = np.array(points.ids, dtype=object)[at]
-    x = np.linspace(*fit.range, 160)
-    modulus = fit.chosen.model.modulus
-    if modulus:  # a line for the lengths that are not aligned, and one for those that are, instead of a comb
-        x = np.unique(np.floor(x))
-    for part in [x] if not modulus else [x[x % modulus != 0], np.unique(x - x % modulus)[1:]]:
+    for part in _parts(fit):
         predicted = fit.predict(part)
         if band:
             _add_band(plot, part, predicted.low / unit, predicted.high / unit, colour)
@@ -202,23 +271,27 @@ def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int,
             "value": points.y[at],
             "fitted": fit.value(points.x[at]),
             "model": fit.chosen.model.name,
+            "rests_on": fit.basis,
             "trial_id": ids,
         }
     )
 
 
 def _add_band(plot: Any, x: Array, low: Array, high: Array, colour: str) -> None:
+    """An area, whose ends may be infinite: `finish` clips them."""
     plot.add_scatter(
         x=[*x, *x[::-1]], y=[*high, *low[::-1]], fill="toself", mode="lines", line={"width": 0}, hoverinfo="skip",
         fillcolor=faint(colour), showlegend=False,
     )  # fmt: skip
 
 
-def _add_points(plot: Any, x: Array, y: Array, ids: Any, colour: str, symbol: str, name: str) -> None:
-    size, opacity = (7, 1.0) if len(x) <= 100 else (4, 0.55)
+def _add_points(
+    plot: Any, x: Array, y: Array, ids: Any, colour: str, symbol: str, name: str, legend: bool = True
+) -> None:
+    many = len(x) > 100 and legend
     plot.add_scatter(
-        x=x, y=y, mode="markers", name=escape(name), customdata=ids, legendgroup=name,
-        marker={"color": colour, "symbol": symbol, "size": size, "opacity": opacity},
+        x=x, y=y, mode="markers", name=escape(name), customdata=ids, legendgroup=name, showlegend=legend,
+        marker={"color": colour, "symbol": symbol, "size": 4 if many else 7, "opacity": 0.55 if many else 1.0},
         hovertemplate="%{x:,} tokens: %{y:,.4~g}<br>trial %{customdata}<extra>" + escape(name) + "</extra>",
     )  # fmt: skip
 
@@ -301,6 +374,9 @@ def finish(plot: Any, ends: Sequence[End], reach: Sequence[float]) -> None:
     low = 0.0 if low < 0.5 * high else low - 0.08 * (high - low)
     high += 0.06 * (high - low) or 1.0
     plot.update_yaxes(range=[low, high])
+    for band in plot.data:
+        if band.fill == "toself":  # its end may be infinite
+            band.y = np.clip(np.asarray(band.y, dtype=float), 2 * low - high, 2 * high - low)
     if not ends:
         return
     drawn = [x for x, _ in _numbers(plot)] or [end.x for end in ends]

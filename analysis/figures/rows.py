@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from vramsweep.analysis.data.beyond import BEYOND, beyond_peak
 from vramsweep.analysis.data.groups import Group, others_equal, whatever
 from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.figures import plots
@@ -32,44 +33,63 @@ _PHASES = ("load", "forward", "backward", "optimizer")
 
 
 def unallocated(groups: Sequence[Group]) -> Figure | None:
-    """Reserved but unallocated memory at the end of the last measured step, against length."""
+    """What is reserved beyond allocated (else active) at the peak, against length."""
+    known = [(g, beyond_peak(g)) for g in _with(groups, "peak_reserved_bytes")]
+    drawn = [(g, rows) for g, rows in known if rows["seq_len"].nunique() > 1]
+    if not drawn:
+        return None
+    unit, called = plots.axis_unit(max(float(rows[BEYOND].max()) for _, rows in drawn))
+    bases = sorted({base for _, rows in drawn for base in rows["base"]})
+    caption = (
+        f"Peak reserved minus peak {bases[-1]}: what the caching allocator holds beyond what tensors ever took at "
+        "once; median of repeats."
+    )
+    if "active" in bases:
+        who = "of these rows" if len(bases) == 1 else "of some rows"
+        caption += f" Allocated is not known {who}: active stands in for it."
     return _lines(
-        groups, "reserved_unallocated_bytes", GIB, "reserved_unallocated", "Reserved but unallocated memory",
-        "reserved − allocated (GiB)", "Memory that the caching allocator holds without a live tensor in it, after the "
-        "last measured step; median of repeats.", ("allocator",),
+        drawn, BEYOND, unit, "reserved_unallocated", "Reserved beyond allocated, at the peak",
+        f"reserved − {bases[-1]} ({called})", caption, ("allocator",),
     )  # fmt: skip
 
 
 def mfu(groups: Sequence[Group]) -> Figure | None:
     """Model FLOP/s utilisation against length."""
     return _lines(
-        groups, "mfu", 0.01, "mfu", "Model FLOP/s utilisation", "MFU (% of dense peak)",
+        _known(groups, "mfu"), "mfu", 0.01, "mfu", "Model FLOP/s utilisation", "MFU (% of dense peak)",
         "Model FLOP/s over the published dense peak of this precision on this GPU; median of repeats.", ("precision",),
     )  # fmt: skip
 
 
 def estimated(groups: Sequence[Group]) -> Figure | None:
     """Estimated tokens per second against length; only simulated rows have it, and it knows no allocator."""
+    speed = "estimated_tokens_per_s"
     return _lines(
-        whatever(groups, "allocator"), "estimated_tokens_per_s", 1.0, "estimated_throughput",
+        _known(whatever(groups, "allocator"), speed), speed, 1.0, "estimated_throughput",
         "Estimated throughput (roofline, not measured)", "estimated throughput (tokens/s, not measured)",
         "Roofline estimate of simulated rows, each kernel at its card's peak: as a rule more than a real run reaches.",
         ("gpu_name", "precision", "micro_batch"),
     )  # fmt: skip
 
 
+def _known(groups: Sequence[Group], column: str) -> list[tuple[Group, pd.DataFrame]]:
+    """Groups that know a column at more than one length, with its rows."""
+    known = [(g, g.ok(column, "seq_len")) for g in _with(groups, column)]
+    return [(g, rows) for g, rows in known if rows["seq_len"].nunique() > 1]
+
+
 def _lines(
-    groups: Sequence[Group], column: str, scale: float, name: str, title: str, axis: str, caption: str,
-    prefer: Sequence[str],
+    known: Sequence[tuple[Group, pd.DataFrame]], column: str, scale: float, name: str, title: str, axis: str,
+    caption: str, prefer: Sequence[str],
 ) -> Figure | None:  # fmt: skip
-    known = [g for g in _with(groups, column) if g.ok(column, "seq_len")["seq_len"].nunique() > 1]
-    shown, note = plots.baseline(known, prefer)
+    of = {group.id: rows for group, rows in known}
+    shown, note = plots.baseline([group for group, _ in known], prefer)
     if not shown:
         return None
     plot = new_plot(LENGTH, axis)
     data, ends, reach = [], [], [0.0]
     for number, (group, label) in enumerate(zip(shown, plots.names(shown), strict=True)):
-        rows = group.ok(column, "seq_len")
+        rows = of[group.id]
         middle = rows.groupby("seq_len")[column].median()
         x, y = middle.index.to_numpy(float), middle.to_numpy(float) / scale
         at = plots.thin(x, y)
@@ -240,17 +260,18 @@ def pareto(groups: Sequence[Group]) -> Figure | None:
     if not groups:
         return None
     need = ("tokens_per_s", "peak_reserved_bytes", "seq_len")
-    rows = pd.concat([g.ok(*need, also=_KINDS).assign(group=g.label) for g in groups])
-    if rows["group"].nunique() < 3:
+    rows = pd.concat([g.ok(*need, also=_KINDS).assign(id=g.id, group=g.label) for g in groups])
+    if rows["id"].nunique() < 3:
         return None
-    counts = rows.groupby("seq_len")["group"].nunique()
+    counts = rows.groupby("seq_len")["id"].nunique()
     length = int(counts[counts == counts.max()].index.max())
     rows = rows[rows["seq_len"] == length]
     axis = next((a for a in _KINDS if rows[a].nunique() > 1), "allocator")
-    points = rows.groupby("group", sort=False).agg(
-        memory=("peak_reserved_bytes", "max"), speed=("tokens_per_s", "median"), kind=(axis, "first"),
+    points = rows.groupby("id", sort=False).agg(
+        group=("group", "first"), memory=("peak_reserved_bytes", "max"), speed=("tokens_per_s", "median"),
+        kind=(axis, "first"),
         trial_id=("trial_id", lambda ids: " ".join(map(str, ids))),
-    ).reset_index()  # fmt: skip
+    ).reset_index(drop=True)  # fmt: skip
     if len(points) < 3:
         return None
     plot: Any = new_plot("peak reserved memory (GiB)", "throughput (tokens/s)")
@@ -282,31 +303,37 @@ def pareto(groups: Sequence[Group]) -> Figure | None:
 
 def frontier_chart(limits: Sequence[Limit], groups: Sequence[Group]) -> Figure | None:
     """The largest length that fits against the size of the GPU, with the interval of the fit."""
-    data = as_frame([limit for limit in limits if limit.axis == "seq_len"])
+    data = as_frame([one for one in limits if one.axis == "seq_len" and one.multiples_of is None])
     if data.empty or data["value"].notna().sum() == 0:
         return None
-    known = set(data.loc[data["value"].notna(), "group"])
-    shown, note = plots.baseline([g for g in groups if g.id in known], ("micro_batch", "allocator"))
-    plot = new_plot("memory of the GPU (GiB)", "largest sequence length (tokens)")
-    ends, reach = [], [0.0]
+    known = data[data["value"].notna()]
+    shown, note = plots.baseline([g for g in groups if g.id in set(known["group"])], ("micro_batch", "allocator"))
+    if not shown:
+        return None
+    plot = new_plot("memory of the GPU (GiB)", "largest length (tokens)")
+    ends, reach, endless = [], [0.0], False
     sizes = sorted(data["gib"].unique())
     for number, (group, label) in enumerate(zip(shown, plots.names(shown), strict=True)):
-        mine = data[(data["group"] == group.id) & data["value"].notna() & data["multiples_of"].isna()]
+        mine = known[known["group"] == group.id]
         y = mine["value"].to_numpy(float)
         high, low = (mine[c].to_numpy(float, na_value=np.nan) for c in ("high", "low"))
+        endless |= bool(np.isnan(high).any())
+        high, low = np.where(np.isnan(high), y, high), np.where(np.isnan(low), 0.0, low)
         plot.add_scatter(
             x=[f"{g:g}" for g in mine["gib"]], y=y, mode="lines+markers", name=escape(label),
             line={"color": COLOURS[number]},
             marker={"size": 9, "symbol": [MARKERS[number] + "-open" * bool(e) for e in mine["extrapolated"]]},
-            error_y={"type": "data", "symmetric": False, "array": np.nan_to_num(high - y), "width": 4,
-                     "arrayminus": np.nan_to_num(y - low), "thickness": 1.2},
+            error_y={"type": "data", "symmetric": False, "array": np.maximum(high - y, 0), "width": 4,
+                     "arrayminus": np.maximum(y - low, 0), "thickness": 1.2},
             hovertemplate="%{x} GiB: %{y:,} tokens<extra>" + escape(label) + "</extra>",
         )  # fmt: skip
         ends.append(End(sizes.index(mine["gib"].iloc[-1]), float(y[-1]), label, COLOURS[number]))
-        reach.append(float(np.nanmax(np.append(high, y.max()))))
+        reach.append(float(np.maximum(high, y).max()))
     finish(plot, ends if len(shown) > 1 else [], reach)
     plot.update_xaxes(type="category", categoryorder="array", categoryarray=[f"{s:g}" for s in sizes])
-    caption = "From the chosen fits, bars: 95 % interval for a new run. Open markers lie beyond the fitted lengths."
+    caption = "From the fits, bars: 95 % interval for a new run. Open markers lie beyond the fitted lengths."
+    if endless:
+        caption += " Where there is no bar upwards, no upper end is known."
     return Figure("frontier", "What fits in which GPU", sentence(caption, note), plot, data)
 
 

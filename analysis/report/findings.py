@@ -6,14 +6,16 @@ Every sentence is computed from rows and fits; nothing here draws or writes file
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.compare import verdicts
+from vramsweep.analysis.compare import sizes, trends, verdicts, verdicts_words
 from vramsweep.analysis.compare.calibrate import Calibration
-from vramsweep.analysis.data.groups import Group, others_equal
+from vramsweep.analysis.data.beyond import BEYOND, beyond_peak
+from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.model import words
@@ -23,6 +25,7 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME
 from vramsweep.harness.techniques import AXES
 
+COMPARED = 128  # lengths of two allocators: enough for a trend and for where speed turns
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
 _MACHINE = (
     "gpu_name", "gpu_uuid", "driver_version", "cuda_version", "torch_version", "transformers_version",
@@ -86,51 +89,81 @@ def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
 
 
 def _of(group: Group) -> str:
-    return "" if group.label == "all rows" else f" ({group.label})"
+    return f" ({group.label})" if group.settings else ""
 
 
 def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
     shown = others_equal(groups, ("allocator",))
     found = []
     for other in shown[1:]:
-        names = [str(g.settings.get("allocator")) for g in (shown[0], other)]
+        names = _apart(shown[0], other)
         try:
             sides = [_side(g, table.source) for g in (shown[0], other)]
-            result = verdicts.compare(sides[0], sides[1], (names[0], names[1]))
+            result = verdicts.compare(sides[0], sides[1], names)
         except UserError:
             continue
         reserved = next((m for m in result.memory if m.metric == "peak_reserved_bytes"), None)
-        if reserved is not None:
-            found.append(
-                f"Allocator {names[1]} against {names[0]}: peak reserved {reserved.verdict} ({reserved.reason}); "
-                f"speed {result.speed.verdict} ({result.speed.reason})."
-            )
+        if reserved is None:
+            continue
+        along = _once(trends.along(result))
+        changes = verdicts_words.sentences(along, reserved.metric)
+        trend = any(t.claimed for t in along.trends if t.quantity == reserved.metric)  # which says the sizes already
+        how = reserved.reason if trend else verdicts_words.over_all(reserved, result.tolerance).split(": ", 1)[1]
+        found.append("; ".join([f"Allocator {names[1]} against {names[0]}: peak reserved {reserved.verdict} ({how})",
+                                *changes]) + ".")  # fmt: skip
+        if result.speeds is not None:
+            turns = verdicts_words.sentences(along, trends.SPEED)
+            said = "; ".join([f"{result.speed.verdict} ({result.speed.reason})", *turns])
+            found[-1] += f" Its speed: {said}."
     return found
 
 
-def _side(group: Group, source: str, most: int = 16) -> Table:
-    """The group as a table, with evenly spaced lengths if it has many: enough for one sentence."""
+def _once(along: trends.Along) -> trends.Along:
+    """Without the second of two verdicts that turn at one place: smaller from there on, larger up to there."""
+    turns = {(turn.quantity, turn.at, repr(turn.settings)): turn for turn in reversed(along.crossovers)}
+    return replace(along, crossovers=tuple(turn for turn in along.crossovers if turn in turns.values()))
+
+
+def _apart(one: Group, other: Group) -> tuple[str, str]:
+    """What each of two groups has that the other has not, in words."""
+    keys = [key for key, value in one.settings.items() if other.settings.get(key) != value]
+    first, second = (label({key: group.settings.get(key) for key in keys}) for group in (one, other))
+    return first, second
+
+
+def _side(group: Group, source: str) -> Table:
+    """The group as a table, with `COMPARED` evenly spaced lengths if it has more."""
     lengths = group.take("seq_len")["seq_len"]
     different = np.sort(lengths.dropna().unique().astype(int))
-    keep = different[np.unique(np.linspace(0, len(different) - 1, min(most, len(different))).astype(int))]
+    keep = different[np.unique(np.linspace(0, len(different) - 1, min(COMPARED, len(different))).astype(int))]
     return Table(group.source.iloc[group.rows[lengths.isin(keep).to_numpy(bool)]], source)
 
 
 def _waste(groups: Sequence[Group]) -> list[str]:
+    """Where most was reserved beyond what was allocated at the peak."""
     worst: tuple[float, str] | None = None
     for group in groups[:50]:
-        rows = group.ok("reserved_unallocated_bytes", "peak_reserved_bytes", "seq_len")
-        if rows.empty:
+        rows = beyond_peak(group)
+        if rows.empty or rows[BEYOND].max() <= (worst[0] if worst else 0):
             continue
-        share = (rows["reserved_unallocated_bytes"] / rows["peak_reserved_bytes"]).astype(float)
-        at = rows.iloc[int(np.argmax(share))]
-        text = (
-            f"Most reserved but unallocated: {show_bytes(float(at['reserved_unallocated_bytes']))}, "
-            f"{100 * float(share.max()):.0f} % of the peak reserved, at {int(at['seq_len']):,} tokens{_of(group)}."
-        )
-        if worst is None or share.max() > worst[0]:
-            worst = (float(share.max()), text)
+        row = rows.iloc[int(np.argmax(rows[BEYOND]))]
+        worst = (float(row[BEYOND]), _wasted(row, group))
     return [worst[1]] if worst else []
+
+
+def _wasted(row: pd.Series[Any], group: Group) -> str:
+    most, between = sizes.in_bytes(float(row[BEYOND]), float(row["between_steps"]), signed=False)
+    rest = {key: value for key, value in group.settings.items() if key != "micro_batch"}
+    batch = "" if np.isnan(row["micro_batch"]) else f", batch {int(row['micro_batch'])}"
+    where = f"{int(row['seq_len']):,} tokens{batch}" + (f" ({label(rest)})" if rest else "")
+    unknown = "" if row["base"] == "allocated" else " (allocated is not known)"
+    share = 100 * row[BEYOND] / row["peak_reserved_bytes"]
+    text = f"Most reserved beyond {row['base']}{unknown} at the peak: {most}, {share:.0f} % of reserved, at {where}"
+    if row["phase"]:
+        text += f", in the {row['phase']} phase"
+    if not np.isnan(row["between_steps"]):
+        text += f". Between steps, when activations are freed, {between} are cached"
+    return f"{text}."
 
 
 def _fastest(table: Table) -> list[str]:
