@@ -14,6 +14,7 @@ from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
+from vramsweep.analysis.data.ranks import HOW, over_ranks
 from vramsweep.harness.errors import UserError
 
 
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rows", type=Path, metavar="ROWS", help="results folder, journal, CSV or Parquet file")
+    parser.add_argument("--ranks", choices=HOW, default="worst", help="memory of several ranks (default: the worst's)")
     _foreign(parser)
 
 
@@ -144,7 +146,7 @@ def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
     table, notes = open_rows(path or arguments.rows, arguments.columns, arguments.mapping, arguments.settings)
     for note in (*notes, *table.warnings):
         print(f"note: {note}", file=sys.stderr)
-    return table
+    return over_ranks(table, getattr(arguments, "ranks", "worst"))
 
 
 def _print_json(value: Any) -> None:

@@ -237,7 +237,7 @@ def fitted(cell: Cell, truth: Truth, random: Random) -> Fit:
         predicted = None
         if cell.beside:
             shift, share = random.uniform(-200, 400) * MIB, random.uniform(0.98, 1.02)
-            dense = sorted({int(truth.nearest(s)) for s in np.linspace(16, 2 * max(lengths), 24)})
+            dense = sorted({int(truth.nearest(s)) for s in np.linspace(16, 2 * max(lengths), 24)} | {*lengths})
             off = Truth(lambda b, s: truth.phases(b, s) * share - shift, attention=truth.attention)
             predicted = Whole(from_frame(rows(off, lambda y, _: y, batches, dense, random), "predicted").frame)
         fit = fit_points(

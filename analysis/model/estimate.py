@@ -171,7 +171,11 @@ class Posterior:
         return self.probability[name] >= 0.95 and enough
 
     def draws(self, axis: Array, features: Array) -> tuple[Array, Array]:
-        """The curve at each point (draws, n), and the standard deviation of a new observation's noise there."""
+        """The curve at each point (draws, n), and the standard deviation of a new observation's noise there.
+
+        Beyond the observations it grows with the distance, by itself for each range of them: how far the truth strays
+        from any such model was only seen within.
+        """
         curves, noises = [], []
         logs = np.array([c.log for c in self.components])
         weights = np.exp(logs - logs.max())
@@ -179,6 +183,9 @@ class Posterior:
         wanted = np.floor(DRAWS * weights / weights.sum()).astype(int)
         wanted[int(np.argmax(weights))] += DRAWS - int(wanted.sum())
         size = max(float(np.abs(self.data.y).max()), 1e-300)
+        low, high = float(self.data.axis.min()), float(self.data.axis.max())
+        outside = np.maximum(np.maximum(low - axis, axis - high), 0.0)
+        farther = 1.0 + outside / max(high - low, 1e-300)
         for component, count in zip(self.components, wanted, strict=True):
             if not count:
                 continue
@@ -186,7 +193,7 @@ class Posterior:
             curve = component.values([c[at] for c in component.draws], axis, features)
             shape = np.abs(curve) / size if component.noise == "proportional" else np.ones_like(curve)
             curves.append(curve)
-            noises.append(component.size[at][:, None] * shape)
+            noises.append(component.size[at][:, None] * shape * farther)
         return np.vstack(curves), np.vstack(noises)
 
 

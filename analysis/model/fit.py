@@ -28,11 +28,13 @@ from scipy import stats
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, Metric
+from vramsweep.analysis.data.ranks import Spread, spread
 from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, STEP, Array, Curve, meet, powers
-from vramsweep.analysis.model.estimate import SEED, Component, Data, Posterior, estimate
+from vramsweep.analysis.model.estimate import DRAWS, SEED, Component, Data, Posterior, estimate
 from vramsweep.analysis.model.observe import Mask, Model, Points, along, members, observations
 from vramsweep.analysis.model.phases import PHASES, Phases, fit_phases
 from vramsweep.analysis.model.standing import OVERHEAD, RESIDUAL, Excess, Standing, excess
+from vramsweep.analysis.model.steps import Jump, jumps
 from vramsweep.analysis.model.times import OfParts, parts
 
 MODULI = (8, 16, 64)
@@ -42,6 +44,7 @@ ROUNDS = 5
 MOST_POINTS = 400  # that an estimate looks at: more tell nothing new where neighbours err alike
 MOST_ROWS = 400  # of a whole, for its phases: they are exact
 FEW = 6  # lengths, below which points alone say nothing above the curve beyond them
+HIDDEN = 0.1  # of the peak: a smaller rise over all points is not yet what activations make
 PLAIN = ("linear", "quadratic")  # always shown
 BASES = {
     "prediction": "on predicted rows of the same settings, and what was measured above or below them",
@@ -116,6 +119,8 @@ class Fit:
     axis: str = "seq_len"
     group: str = ""
     residual: Excess | None = field(default=None, repr=False)
+    ranks: Spread | None = None
+    jumps: tuple[Jump, ...] = ()
 
     @property
     def range(self) -> tuple[float, float]:
@@ -129,14 +134,12 @@ class Fit:
 
     @property
     def one_sided(self) -> bool:
-        """Whether nothing is said of how high the curve may go beyond the points: they are few, or a curve that is flat
-        to its end, which some other moment will overtake."""
+        """Whether nothing is said of how high the curve may go beyond the points: they are few, or it hardly rises over
+        all of them, so that what grows with length is still hidden below what does not."""
         if self.basis != "points" or not self.metric.memory:
             return False
-        low, high = self.range
-        curve = self.chosen.model.predict(np.array([(low + high) / 2, high]))
-        flat = abs(float(curve[1] - curve[0])) < 0.005 * abs(float(curve[1]))
-        return self.lengths < FEW or flat
+        first, last = self.chosen.model.predict(np.array(self.range))
+        return self.lengths < FEW or float(last - first) < HIDDEN * abs(float(last))
 
     def candidate(self, kind: str, modulus: int | None = None) -> Candidate | None:
         """The candidate of a kind, if the data allowed one."""
@@ -241,9 +244,19 @@ class Predicted:
         edge = np.clip(x, self.x[0], self.x[-1])
         return np.asarray(np.interp(edge, self.x, self.y) + self.fit.value(x) - self.fit.value(edge))
 
+    @cached_property
+    def _errors(self) -> Array:
+        """What interpolation misses: each inner row against the line between its neighbours."""
+        x, y = self.x, self.y
+        between = y[:-2] + (y[2:] - y[:-2]) * (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
+        return y[1:-1] - between
+
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """The value, which is not drawn: how far off it is is the residual's."""
-        value = np.broadcast_to(self.value(x), (2000, len(x)))
+        """At a predicted x the prediction, which is not drawn: how far off it is is the residual's. Elsewhere with what
+        interpolation misses."""
+        random = np.random.default_rng(SEED + 4)
+        missed = random.choice(self._errors, (DRAWS, len(x))) * random.choice([-1.0, 1.0], (DRAWS, len(x)))
+        value = self.value(x) + np.where(np.isin(x, self.x), 0.0, missed)
         return value, value
 
 
@@ -371,6 +384,8 @@ def fit_points(
         axis=axis,
         group=group.id if group else "",
         residual=residual,
+        ranks=spread(group.frame, metric.column, along(group.frame, axis)) if group and metric.memory else None,
+        jumps=tuple(jumps(points.x, points.y - chosen.model.predict(points.x), points.y)) if metric.limited else (),
     )
 
 
@@ -510,6 +525,9 @@ def _candidates(points: Points, found: _Estimated) -> tuple[list[Candidate], Can
                 curves = {key: _least_squares(name, points, at, found.weights) for key, at in inside}
             model = Model(curves, modulus)
             left = points.y - model.predict(points.x)
+            known = len(np.unique(points.x)) // len(posteriors)
+            if name not in PLAIN and any(sum(map(len, p.best(name).kind.pieces)) >= known for p in posteriors.values()):
+                continue  # as many numbers as lengths: it goes through everything
             probable = float(share * np.prod([p.probability[name] for p in posteriors.values()]))
             candidates.append(Candidate(model, probable, float(np.sqrt(np.mean(left**2))), float(np.abs(left).max())))
     total = sum(c.probability for c in candidates)
@@ -545,7 +563,7 @@ def _better(
         timed = OfParts(found_parts, points.x, points.y)
         return "prediction", timed, timed.posterior.identified, None
     if knows.predicted is not None and (base := _predicted(knows.predicted, metric, axis, per_x)) is not None:
-        found = excess(points.x * per_x, points.y, base.value(points.x), metric.resolution, RESIDUAL)
+        found = excess(points.x * per_x, points.y, base.value(points.x), metric.resolution, RESIDUAL, small=True)
         bounds = (points.bound_x, points.bound_y)
         return "prediction", Standing(base, found, per_x, False, bounds), found.posterior.identified, found
     if knows.whole is None or knows.whole.phases is None:

@@ -155,42 +155,54 @@ def _limit(part: _Part, group: Group, axis: str, gib: float, fit: Fit | None, me
     largest_ok, smallest_over, ids = _proof(part.frame, axis, usable, limit, metric)
     step = part.multiples_of or 1
 
+    proven = largest_ok if smallest_over is None or largest_ok is None or largest_ok < smallest_over else None
+    torn = largest_ok is not None and smallest_over is not None and largest_ok > smallest_over
+
     def whole(x: float | None) -> int | None:
         """Downwards to what there is, within what the rows prove."""
         if x is None:
             return None
         at = int(np.floor(x / step + 1e-9)) * step
-        if smallest_over is not None:
+        if torn and largest_ok is not None:
+            at = min(at, largest_ok)
+        elif smallest_over is not None:
             at = min(at, smallest_over - step)
-        return max(at, largest_ok) if largest_ok is not None else at if at > 0 else None
+        return max(at, proven) if proven is not None else at if at > 0 else None
 
     value = low = high = None
     extrapolated = False
     remark = "fewer than three different values, so no curve" if fit is None else ""
-    if fit is not None and part.curves is not None:
+    if proven is not None and smallest_over == proven + step:
+        value = low = high = proven
+        remark = ""
+    elif fit is not None and part.curves is not None:
         shortest, longest = fit.range
         one = part.curves
         crossing, endless = _crossing(one.x, one.middle, limit)
         value = whole(crossing)
         low = whole(_crossing(one.x, one.above, limit)[0])
         high = None if fit.one_sided else whole(_crossing(one.x, one.below, limit)[0])
-        if value is None and largest_ok is not None and not endless:
-            value = largest_ok
+        if torn and low is not None and smallest_over is not None:
+            low = min(low, smallest_over - step)
+        if value is None and proven is not None and not endless:
+            value = proven
         if value is not None:
             extrapolated = value > longest and (smallest_over is None or value > smallest_over)
             remark = "extrapolated beyond the measured range" if extrapolated else ""
-            if smallest_over is not None and crossing is not None and crossing >= smallest_over:
+            if not torn and smallest_over is not None and crossing is not None and crossing >= smallest_over:
                 remark = f"the curve is too low: {smallest_over:,} did not fit"
-            if largest_ok is not None and (crossing is None or crossing < largest_ok):
-                remark = f"the curve is too high: {largest_ok:,} fitted"
+            if proven is not None and (crossing is None or crossing < proven):
+                remark = f"the curve is too high: {proven:,} fitted"
         elif endless and smallest_over is None:
             remark, extrapolated = f"more than {REACH * longest:,.0f}", True
             low = low if low is not None else largest_ok
         elif endless:
-            value = low = largest_ok
+            value = low = proven
             remark = f"the curve is too low: {smallest_over:,} did not fit"
         else:
             remark = f"not even {shortest:,.0f} fits"
+        if torn:
+            remark = f"from {smallest_over:,} to {largest_ok:,} it went either way"
     return Limit(
         label=group.label, settings=group.settings, axis=axis, gib=gib, usable_gib=usable / GIB, value=value, low=low,
         high=high, extrapolated=extrapolated, largest_ok=largest_ok, smallest_too_large=smallest_over,
@@ -235,13 +247,16 @@ def text(limits: Sequence[Limit]) -> str:
 
 def _line(limit: Limit) -> str:
     unit = UNITS[limit.axis]
-    parts = [f"{limit.largest_ok:,} {unit} ran within" if limit.largest_ok is not None else "none measured within"]
+    one = unit.removesuffix("s") if limit.largest_ok == 1 else unit
+    parts = [f"{limit.largest_ok:,} {one} ran within" if limit.largest_ok is not None else "none measured within"]
     if limit.smallest_too_large is not None:
         parts.append(f"{limit.smallest_too_large:,} did not")
     beyond = " (beyond what was measured)" if limit.extrapolated else ""
     known_safe = limit.low is not None and (limit.largest_ok is None or limit.low > limit.largest_ok)
     safe = f"safe up to {limit.low:,}" if known_safe else ""
-    if limit.value is None:
+    if limit.value is not None and limit.value == limit.low == limit.high == limit.largest_ok and not limit.remark:
+        pass  # proven on both sides
+    elif limit.value is None:
         parts += [limit.remark, *([safe] if safe and limit.extrapolated else [])]
     else:
         most = "" if limit.high is None or limit.high <= limit.value else f", {limit.high:,} at most"

@@ -23,7 +23,7 @@ from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
 RESOLUTION = 512 * 16.0
 PHASES = ("load", "forward", "backward", "optimizer")
 _STORES_SCORES = ("eager",)
-_ONE, _TOKENS, _BATCH, _LENGTH, _SCORES, _MASK, _FORWARD, _MORE, _MORE_TOKENS = range(9)
+_ONE, _TOKENS, _BATCH, _LENGTH, _SCORES, _MASK, _FORWARD, _MORE, _MORE_TOKENS, _MORE_SCORES = range(10)
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,13 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
     batch, length = ok["micro_batch"].to_numpy(float), ok["seq_len"].to_numpy(float)
     peaks = ok[names].to_numpy(float)
     several = len(np.unique(batch)) > 1 and len(np.unique(length)) > 1
-    scores = ok["attention_effective"].isin(_STORES_SCORES).any() or ok["attention_effective"].isna().all()
+    attention = ok["attention_effective"].dropna()
+    scores = bool(attention.isin(_STORES_SCORES).any()) if len(attention) else None
     plain = Data(tokens, _features(batch, length, np.zeros_like(batch)), peaks[:, 1], RESOLUTION)
     scales = plain.scales.copy()
-    scales[[_FORWARD, _MORE, _MORE_TOKENS]] = 1.0  # not used yet
+    scales[[_FORWARD, _MORE, _MORE_TOKENS, _MORE_SCORES]] = 1.0  # not used yet
     plain = replace(plain, given_scales=scales)
-    posteriors = {"forward": estimate(plain, _kinds(several, bool(scores), False))}
+    posteriors = {"forward": estimate(plain, _kinds(several, scores, False))}
     forward = _best(posteriors["forward"], tokens, plain.features)
     features = _features(batch, length, forward)
     for phase, y in zip(PHASES, peaks.T, strict=True):
@@ -101,8 +102,11 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
         scales = own.scales.copy()
         scales[_MORE] = 0.2 * float(forward.max())
         scales[_MORE_TOKENS] = 0.5 * max(float(np.ptp(forward)), 0.02 * float(forward.max())) / float(np.ptp(tokens))
+        scales[_MORE_SCORES] = (
+            0.3 * max(float(np.ptp(forward)), 0.02 * float(forward.max())) / features[:, _SCORES].max()
+        )
         own = replace(own, given_scales=scales)
-        posteriors[phase] = estimate(own, _kinds(several, bool(scores), phase == "backward"))
+        posteriors[phase] = estimate(own, _kinds(several, scores, phase == "backward"))
     beyond = ok["peak_allocated_bytes"].to_numpy(float) - peaks.max(axis=1)
     return Phases(posteriors, beyond, len(np.unique(tokens)))
 
@@ -114,28 +118,36 @@ def _best(posterior: Posterior, tokens: Array, features: Array) -> Array:
 
 def _features(batch: Array, length: Array, forward: Array) -> Array:
     one, tokens = np.ones_like(batch), batch * length
-    return np.column_stack([one, tokens, batch, length, tokens * length, length**2, forward, one, tokens])
+    return np.column_stack(
+        [one, tokens, batch, length, tokens * length, length**2, forward, one, tokens, tokens * length]
+    )
 
 
-def _kinds(several: bool, scores: bool, backward: bool) -> tuple[Kind, ...]:
-    """What a phase may be. `several` batches and lengths tell samples from tokens; `scores` of attention are stored."""
+def _kinds(several: bool, scores: bool | None, backward: bool) -> tuple[Kind, ...]:
+    """What a phase may be. `several` batches and lengths tell samples from tokens; `scores` of attention are stored,
+    are not, or it is not known."""
     plane: tuple[int, ...] = (_ONE, _TOKENS, _BATCH, _LENGTH) if several else (_ONE, _TOKENS)
     curved = (*plane, _SCORES, _MASK) if several else (*plane, _SCORES)
+    straight, bent = {None: (0.5, 0.5), True: (0.01, 1.0), False: (1.0, 0.01)}[scores]
     odds = 0.02 if backward else 1.0  # a backward pass that is not at least what forward left is a rare one
-    found = [Kind("level", ((_ONE,),), 0.2 * odds), Kind("affine", ((_ONE, _TOKENS),), 0.3 * odds)]
-    found += [Kind("affine", (plane,), 0.1 * odds)] if several else []
-    found += [Kind("scores", (curved,), (0.3 if scores else 0.005) * odds)]
+    found = [
+        Kind("level", ((_ONE,),), 0.2 * odds),  # weights alone: no activation is counted in it
+        Kind("affine", ((_ONE, _TOKENS),), 0.3 * odds * straight),
+        Kind("scores", (curved,), 0.3 * odds * bent),
+    ]
+    if several:
+        found.append(Kind("affine", (plane,), 0.1 * odds * straight))
     ends: list[tuple[int, ...]] = [(_ONE,), (_ONE, _TOKENS)]
-    more: list[tuple[int, ...]] = [(_MORE, _MORE_TOKENS)] + [(_MORE, _MORE_TOKENS, _BATCH, _LENGTH)] * several
-    more += [(_MORE, _MORE_TOKENS, _SCORES)] * scores
-    for end in ends:
-        if backward:
-            found += [Kind("two moments", (end, start), 0.1, rising=(_MORE_TOKENS,), fixed=_FORWARD) for start in more]
-        else:
-            found += [Kind("two moments", (end, start), 0.02) for start in ((_ONE, _TOKENS), curved)[: 1 + scores]]
-    if backward:  # without an end that is seen: the start alone
-        found += [
-            Kind("scores" if _SCORES in start else "affine", (start,), 0.1, rising=(_MORE_TOKENS,), fixed=_FORWARD)
-            for start in more
-        ]
+    if not backward:
+        found += [Kind("two moments", (end, (_ONE, _TOKENS)), 0.02 * straight) for end in ends]
+        return (*found, *(Kind("two moments", (end, curved), 0.02 * bent) for end in ends))
+    starts: list[tuple[tuple[int, ...], float]] = [((_MORE, _MORE_TOKENS), 0.1 * straight)]
+    if several:
+        starts.append(((_MORE, _MORE_TOKENS, _BATCH, _LENGTH), 0.1 * straight))
+    if scores is not False:
+        starts.append(((_MORE, _MORE_TOKENS, _MORE_SCORES), 0.1 * bent))
+    for start, weight in starts:
+        one_moment = "scores" if _MORE_SCORES in start else "affine"  # no end that is seen
+        found.append(Kind(one_moment, (start,), weight, rising=(_MORE_TOKENS,), fixed=_FORWARD))
+        found += [Kind("two moments", (e, start), weight, rising=(_MORE_TOKENS,), fixed=_FORWARD) for e in ends]
     return tuple(found)

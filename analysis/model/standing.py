@@ -25,7 +25,8 @@ OVERHEAD = (
     Kind("step", ((0,), (0,)), 0.05, joined=False, share=0.1),
     Kind("step", ((0, 1), (0, 1)), 0.05, joined=False, share=0.1),
 )
-RESIDUAL = (Kind("constant", ((0,),), 0.6), Kind("line", ((0, 1),), 0.3), Kind("share", ((0, 2),), 0.1))
+RESIDUAL = (Kind("constant", ((0,),), 0.3), Kind("line", ((0, 1),), 0.2), Kind("share", ((0, 2),), 0.5))
+SMALL = 0.03  # of the base: what a residual's line or share is expected to be, one standard deviation
 
 
 class Base(Protocol):
@@ -68,12 +69,21 @@ def _features(tokens: Array, base: Array, relative: bool) -> Array:
     return np.asarray(found / base[:, None] if relative else found)
 
 
-def excess(tokens: Array, y: Array, base: Array, resolution: float, kinds: tuple[Kind, ...]) -> Excess:
-    """The excess of y over its base, both (n,), at these tokens in ascending order."""
+def excess(
+    tokens: Array, y: Array, base: Array, resolution: float, kinds: tuple[Kind, ...], small: bool = False
+) -> Excess:
+    """The excess of y over its base, both (n,), at these tokens in ascending order. `small`: the base is as good as
+    right, so that what grows with it is a few percent."""
     over = y - base
     size = float(np.abs(base).max())
-    plain = Data(tokens, _features(tokens, base, False), over, resolution, noises=("constant",))
-    shares = Data(tokens, _features(tokens, base, True), over / base, resolution / size, noises=("constant",))
+    scales = None
+    if small:
+        constant = max(2 * float(np.abs(over).max()), resolution)
+        scales = np.array([constant, SMALL * size / float(tokens.max()), SMALL])
+    plain = Data(tokens, _features(tokens, base, False), over, resolution, noises=("constant",), given_scales=scales)
+    shares = Data(
+        tokens, _features(tokens, base, True), over / base, resolution / size, noises=("constant",), given_scales=scales
+    )
     found = estimate(plain, kinds), estimate(shares, kinds)
     relative = found[1].log - float(np.sum(np.log(base))) > found[0].log
     return Excess(found[relative], relative)

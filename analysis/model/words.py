@@ -53,8 +53,8 @@ def explain(fit: Fit) -> list[str]:
             middle = (low + high) / 2
             rise = abs(b * (high - low) + c * (high**2 - low**2))
             flat = rise < 0.01 * float(np.abs(fit.points.y).max())
-            if fit.metric.memory and flat:
-                line = f"flat at {show_bytes(a + b * middle + c * middle**2)}"
+            if flat:
+                line = f"flat at {fit.metric.show(a + b * middle + c * middle**2)}"
             elif c:
                 line = _parabola(fit, (a, b, c))
             else:
@@ -91,12 +91,19 @@ def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | 
         sure = f" (95 % interval {interval[0]:,.0f} to {interval[1]:,.0f})" if interval else ""
         return f"{slope:,.0f} bytes per {each}{sure} on top of a fixed part of {show_bytes(fixed)}"
     if fit.axis != "seq_len":
-        return f"{slope * 1e6:,.3f} µs per {each} on top of {fixed * 1e3:,.3f} ms"
+        return f"{_seconds(slope)} per {each} on top of {_seconds(fixed)}"
     text = f"{slope * 1e6:,.3f} µs per token of length on top of {fixed * 1e3:,.3f} ms"
     if fit.samples_per_step is None or slope <= 0:
         return text
     most = fit.samples_per_step / slope
     return f"{text} (throughput: {fit.samples_per_step:g} x length / step time, there below {most:,.0f} tokens/s)"
+
+
+def _seconds(value: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(value) * factor >= 0.1:
+            return f"{value * factor:,.4g} {unit}"
+    return f"{value * 1e6:,.4g} µs"
 
 
 def _parabola(fit: Fit, numbers: tuple[float, float, float]) -> str:
@@ -108,8 +115,8 @@ def _parabola(fit: Fit, numbers: tuple[float, float, float]) -> str:
         fixed = f"on top of a fixed part of {show_bytes(a)}{equal}"
         text = f"{b:,.0f} bytes per {each} and {c:,.4g} bytes per {each}² {fixed}"
         typical = " (a part that grows with length squared is typical of attention that stores its scores)"
-        return text + (typical if c > 0 and fit.axis == "seq_len" else "")
-    return f"{a * 1e3:,.4g} ms {b * 1e6:+,.4g} µs per {each} {c * 1e9:+,.4g} ns per {each}²"
+        return text + (typical if c * high > 0.25 * abs(b) and fit.axis == "seq_len" else "")
+    return f"{_seconds(a)}, {_seconds(b)} per {each} and {_seconds(c)} per {each}²"
 
 
 def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
@@ -141,6 +148,15 @@ def rests_on(fit: Fit) -> list[str]:
         f"a new run at {high:,.0f} {unit}: {fit.metric.show(at.new_low[0])} {ends[0]}; at {2 * high:,.0f}, beyond what "
         f"was measured: {fit.metric.show(at.new_low[1])} {ends[1]} (95 %)"
     )
+    for jump in fit.jumps:
+        way = "drops" if jump.size < 0 else "jumps"
+        found.append(f"it {way} by {fit.metric.show(abs(jump.size))} at {jump.x:,.0f} {unit}")
+    if fit.ranks is not None:
+        one = fit.ranks
+        sizes = ", ".join(
+            f"{fit.metric.show(v)} {n}" for v, n in ((one.least, "min"), (one.mean, "mean"), (one.most, "max"))
+        )
+        found.append(f"over {one.ranks} ranks at {one.x:,.0f} {unit}: {sizes}; they lie {one.apart:.1%} apart (median)")
     if fit.next_x is not None and fit.metric.memory:
         found.append(f"to know more, measure {fit.next_x:,} {unit} next")
     return found

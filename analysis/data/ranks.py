@@ -1,0 +1,62 @@
+"""Several ranks as one number: a row's memory is of its worst rank; the list of all says how the others did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.load import Table
+
+HOW = ("worst", "min", "mean", "max")
+LISTS = {name: f"rank_{name}" for name in ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of the ranks that are known in a row, at `x`: bytes; `apart` is the median over rows of (max - min) / mean."""
+
+    ranks: int
+    x: float
+    least: float
+    mean: float
+    most: float
+    apart: float
+
+
+def statistics(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    """min, mean, max and number of the ranks that are known, one line a row; null where no rank is."""
+    lists = frame[LISTS[column]]
+    known = [np.array([v for v in one if v is not None and np.isfinite(v)], float) for one in lists.dropna()]
+    index = lists.dropna().index
+    made = [[v.min(), v.mean(), v.max(), len(v)] if len(v) else [np.nan] * 3 + [0] for v in known]
+    found = pd.DataFrame(made, index=index, columns=["min", "mean", "max", "ranks"], dtype=float)
+    return found.reindex(frame.index)
+
+
+def over_ranks(table: Table, how: str) -> Table:
+    """The same rows with the least, mean or largest memory of the ranks instead of the worst rank's, where known."""
+    if how == "worst":
+        return table
+    frame = table.frame.copy()
+    for column in LISTS:
+        if LISTS[column] in frame and frame[LISTS[column]].notna().any():
+            found = statistics(frame, column)[how]
+            frame[column] = found.round().astype("Float64").astype("Int64").fillna(frame[column])
+    return replace(table, frame=frame)
+
+
+def spread(frame: pd.DataFrame, column: str, x: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Spread | None:
+    """How far the ranks lie apart, at the largest x; None where no row has two of them. `x` is of each row."""
+    if column not in LISTS or not frame[LISTS[column]].notna().any():
+        return None
+    found = statistics(frame, column).assign(x=x)
+    found = found[found["ranks"] > 1]
+    if found.empty:
+        return None
+    last = found.sort_values("x").iloc[-1]
+    apart = float(((found["max"] - found["min"]) / found["mean"]).median())
+    return Spread(
+        int(last["ranks"]), float(last["x"]), float(last["min"]), float(last["mean"]), float(last["max"]), apart
+    )

@@ -1,0 +1,54 @@
+"""Where a quantity jumps: reserved memory comes in blocks, and from one length to the next a whole layer's may go.
+
+No curve has a jump, so they are looked for in what a curve leaves: the median of the lengths after a place against that
+of the lengths before it. A jump is one that stands out of all such differences and is more than 2 % of the value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vramsweep.analysis.model.curves import Array
+
+LEAST = 0.02  # of the value
+FEWEST = 40  # lengths
+WINDOW = 15  # lengths on each side
+OUT = 5.0  # robust standard deviations (median absolute deviation, Hampel 1974)
+
+
+@dataclass(frozen=True)
+class Jump:
+    """At `x`, the first length after it, by `size` (negative: a drop), in the unit of y."""
+
+    x: float
+    size: float
+
+
+def jumps(x: Array, left: Array, y: Array, most: int = 3) -> list[Jump]:
+    """The largest, at most so many, in order of x: what a curve leaves (n,) of y (n,) at x (n,), ascending."""
+    different, first = np.unique(x, return_index=True)
+    left, y = left[first], y[first]
+    if len(different) < FEWEST:
+        return []
+    window = min(WINDOW, len(different) // 6)
+    places = np.arange(window, len(different) - window + 1)
+    sizes = np.array([np.median(left[at : at + window]) - np.median(left[at - window : at]) for at in places])
+    scale = 1.4826 * float(np.median(np.abs(sizes - np.median(sizes))))
+    found: list[Jump] = []
+    for at in np.argsort(-np.abs(sizes)):
+        place, size = int(places[at]), float(sizes[at])
+        if len(found) == most or abs(size) < max(OUT * scale, LEAST * float(y[place])):
+            break
+        x_here = float(different[_sharpest(left, place, window, size)])
+        if all(abs(np.searchsorted(different, one.x) - place) > window for one in found):
+            found.append(Jump(x_here, size))
+    return sorted(found, key=lambda one: one.x)
+
+
+def _sharpest(left: Array, place: int, window: int, size: float) -> int:
+    """The step within the window that goes the same way and farthest: medians find a jump, but not its very length."""
+    low, high = max(place - window // 2, 1), min(place + window // 2 + 1, len(left))
+    steps = (left[low:high] - left[low - 1 : high - 1]) * np.sign(size)
+    return low + int(np.argmax(steps))
