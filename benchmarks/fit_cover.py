@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.groups import groups
-from vramsweep.analysis.data.load import from_frame
+from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.metrics import METRICS, MIB
-from vramsweep.analysis.model.fit import Fit, Knows, Whole, Wholes, fit_points
+from vramsweep.analysis.model.fit import Fit, Knows, Whole, fit_points
 from vramsweep.analysis.model.observe import Points, observations
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -221,28 +220,27 @@ def rows(truth: Truth, noise: Noise, batches: Sequence[int], lengths: Sequence[i
     )  # fmt: skip
     for phase, y in zip(PHASES, phases, strict=True):
         frame[f"{phase}_peak_allocated_bytes"] = y.round()
-    return frame
+    frame["rank_peak_allocated_bytes"] = None
+    return frame.sort_values(["micro_batch", "seq_len"], ignore_index=True)
 
 
 def fitted(cell: Cell, truth: Truth, random: Random) -> Fit:
     """The fit of the first batch."""
     metric = METRICS["peak_allocated_bytes"]
     lengths, batches = truth.lengths(LENGTHS[cell.lengths]), cell.batches if truth.known is None else (truth.batch,)
-    table = from_frame(rows(truth, NOISES[cell.noise], batches, lengths, random), "made up")
+    frame = rows(truth, NOISES[cell.noise], batches, lengths, random)
     if cell.foreign:
-        x, y = (table.frame[c].to_numpy(float) for c in ("seq_len", "peak_allocated_bytes"))
-        fit = fit_points(Points(x, y, tuple(table.frame["trial_id"]), np.empty(0), np.empty(0)), metric)
+        x, y = (frame[c].to_numpy(float) for c in ("seq_len", "peak_allocated_bytes"))
+        fit = fit_points(Points(x, y, tuple(frame["trial_id"]), np.empty(0), np.empty(0)), metric)
     else:
-        group = next(g for g in groups(table) if g.take("micro_batch")["micro_batch"].iloc[0] == batches[0])
+        group = Group({}, frame, np.flatnonzero(frame["micro_batch"] == batches[0]))
         predicted = None
         if cell.beside:
             shift, share = random.uniform(-200, 400) * MIB, random.uniform(0.98, 1.02)
             dense = sorted({int(truth.nearest(s)) for s in np.linspace(16, 2 * max(lengths), 24)} | {*lengths})
             off = Truth(lambda b, s: truth.phases(b, s) * share - shift, attention=truth.attention)
-            predicted = Whole(from_frame(rows(off, lambda y, _: y, batches, dense, random), "predicted").frame)
-        fit = fit_points(
-            observations(group.frame, metric), metric, group, knows=Knows(Wholes(table).of(group), predicted)
-        )
+            predicted = Whole(rows(off, lambda y, _: y, batches, dense, random))
+        fit = fit_points(observations(group.frame, metric), metric, group, knows=Knows(Whole(frame), predicted))
     assert fit is not None
     return fit
 
@@ -301,7 +299,7 @@ def main() -> None:
     print("| " + " | ".join(["rows", "noise", "lengths", *names, "error, identified", "right kind"]) + " |")
     print("|---|---|---|" + "---:|" * 8)
     for cell in cells():
-        if arguments.only not in cell.name:
+        if arguments.only not in f"{cell.name}, {cell.noise}":
             continue
         one = measure(cell, arguments.draws, arguments.seed)
         shown = [f"{one[n]:.2f}" for n in names[:2]] + [f"{100 * one[n]:.3g} %" for n in names[2:5]]

@@ -56,14 +56,19 @@ class Phases:
         """The phase that makes the peak, for each (n,)."""
         features = self._features(batch, length)
         each = [_best(posterior, batch * length, features) for posterior in self._each()]
-        return [PHASES[i] for i in np.argmax(each, axis=0)]
+        return [self.names[i] for i in np.argmax(each, axis=0)]
 
     def identified(self, batch: Array, length: Array) -> bool:
         """Whether every phase that makes a peak somewhere there is of a known kind."""
         return all(self.posteriors[name].identified for name in set(self.largest(batch, length)))
 
+    @property
+    def names(self) -> list[str]:
+        """The phases that are known, in order."""
+        return [name for name in PHASES if name in self.posteriors]
+
     def _each(self) -> list[Posterior]:
-        return [self.posteriors[name] for name in PHASES]
+        return [self.posteriors[name] for name in self.names]
 
     def _features(self, batch: Array, length: Array) -> Array:
         plain = _features(batch, length, np.zeros_like(batch))
@@ -71,11 +76,15 @@ class Phases:
 
 
 def fit_phases(frame: pd.DataFrame) -> Phases | None:
-    """From rows of equal settings but for batch and length; None where a phase is unknown or there are too few.
+    """From rows of equal settings but for batch and length; None where a phase of a step is unknown or there are too
+    few.
 
-    Needs the columns of the phases' peaks, `peak_allocated_bytes`, `attention_effective`, `seq_len`, `micro_batch`.
+    Needs the columns of the phases' peaks, `peak_allocated_bytes`, `attention_effective`, `seq_len`, `micro_batch`,
+    `device`. What loading took is not known of every row, and left out then.
     """
-    names = [f"{phase}_peak_allocated_bytes" for phase in PHASES]
+    told = frame["load_peak_allocated_bytes"].notna() | frame["outcome"].ne("ok").fillna(True)
+    phases = [phase for phase in PHASES if phase != "load" or told.all()]
+    names = [f"{phase}_peak_allocated_bytes" for phase in phases]
     known = frame[[*names, "peak_allocated_bytes", "seq_len", "micro_batch"]].notna().all(axis=1)
     ok = frame[known & frame["outcome"].eq("ok").fillna(False)]
     tokens = (ok["seq_len"] * ok["micro_batch"]).to_numpy(float)
@@ -87,15 +96,17 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
     peaks = ok[names].to_numpy(float)
     several = len(np.unique(batch)) > 1 and len(np.unique(length)) > 1
     attention = ok["attention_effective"].dropna()
-    scores = bool(attention.isin(_STORES_SCORES).any()) if len(attention) else None
-    plain = Data(tokens, _features(batch, length, np.zeros_like(batch)), peaks[:, 1], RESOLUTION)
+    plain_kernels = ok["device"].eq("cpu").fillna(False).any()  # on a CPU sdpa may store them too
+    scores = None if plain_kernels or not len(attention) else bool(attention.isin(_STORES_SCORES).any())
+    ahead = peaks[:, phases.index("forward")]
+    plain = Data(tokens, _features(batch, length, np.zeros_like(batch)), ahead, RESOLUTION)
     scales = plain.scales.copy()
     scales[[_FORWARD, _MORE, _MORE_TOKENS, _MORE_SCORES]] = 1.0  # not used yet
     plain = replace(plain, given_scales=scales)
     posteriors = {"forward": estimate(plain, _kinds(several, scores, False))}
     forward = _best(posteriors["forward"], tokens, plain.features)
     features = _features(batch, length, forward)
-    for phase, y in zip(PHASES, peaks.T, strict=True):
+    for phase, y in zip(phases, peaks.T, strict=True):
         if phase == "forward":
             continue
         own = Data(tokens, features, y, RESOLUTION)
