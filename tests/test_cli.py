@@ -65,7 +65,7 @@ def test_options_of_a_runner_and_a_free_allocator_text() -> None:
 
 
 def test_presets() -> None:
-    assert len(planned("-m", "sweep=lengths", "model=tiny", "device=cpu")) == 205
+    assert len(planned("-m", "sweep=lengths", "model=tiny", "device=cpu")) == 187
     assert len(planned("-m", "sweep=cpu", "model=tiny", "device=cpu")) == 24
     assert len(planned("-m", "sweep=cpu", "model=tiny", "device=cpu", "seq_len=8")) == 4
 
