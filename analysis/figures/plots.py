@@ -278,7 +278,8 @@ def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int,
 
 
 def _add_band(plot: Any, x: Array, low: Array, high: Array, colour: str) -> None:
-    """An area, whose ends may be infinite: `finish` clips them."""
+    """An area, whose ends may be infinite or unknown: `finish` clips them."""
+    low, high = np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
     plot.add_scatter(
         x=[*x, *x[::-1]], y=[*high, *low[::-1]], fill="toself", mode="lines", line={"width": 0}, hoverinfo="skip",
         fillcolor=faint(colour), showlegend=False,

@@ -107,8 +107,11 @@ def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
             continue
         along = _once(trends.along(result))
         changes = verdicts_words.sentences(along, reserved.metric)
-        trend = any(t.claimed for t in along.trends if t.quantity == reserved.metric)  # which says the sizes already
+        trend = any(t.claimed and t.unit == "bytes" for t in along.trends if t.quantity == reserved.metric)
+        # a trend says the sizes itself
         how = reserved.reason if trend else verdicts_words.over_all(reserved, result.tolerance).split(": ", 1)[1]
+        if not trend and reserved.least is not None and reserved.least == reserved.most:
+            how += f", {sizes.in_bytes(reserved.least.difference)[0]}"
         found.append("; ".join([f"Allocator {names[1]} against {names[0]}: peak reserved {reserved.verdict} ({how})",
                                 *changes]) + ".")  # fmt: skip
         if result.speeds is not None:
@@ -333,14 +336,16 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
     if frame["device"].eq("simulated").any():
         parts.append("Rows with device=simulated are predictions and never enter a fit or a figure of measured rows.")
     if fits:
-        robust = "Huber's loss" if fits[0].robust else "least squares"
+        rest = {"prediction": "predictions of the same settings and a fitted residual",
+                "phases": "the peaks of a step's phases, fitted over batch and length together",
+                "points": "the points alone"}  # fmt: skip
+        bases = " or ".join(rest[basis] for basis in rest if any(fit.basis == basis for fit in fits))
+        robust = ", outliers by Huber's weights" if fits[0].robust else ""
         parts.append(
-            f"Curves were fitted by {robust}: a line, a parabola and a maximum of two or three lines, each for all "
-            "lengths and per alignment class where residuals differ by alignment. The simplest model was chosen that "
-            "neither the error on held-out blocks of neighbouring lengths (one standard error, paired) nor AICc "
-            "(difference of 10) speaks against, or whose held-out error is within 10 % of the best. Intervals are 95 % "
-            "percentile intervals of a residual bootstrap (999 draws). Rows that ran out of memory count as lower "
-            "bounds."
+            "Curves are maxima of lines or parabolas, chosen by their posterior probability among lines, parabolas and "
+            "maxima of two or three pieces with closed-form evidence (conjugate linear regression on each run of lengths"
+            f"{robust}), per alignment class where that is more probable. Values rest on {bases}. Intervals are 95 % "
+            "posterior intervals over all kinds. Rows that ran out of memory count as lower bounds."
         )
     return " ".join(parts)
 
