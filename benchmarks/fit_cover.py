@@ -1,6 +1,6 @@
 """How often a fit's 95 % interval holds the truth, and how wide it is: generated rows whose truth is known.
 
-    python benchmarks/fit_cover.py [--draws 500] [--seed N] [--only WORD]
+    python benchmarks/fit_cover.py [--draws 500] [--seed N] [--only WORD] [--part I N]
 
 A cell is a truth, a noise and a set of lengths. In each draw a truth is made, rows are made of it, fitted, and a new
 run is asked for between two lengths and at twice the longest. Columns: share of new runs inside the interval, at both
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from vramsweep.analysis.model.observe import Points, observations
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Random = np.random.Generator
 Noise = Callable[[Array, Random], Array]
+PUBLIC = Path(__file__).parents[2] / "shared" / "data" / "qwen15-0.5b-zero3" / "without-expandable-segments.csv"
 REPLAYS = Path(__file__).parents[1] / "results" / "reference" / "replays.csv"
 LENGTHS = {
     "6": (128, 256, 512, 1024, 1536, 2048),
@@ -42,6 +43,7 @@ LENGTHS = {
     "3": (256, 768, 2048),
 }
 NOISES: dict[str, Noise] = {
+    "none": lambda y, random: y,
     "512 B": lambda y, random: np.round((y + random.uniform(-256, 256, y.shape)) / 512) * 512,
     "2 MiB": lambda y, random: y + 2 * MIB * random.standard_normal(y.shape),
     "20 MiB blocks": lambda y, random: np.ceil(y / (20 * MIB)) * 20 * MIB,
@@ -59,6 +61,7 @@ class Truth:
     kind: str | None = None
     batch: int = 1
     attention: str = "sdpa"
+    capacity: float = np.inf
     known: Array | None = None
 
     def lengths(self, asked: Sequence[int]) -> list[int]:
@@ -148,6 +151,25 @@ def hinge(random: Random, low: float = 256, high: float = 1536) -> Truth:
     return _alone(lambda x: a + b * np.maximum(0, x - k), "hinge")
 
 
+def out_of_memory(random: Random) -> Truth:
+    """The same on a card that the two longest lengths do not fit."""
+    found = hinge(random, 256, 1024)
+    one = np.ones(2)
+    needs = found.phases(one, np.array([1024.0, 1536.0]))[0]
+    return replace(found, capacity=float(random.uniform(*needs)))
+
+
+def published(random: Random) -> Truth:
+    """A public sweep of every length, some lengths of it: what it measured is the truth."""
+    table = pd.read_csv(PUBLIC, header=None, usecols=[0, 1], names=["x", "y"]).groupby("x")["y"].first()
+    least = int(random.integers(1, 64))
+
+    def phases(batch: Array, length: Array) -> Array:
+        return np.array([table.loc[length.astype(int)].to_numpy(float) * MIB] * 4)
+
+    return Truth(phases, "none", known=np.array([x for x in table.index if x >= least], float))
+
+
 def end_gap(random: Random) -> Truth:
     """The same with the knot in the first or last gap: one length on a side."""
     return hinge(random, *((128, 256) if random.random() < 0.5 else (1536, 2048)))
@@ -185,6 +207,7 @@ class Cell:
     batches: tuple[int, ...] = (1,)
     foreign: bool = False
     beside: bool = False
+    metric: str = "peak_allocated_bytes"
 
 
 def cells() -> Iterator[Cell]:
@@ -197,9 +220,14 @@ def cells() -> Iterator[Cell]:
         yield Cell("own rows, beside a prediction", made_up, noise, "3", beside=True)
         yield Cell("own rows, replayed, beside a prediction", replayed, noise, "3", beside=True)
         yield Cell("own rows, beside a prediction", made_up, noise, "4", beside=True)
+        yield Cell("own rows, reserved", made_up, noise, "6", metric="peak_reserved_bytes")
     for name, truth in (("line", line), ("hinge", hinge), ("hinge, knot in an end gap", end_gap)):
         for noise in ("512 B", "2 MiB", "20 MiB blocks", "0 to 3 %"):
             yield Cell(f"foreign rows, {name}", truth, noise, "7", foreign=True)
+    for noise in ("2 MiB", "20 MiB blocks"):
+        yield Cell("foreign rows, out of memory", out_of_memory, noise, "7", foreign=True, metric="peak_reserved_bytes")
+    if PUBLIC.is_file():
+        yield Cell("foreign rows, a public sweep", published, "none", "7", foreign=True)
     for name, truth in (("flat, then parabola", plateau), ("three lines", three_lines), ("softened", softened)):
         for noise in ("512 B", "2 MiB"):
             yield Cell(f"foreign rows, {name}", truth, noise, "8 geometric" if truth is not three_lines else "7",
@@ -220,18 +248,24 @@ def rows(truth: Truth, noise: Noise, batches: Sequence[int], lengths: Sequence[i
     )  # fmt: skip
     for phase, y in zip(PHASES, phases, strict=True):
         frame[f"{phase}_peak_allocated_bytes"] = y.round()
-    frame["rank_peak_allocated_bytes"] = None
+    share, more = random.uniform(0.01, 0.25), random.uniform(20, 800) * MIB
+    frame["peak_reserved_bytes"] = np.ceil(noise(phases.max(axis=0) * (1 + share) + more, random) / (2 * MIB)) * 2 * MIB
+    frame[["rank_peak_allocated_bytes", "rank_peak_reserved_bytes"]] = None
+    frame["device_total_bytes"] = frame["memory_limit_bytes"] = np.nan
+    frame.attrs = {"share": share, "more": more}
     return frame.sort_values(["micro_batch", "seq_len"], ignore_index=True)
 
 
-def fitted(cell: Cell, truth: Truth, random: Random) -> Fit:
-    """The fit of the first batch."""
-    metric = METRICS["peak_allocated_bytes"]
+def fitted(cell: Cell, truth: Truth, random: Random) -> tuple[Fit, dict[str, float]]:
+    """The fit of the first batch, and what was made up of its reserved memory."""
+    metric = METRICS[cell.metric]
     lengths, batches = truth.lengths(LENGTHS[cell.lengths]), cell.batches if truth.known is None else (truth.batch,)
     frame = rows(truth, NOISES[cell.noise], batches, lengths, random)
     if cell.foreign:
         x, y = (frame[c].to_numpy(float) for c in ("seq_len", "peak_allocated_bytes"))
-        fit = fit_points(Points(x, y, tuple(frame["trial_id"]), np.empty(0), np.empty(0)), metric)
+        fits = y <= truth.capacity
+        bounds = x[~fits], np.full(int((~fits).sum()), truth.capacity)
+        fit = fit_points(Points(x[fits], y[fits], tuple(frame["trial_id"][fits]), *bounds), metric)
     else:
         group = Group({}, frame, np.flatnonzero(frame["micro_batch"] == batches[0]))
         predicted = None
@@ -242,13 +276,13 @@ def fitted(cell: Cell, truth: Truth, random: Random) -> Fit:
             predicted = Whole(rows(off, lambda y, _: y, batches, dense, random))
         fit = fit_points(observations(group.frame, metric), metric, group, knows=Knows(Whole(frame), predicted))
     assert fit is not None
-    return fit
+    return fit, frame.attrs
 
 
 def drawn(cell: Cell, random: Random) -> Drawn:
     """One draw of a cell."""
     truth = cell.truth(random)
-    fit = fitted(cell, truth, random)
+    fit, made = fitted(cell, truth, random)
     lengths = np.unique(fit.points.x)
     gap = random.integers(len(lengths) - 1)
     between = round(random.uniform(lengths[gap], lengths[gap + 1]))
@@ -256,6 +290,10 @@ def drawn(cell: Cell, random: Random) -> Drawn:
     one = np.full(2, float(truth.batch))
     exact = truth.phases(one, at).max(axis=0)
     new = np.array([NOISES[cell.noise](y, random) for y in truth.phases(one, at)]).max(axis=0)
+    if cell.metric == "peak_reserved_bytes" and not cell.foreign:
+        exact = exact * (1 + made["share"]) + made["more"]
+        new = NOISES[cell.noise](new * (1 + made["share"]) + made["more"], random)
+        exact, new = (np.ceil(y / (2 * MIB)) * 2 * MIB for y in (exact, new))
     found = fit.predict(at)
     holds = (found.new_low <= new) & (new <= found.new_high)
     width = (found.new_high - found.new_low) / exact
@@ -293,12 +331,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="cells of which name and noise hold this")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every Nth cell from I on"
+    )
     arguments = parser.parse_args()
     names = ["cover inside", "at twice", "width inside", "width at twice", "score at twice", "identified"]
     print("| " + " | ".join(["rows", "noise", "lengths", *names, "error, identified", "right kind"]) + " |")
     print("|---|---|---|" + "---:|" * 8)
-    for cell in cells():
+    part, parts = arguments.part
+    for cell in list(cells())[part::parts]:
         if arguments.only not in f"{cell.name}, {cell.noise}":
             continue
         one = measure(cell, arguments.draws, arguments.seed)

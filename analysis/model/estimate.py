@@ -25,10 +25,10 @@ from scipy import special
 from vramsweep.analysis.model.curves import Array, Kind
 
 DRAWS = 2000  # of the whole posterior; the ends of a 95 % interval then have a standard error of 0.35 %
-TRIES = 400  # draws of one component, of which those that contradict its cuts are left out
+TRIES = 300  # draws of one component, of which those that contradict its cuts are left out
 MOST_CUTS = 40  # candidates for a cut; with more lengths they are thinned, then dense around the best
 KEPT = 10  # components of a kind that are drawn from
-CLEAR = 14.0  # nats below the best of all from which on a component is not looked at
+CLEAR = 10.0  # nats below the best of all from which on a component is not looked at
 NOISES = ("constant", "proportional")
 SIZES = 48  # of noise, spaced evenly in logarithm
 SEED = 20_240_917
@@ -197,8 +197,11 @@ class Posterior:
         return np.vstack(curves), np.vstack(noises)
 
 
-def estimate(data: Data, kinds: Sequence[Kind]) -> Posterior:
-    """The posterior over these kinds. Raises ValueError without an observation."""
+def estimate(data: Data, kinds: Sequence[Kind], every: bool = False) -> Posterior:
+    """The posterior over these kinds; also of those that are out of the question with `every`, to be shown.
+
+    Raises ValueError without an observation.
+    """
     if not len(data.y):
         raise ValueError("no observation to estimate from")
     random = np.random.default_rng(SEED)
@@ -209,7 +212,10 @@ def estimate(data: Data, kinds: Sequence[Kind]) -> Posterior:
         for kind in kinds
     ]
     top = max((one.most for one in weighed), default=-np.inf)
-    found = [component for one in weighed for component in one.components(top, random)]
+    possible = [one for one in weighed if every or one.most > top - CLEAR]
+    found = [component for one in possible for component in one.components(top, random)]
+    if not found:  # what looked best contradicts itself
+        found = [component for one in weighed for component in one.components(top, random)]
     return _together(data, found)
 
 

@@ -467,7 +467,7 @@ def _posterior(points: Points, metric: Metric, weights: Array, modulus: int | No
         data = Data(
             x, powers(x), y, resolution, bound_x, powers(bound_x), bound_y, None if np.all(w == 1) else w, noises
         )
-        found[key] = estimate(data, kinds)
+        found[key] = estimate(data, kinds, every=True)
     return found
 
 

@@ -1,0 +1,151 @@
+"""What readers of public sweeps concluded, each with one command, on their files (../shared/data, where it is)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from vramsweep.analysis import cli
+from vramsweep.analysis.data.load import from_frame
+from vramsweep.analysis.data.metrics import MIB
+from vramsweep.analysis.data.ranks import over_ranks, spread
+from vramsweep.analysis.model.steps import jumps
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+DATA = Path(__file__).parents[2] / "../shared/data"
+QWEN = DATA / "qwen15-0.5b-zero3"
+LLAMA = DATA / "llama3-8b-zero3-8gpu"
+RANKS = "8*(peak_active_mib,peak_reserved_mib),iterations_per_s"
+BATCHES = ["--columns", "micro_batch,peak_active_mib,peak_reserved_mib,iterations_per_s", "--set", "seq_len=2048"]
+needs_data = pytest.mark.skipif(
+    not DATA.is_dir(), reason="the public data is not beside this checkout (../shared/data)"
+)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert cli.main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def fits(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    found = json.loads(said(capsys, "fit", *words, "--json"))["fits"]
+    return {fit["metric"]: fit for fit in found}
+
+
+@needs_data
+def test_the_line_from_918_tokens_and_the_flat_part_knot_and_rms_of_each_class(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = QWEN / "without-expandable-segments.csv"
+    assert "y = 2.9598x + 8163.2190 (MiB)" in said(capsys, "fit", file, "--metric", "peak_active_bytes", "--from", 918)
+    text = said(capsys, "fit", file, "--metric", "peak_active_bytes")
+    for of_class in ("lengths divisible by 8", "lengths not divisible by 8"):
+        assert f"{of_class}: up to 9" in text and f"{of_class}: the lines meet at 9" in text
+    assert "length % 8 == 0: y = max(10900" in text and "length % 8 != 0: y = max(10900" in text
+    assert text.count("(MiB), RMS") == 6  # two classes each of line, parabola and what was chosen
+
+
+@needs_data
+def test_reserved_drops_by_a_gigabyte_at_one_length(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "fit", QWEN / "without-expandable-segments.csv", "--metric", "peak_reserved_bytes")
+    drops = [line for line in text.splitlines() if line.strip().startswith("it drops by 9")]
+    assert len(drops) == 1 and " MiB at 1,6" in drops[0]
+
+
+@needs_data
+def test_least_mean_and_largest_of_eight_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (LLAMA / "lengths-zero3.csv", "--columns", f"seq_len,{RANKS}", "--set", "micro_batch=1")
+    text = said(capsys, "fit", *words, "--metric", "peak_active_bytes")
+    lines = [line.split(",") for line in (LLAMA / "lengths-zero3.csv").read_text().splitlines()]
+    last = [float(v) for line in lines if line[0] == "2041" for v in line[1:17:2] if float(v)]
+    assert len(last) == 8
+    sizes = ", ".join(
+        f"{v / 1024:,.2f} GiB {n}" for n, v in (("min", min(last)), ("mean", np.mean(last)), ("max", max(last)))
+    )
+    assert f"over 8 ranks at 2,041 tokens: {sizes}" in text
+    of_mean = fits(capsys, *words, "--metric", "peak_active_bytes", "--ranks", "mean")["peak_active_bytes"]
+    of_worst = fits(capsys, *words, "--metric", "peak_active_bytes")["peak_active_bytes"]
+    assert of_mean["candidates"][0]["rms"] < of_worst["candidates"][0]["rms"]  # which rank is worst changes
+
+
+@needs_data
+def test_memory_and_seconds_per_iteration_are_linear_in_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    found = fits(capsys, QWEN / "batches-checkpointing.csv", *BATCHES, "--axis", "micro_batch")
+    assert found["peak_active_bytes"]["chosen"] == found["step_median_s"]["chosen"] == "straight line"
+    parameters = found["peak_active_bytes"]["candidates"][0]["curves"][0]["parameters"]
+    assert parameters["b1"] / MIB == pytest.approx(3681, abs=1)
+    words = ("--columns", f"micro_batch,{RANKS}", "--set", "seq_len=2048", "--axis", "micro_batch")
+    found = fits(capsys, LLAMA / "batches-zero3-checkpointing.csv", *words)
+    assert found["peak_active_bytes"]["chosen"] == found["step_median_s"]["chosen"] == "straight line"
+
+
+@needs_data
+def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--columns", f"micro_batch,{RANKS}", "--set", "seq_len=2048", "--set", "device_total_gib=80")
+    text = said(capsys, "frontier", LLAMA / "batches-zero3-checkpointing.csv", *words, "--batch", "--gib", "80")
+    assert "12 samples ran within; 13 did not" in text and "CUDA context" in text
+    words = (*BATCHES, "--set", "device_total_gib=24", "--batch", "--gib", "24")
+    assert "2 samples ran within; 3 did not" in said(capsys, "frontier", QWEN / "batches.csv", *words).replace(
+        "none", ""
+    )
+
+
+@needs_data
+def test_memory_is_halved_by_checkpointing(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--columns", f"micro_batch,{RANKS}", "--set", "seq_len=2048")
+    cli.main(["compare", str(LLAMA / "batches-zero3.csv"), str(LLAMA / "batches-zero3-checkpointing.csv"), *words])
+    text = capsys.readouterr().out
+    assert "peak active: SMALLER: smaller in 3 of 3 pairs" in text and "0.49 x" in text and "-17" in text
+
+
+@needs_data
+@pytest.mark.slow
+def test_from_the_beginning_of_a_sweep_the_interval_holds_what_fits() -> None:
+    import frontier_prefixes
+
+    from vramsweep.analysis.data.importers import open_rows
+
+    cases: list[tuple[Path, str | None, list[str], str]] = [
+        (QWEN / "without-expandable-segments.csv", None, [], "seq_len"),
+        (LLAMA / "lengths-zero3.csv", f"seq_len,{RANKS}", ["micro_batch=1"], "seq_len"),
+        (LLAMA / "batches-zero3-checkpointing.csv", f"micro_batch,{RANKS}", ["seq_len=2048"], "micro_batch"),
+    ]
+    for file, columns, settings, axis in cases:
+        found = frontier_prefixes.ask(open_rows(file, columns, None, settings)[0], axis, questions=15)
+        assert len(found) >= 12
+        assert sum(one.holds for one in found) >= 0.9 * len(found), file
+
+
+def test_ranks_that_are_not_known_are_left_out() -> None:
+    frame = pd.DataFrame(
+        {
+            "trial_id": ["a", "b"], "outcome": "ok", "seq_len": [1, 2], "peak_active_bytes": [30, 50],
+            "rank_peak_active_bytes": [[10.0, None, 30.0], [50.0, None, None]],
+        }
+    )  # fmt: skip
+    table = from_frame(frame, "made up")
+    assert list(over_ranks(table, "mean").frame["peak_active_bytes"]) == [20, 50]
+    assert list(over_ranks(table, "worst").frame["peak_active_bytes"]) == [30, 50]
+    found = spread(table.frame, "peak_active_bytes", np.array([1.0, 2.0]))
+    assert found is not None and (found.ranks, found.x, found.least, found.most) == (2, 1.0, 10, 30)
+    assert spread(table.frame, "peak_reserved_bytes", np.array([1.0, 2.0])) is None
+
+
+def test_a_jump_is_found_where_it_is_and_noise_has_none() -> None:
+    random = np.random.default_rng(0)
+    x = np.arange(1.0, 301)
+    found = 0
+    for _ in range(40):
+        noise = random.normal(0, 20, 300)
+        (jump,) = jumps(x, noise - np.where(x > 200, 860, 0), 10_000 + 10 * x)
+        assert jump.x == pytest.approx(201, abs=2) and jump.size == pytest.approx(-860, rel=0.05)
+        found += bool(jumps(x, noise, 1_000 + x))
+    assert found <= 4
+    assert jumps(x[:30], noise[:30], x[:30]) == []
