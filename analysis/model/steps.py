@@ -14,7 +14,8 @@ from vramsweep.analysis.model.curves import Array
 
 LEAST = 0.02  # of the value
 FEWEST = 40  # lengths
-WINDOW = 15  # lengths on each side
+WINDOW = 15  # lengths on each side, as many as there are
+ENDS = 3  # lengths that there must be at least
 OUT = 5.0  # robust standard deviations (median absolute deviation, Hampel 1974)
 
 
@@ -26,15 +27,15 @@ class Jump:
     size: float
 
 
-def jumps(x: Array, left: Array, y: Array, most: int = 3) -> list[Jump]:
+def jumps(x: Array, left: Array, y: Array, most: int = 4) -> list[Jump]:
     """The largest, at most so many, in order of x: what a curve leaves (n,) of y (n,) at x (n,), ascending."""
     different, first = np.unique(x, return_index=True)
     left, y = left[first], y[first]
     if len(different) < FEWEST:
         return []
     window = min(WINDOW, len(different) // 6)
-    places = np.arange(window, len(different) - window + 1)
-    sizes = np.array([np.median(left[at : at + window]) - np.median(left[at - window : at]) for at in places])
+    places = np.arange(ENDS, len(different) - ENDS + 1)
+    sizes = np.array([np.median(left[at : at + window]) - np.median(left[max(at - window, 0) : at]) for at in places])
     scale = 1.4826 * float(np.median(np.abs(sizes - np.median(sizes))))
     found: list[Jump] = []
     for at in np.argsort(-np.abs(sizes)):

@@ -92,7 +92,7 @@ def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | 
         return f"{slope:,.0f} bytes per {each}{sure} on top of a fixed part of {show_bytes(fixed)}"
     if fit.axis != "seq_len":
         return f"{_seconds(slope)} per {each} on top of {_seconds(fixed)}"
-    text = f"{slope * 1e6:,.3f} µs per token of length on top of {fixed * 1e3:,.3f} ms"
+    text = f"{_seconds(slope)} per token of length on top of {_seconds(fixed)}"
     if fit.samples_per_step is None or slope <= 0:
         return text
     most = fit.samples_per_step / slope

@@ -334,7 +334,10 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
             "device memory is what NVML reports."
         )
     if frame["device"].eq("simulated").any():
-        parts.append("Rows with device=simulated are predictions and never enter a fit or a figure of measured rows.")
+        parts.append(
+            "Rows with device=simulated are predictions. They enter no figure of measured rows, and no fit of them but "
+            "as the shape that a fitted residual corrects, where this is said."
+        )
     if fits:
         rest = {"prediction": "predictions of the same settings and a fitted residual",
                 "phases": "the peaks of a step's phases, fitted over batch and length together",
@@ -343,9 +346,9 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
         robust = ", outliers by Huber's weights" if fits[0].robust else ""
         parts.append(
             "Curves are maxima of lines or parabolas, chosen by their posterior probability among lines, parabolas and "
-            "maxima of two or three pieces with closed-form evidence (conjugate linear regression on each run of lengths"
-            f"{robust}), per alignment class where that is more probable. Values rest on {bases}. Intervals are 95 % "
-            "posterior intervals over all kinds. Rows that ran out of memory count as lower bounds."
+            "maxima of two or three pieces with closed-form evidence (conjugate linear regression on each run of "
+            f"lengths{robust}), per alignment class where that is more probable. Values rest on {bases}. Intervals are "
+            "95 % posterior intervals over all kinds. Rows that ran out of memory count as lower bounds."
         )
     return " ".join(parts)
 
