@@ -5,6 +5,9 @@ Between steps activations are freed, so that nearly all of what is reserved is c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -16,32 +19,43 @@ PHASES = ("forward", "backward", "optimizer")
 BEYOND = "beyond_bytes"
 
 
-def beyond_peak(group: Group) -> pd.DataFrame:
-    """Peak reserved minus peak allocated of each row that knows both and its length, and the phase that has the peak.
+def beyond_peak(groups: Sequence[Group]) -> list[pd.DataFrame]:
+    """Of each group of one table: peak reserved minus peak allocated of the rows that know both and their length, and
+    the phase that has the peak.
 
     Where allocated is not known, as of foreign rows, active stands in for it (`base` says which): it is never less, so
-    that the difference is at least this. Empty where reserved is a process's resident set.
+    that the difference is at least this. Rows whose reserved is a process's resident set are left out.
     """
-    peaks = [f"{phase}_peak_allocated_bytes" for phase in PHASES]
-    also = ("micro_batch", "peak_allocated_bytes", "peak_active_bytes", "reserved_unallocated_bytes", *peaks)
-    rows = group.ok("peak_reserved_bytes", "seq_len", also=also)
-    numbers = {name: rows[name].to_numpy(float, na_value=np.nan) for name in rows if name != "trial_id"}
-    allocated, active = numbers["peak_allocated_bytes"], numbers["peak_active_bytes"]
-    base = np.where(np.isnan(allocated), active, allocated)
-    found = pd.DataFrame(
+    if not groups:
+        return []
+    source = groups[0].source
+    allocated, active, reserved, length, batch, between, *phases = (
+        source[name].to_numpy(float, na_value=np.nan)
+        for name in (
+            "peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes", "seq_len", "micro_batch",
+            "reserved_unallocated_bytes", *(f"{phase}_peak_allocated_bytes" for phase in PHASES),
+        )
+    )  # fmt: skip
+    unknown = np.isnan(allocated)
+    resident = source["memory_source"].eq("cpu_tensors_and_rss").fillna(False).to_numpy(bool)
+    beyond = np.where(resident, np.nan, reserved - np.where(unknown, active, allocated))
+    every = pd.DataFrame(
         {
-            **{name: numbers[name] for name in ("seq_len", "micro_batch", "peak_reserved_bytes")},
-            "base": np.where(np.isnan(allocated), "active", "allocated"),
-            BEYOND: numbers["peak_reserved_bytes"] - base,
-            "phase": _highest(np.column_stack([numbers[name] for name in peaks])),
-            "between_steps": numbers["reserved_unallocated_bytes"],
-            "trial_id": rows["trial_id"].to_numpy(),
+            "seq_len": length,
+            "micro_batch": batch,
+            "peak_reserved_bytes": reserved,
+            "base": np.where(unknown, "active", "allocated"),
+            BEYOND: beyond,
+            "phase": _highest(np.column_stack(phases)),
+            "between_steps": between,
+            "trial_id": source["trial_id"].to_numpy(),
         }
     )
-    return found.iloc[:0] if group.resident else found.dropna(subset=[BEYOND])
+    known = source["outcome"].eq("ok").fillna(False).to_numpy(bool) & ~np.isnan(beyond) & ~np.isnan(length)
+    return [every.iloc[group.rows[known[group.rows]]] for group in groups]
 
 
-def _highest(peaks: Array) -> list[str]:
-    """The phase of the highest peak, "" where no phase's is known. `peaks`: (rows, phases)."""
-    known = np.where(np.isnan(peaks), -1.0, peaks)
-    return [PHASES[int(np.argmax(row))] if row.max() >= 0 else "" for row in known]
+def _highest(peaks: Array) -> Any:
+    """The phase of the highest peak of each row, "" where no phase's is known. `peaks`: (rows, phases)."""
+    filled = np.where(np.isnan(peaks), -1.0, peaks)
+    return np.where(filled.max(axis=1) < 0, "", np.array(PHASES)[filled.argmax(axis=1)])

@@ -89,7 +89,8 @@ def _shared(groups: Sequence[Group]) -> dict[str, Any]:
 
 def memory_by_length(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     """Peak allocated (else active) and reserved memory against length, with the fit and its band."""
-    known = [g for g in groups if any(f.group == g.id and f.metric.memory for f in fits)]
+    fitted = {fit.group for fit in fits if fit.metric.memory}
+    known = [g for g in groups if g.id in fitted]
     shown = known if len(known) <= 3 else others_equal(known, ("micro_batch",))[:4]
     if not shown:
         return None

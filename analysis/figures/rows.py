@@ -34,8 +34,8 @@ _PHASES = ("load", "forward", "backward", "optimizer")
 
 def unallocated(groups: Sequence[Group]) -> Figure | None:
     """What is reserved beyond allocated (else active) at the peak, against length."""
-    known = [(g, beyond_peak(g)) for g in _with(groups, "peak_reserved_bytes")]
-    drawn = [(g, rows) for g, rows in known if rows["seq_len"].nunique() > 1]
+    known = _with(groups, "peak_reserved_bytes")
+    drawn = [(g, rows) for g, rows in zip(known, beyond_peak(known), strict=True) if rows["seq_len"].nunique() > 1]
     if not drawn:
         return None
     unit, called = plots.axis_unit(max(float(rows[BEYOND].max()) for _, rows in drawn))
@@ -307,7 +307,8 @@ def frontier_chart(limits: Sequence[Limit], groups: Sequence[Group]) -> Figure |
     if data.empty or data["value"].notna().sum() == 0:
         return None
     known = data[data["value"].notna()]
-    shown, note = plots.baseline([g for g in groups if g.id in set(known["group"])], ("micro_batch", "allocator"))
+    having = set(known["group"])
+    shown, note = plots.baseline([g for g in groups if g.id in having], ("micro_batch", "allocator"))
     if not shown:
         return None
     plot = new_plot("memory of the GPU (GiB)", "largest length (tokens)")

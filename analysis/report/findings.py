@@ -145,8 +145,7 @@ def _side(group: Group, source: str) -> Table:
 def _waste(groups: Sequence[Group]) -> list[str]:
     """Where most was reserved beyond what was allocated at the peak."""
     worst: tuple[float, str] | None = None
-    for group in groups[:50]:
-        rows = beyond_peak(group)
+    for group, rows in zip(groups[:50], beyond_peak(groups[:50]), strict=True):
         if rows.empty or rows[BEYOND].max() <= (worst[0] if worst else 0):
             continue
         row = rows.iloc[int(np.argmax(rows[BEYOND]))]

@@ -156,7 +156,7 @@ def test_paper_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert cli.main(["paper", str(folder), "--out", str(tmp_path)]) == 0
     assert r"\toprule" in (tmp_path / "tables" / "fits.tex").read_text()
     assert "| settings |" in (tmp_path / "tables" / "settings.md").read_text()
-    assert "least squares" in (tmp_path / "methods.txt").read_text()
+    assert "posterior probability" in (tmp_path / "methods.txt").read_text()
     assert json.loads((tmp_path / "environment.json").read_text())["coverage"] == {"ok": 104, "oom": 16}
 
 
