@@ -119,7 +119,7 @@ def replayed(random: Random) -> Truth:
         return np.array([kept[int(b)].loc[int(s)] for b, s in zip(batch, length, strict=True)], float).T
 
     batch, known = int(random.choice([1, 2, 4])), np.unique(mine["seq_len"]).astype(float)
-    return Truth(phases, None, batch, _attention(mine), known)
+    return Truth(phases, batch=batch, attention=_attention(mine), known=known)
 
 
 def _attention(mine: pd.DataFrame) -> str:

@@ -161,9 +161,13 @@ class Fit:
         low, high = np.percentile(curve, [tail, 100 - tail], axis=0)
         new_low, new_high = np.percentile(new, [tail, 100 - tail], axis=0)
         first, last = self.range
+        value = self.value(x)  # of the most probable kind, where the interval is of all
+        low, high, new_low, new_high = (
+            np.minimum(low, value), np.maximum(high, value), np.minimum(new_low, value), np.maximum(new_high, value)
+        )  # fmt: skip
         if self.one_sided:
             high, new_high = (np.where(x > last, np.inf, edge) for edge in (high, new_high))
-        return Prediction(x, self.value(x), low, high, new_low, new_high, (x < first) | (x > last))
+        return Prediction(x, value, low, high, new_low, new_high, (x < first) | (x > last))
 
     @cached_property
     def next_x(self) -> int | None:

@@ -25,7 +25,7 @@ OVERHEAD = (
     Kind("step", ((0,), (0,)), 0.05, joined=False, share=0.1),
     Kind("step", ((0, 1), (0, 1)), 0.05, joined=False, share=0.1),
 )
-RESIDUAL = (Kind("constant", ((0,),), 0.3), Kind("line", ((0, 1),), 0.2), Kind("share", ((0, 2),), 0.5))
+RESIDUAL = (Kind("constant", ((0,),), 0.05), Kind("line", ((0, 1),), 0.15), Kind("share", ((0, 2),), 0.8))
 SMALL = 0.03  # of the base: what a residual's line or share is expected to be, one standard deviation
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vramsweep.analysis.data.metrics import Metric, show_bytes
+from vramsweep.analysis.data.metrics import MIB, Metric, show_bytes
 from vramsweep.analysis.model.curves import Curve
 from vramsweep.analysis.model.fit import BASES, PLAIN, Candidate, Fit
 from vramsweep.analysis.model.observe import AXES, UNITS
@@ -168,12 +168,18 @@ def _residual(fit: Fit) -> str:
     low, high = fit.range
     at = np.array([low, high])
     over = fit.predictor.value(at) - fit.predictor.base.value(at)  # type: ignore[attr-defined]
-    name = {"constant": "a constant", "line": "a line in tokens", "share": "a share of it"}
-    kind = name[fit.residual.posterior.kinds()[0]]
+    low_end, high_end = (float(v) for v in over)
+    same = abs(high_end - low_end) <= max(0.02 * abs(high_end), 2 * MIB)
+    kind = "a constant" if same else _grows(fit)
     left = fit.points.y - fit.predictor.value(fit.points.x)
     sizes = " to ".join(dict.fromkeys(_more(float(v), fit.metric) for v in over))
     rms = fit.metric.show(float(np.sqrt(np.mean(left**2))))
     return f"measured is predicted {sizes} ({kind}; RMS of what is left {rms})"
+
+
+def _grows(fit: Fit) -> str:
+    assert fit.residual is not None
+    return {"line": "a line in tokens"}.get(fit.residual.posterior.kinds()[0], "a constant and a share of it")
 
 
 def _more(value: float, metric: Metric) -> str:

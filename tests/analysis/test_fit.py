@@ -144,7 +144,7 @@ def test_a_row_that_ran_out_of_memory_bends_the_curve_up_to_the_device_but_not_d
     assert free is not None and low is not None and high is not None
     at = np.array([900.0])
     assert low.predict(at).value == pytest.approx(free.predict(at).value, rel=1e-3)
-    assert high.predict(at).new_low[0] > 3.9e9 > free.predict(at).new_high[0]
+    assert high.predict(at).new_low[0] > 3.8e9 > free.predict(at).new_high[0]
     assert high.predict(np.array([600.0])).value[0] == pytest.approx(1.6e9, rel=0.02)
 
 
