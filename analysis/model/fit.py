@@ -569,7 +569,8 @@ def _better(
     if knows.predicted is not None and (base := _predicted(knows.predicted, metric, axis, per_x)) is not None:
         found = excess(points.x * per_x, points.y, base.value(points.x), metric.resolution, RESIDUAL, small=True)
         bounds = (points.bound_x, points.bound_y)
-        return "prediction", Standing(base, found, per_x, False, bounds), found.posterior.identified, found
+        standing = Standing(base, found, per_x, False, bounds, np.unique(points.x))
+        return "prediction", standing, found.posterior.identified, found
     if knows.whole is None or knows.whole.phases is None:
         return None
     phases = OfPhases(knows.whole.phases, axis, per_x)

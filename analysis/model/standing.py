@@ -26,6 +26,7 @@ OVERHEAD = (
     Kind("step", ((0, 1), (0, 1)), 0.05, joined=False, share=0.1),
 )
 RESIDUAL = (Kind("constant", ((0,),), 0.05), Kind("line", ((0, 1),), 0.15), Kind("share", ((0, 2),), 0.8))
+SHAPE = 0.02  # of what a prediction grows by from the nearest measured run: how far its shape may be off, one deviation
 SMALL = 0.03  # of the base: what a residual's line or share is expected to be, one standard deviation
 
 
@@ -91,9 +92,10 @@ def excess(
 
 @dataclass(frozen=True)
 class Standing:
-    """The base and its excess as one. `per_x` are the tokens of a micro-batch per unit of x; `least` bounds it below.
+    """The base and its excess as one. `per_x` are the tokens of a micro-batch per unit of x.
 
-    `bounds`: x, and what the quantity is at least there: runs that did not fit.
+    `positive`: the quantity is never less than its base. `bounds`: x, and what it is at least there: runs that did not
+    fit. `seen` are the x that the excess is from, where the base's shape itself is not beyond doubt.
     """
 
     base: Base
@@ -101,6 +103,7 @@ class Standing:
     per_x: float
     positive: bool
     bounds: tuple[Array, Array]
+    seen: Array | None = None
 
     def value(self, x: Array) -> Array:
         """The most probable curve, (n,)."""
@@ -130,6 +133,10 @@ class Standing:
         count = min(len(base), len(over))
         at, other = random.permutation(len(base))[:count], random.permutation(len(over))[:count]
         over, noise = over[other], noise[other]
+        if self.seen is not None:
+            here, there = self.base.value(x), self.base.value(self.seen)
+            grown = np.abs(here[:, None] - there).min(axis=1)
+            over = over + SHAPE * grown * random.standard_normal((len(over), 1))
         more = over + noise * random.standard_normal(over.shape)
         if self.positive:
             over, more = np.maximum(over, 0.0), np.maximum(more, 0.0)
