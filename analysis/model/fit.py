@@ -51,6 +51,11 @@ BASES = {
     "phases": "on the peak of each phase, over batch and length together",
     "points": "on these points alone",
 }
+WHY = {
+    "prediction": "there are some",
+    "phases": "nothing is predicted of the same settings",
+    "points": "nothing is predicted of the same settings, and the rows do not know their phases or batch",
+}
 
 
 class Predictor(Protocol):

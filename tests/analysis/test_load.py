@@ -132,7 +132,7 @@ def test_one_group_stands_for_those_that_differ_in_the_allocator_alone() -> None
 def test_labels_show_only_what_varies() -> None:
     assert groups.label(
         {"allocator": "default", "micro_batch": 4, "checkpointing": "full", "device_used_bytes": None}
-    ) == ("default · batch 4 · checkpointing full · no device used bytes")
+    ) == ("default · batch 4 · checkpointing full · device used bytes unknown")
     assert groups.label({"runner": "deepspeed", "sharding": "zero2"}) == "deepspeed · zero2"
     assert groups.label({"runner": "torch", "sharding": "none"}) == "torch · no sharding"
     assert groups.label({}) == "all rows"
