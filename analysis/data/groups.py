@@ -156,6 +156,8 @@ def label(settings: Mapping[str, Any]) -> str:
             parts.append(f"{name} unknown")
         elif isinstance(value, bool | np.bool_):
             parts.append(name if value else f"no {name}")
+        elif key == "seq_len":
+            parts.append(f"{value:,} tokens" if isinstance(value, int) else f"{value} tokens")
         elif key == "sharding":
             parts.append("no sharding" if value == "none" else str(value))
         elif key in plain:

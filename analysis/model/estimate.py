@@ -27,6 +27,7 @@ from vramsweep.analysis.model.curves import Array, Kind
 DRAWS = 2000  # of the whole posterior; the ends of a 95 % interval then have a standard error of 0.35 %
 TRIES = 300  # draws of one component, of which those that contradict its cuts are left out
 MOST_CUTS = 40  # candidates for a cut; with more lengths they are thinned, then dense around the best
+BEYOND = 1.5  # times that noise grows for each range of the observations beyond them
 KEPT = 10  # components of a kind that are drawn from
 CLEAR = 10.0  # nats below the best of all from which on a component is not looked at
 NOISES = ("constant", "proportional")
@@ -173,8 +174,8 @@ class Posterior:
     def draws(self, axis: Array, features: Array) -> tuple[Array, Array]:
         """The curve at each point (draws, n), and the standard deviation of a new observation's noise there.
 
-        Beyond the observations it grows with the distance, by itself for each range of them: how far the truth strays
-        from any such model was only seen within.
+        Beyond the observations it grows with the distance: how far the truth strays from any such model was only seen
+        within.
         """
         curves, noises = [], []
         logs = np.array([c.log for c in self.components])
@@ -185,7 +186,7 @@ class Posterior:
         size = max(float(np.abs(self.data.y).max()), 1e-300)
         low, high = float(self.data.axis.min()), float(self.data.axis.max())
         outside = np.maximum(np.maximum(low - axis, axis - high), 0.0)
-        farther = 1.0 + outside / max(high - low, 1e-300)
+        farther = 1.0 + BEYOND * outside / max(high - low, 1e-300)
         for component, count in zip(self.components, wanted, strict=True):
             if not count:
                 continue

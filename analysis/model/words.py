@@ -229,11 +229,18 @@ def class_name(candidate: Candidate, key: bool) -> str:
     return f"length % {candidate.model.modulus} {'==' if key else '!='} 0: "
 
 
+def number(value: float, metric: Metric) -> str:
+    """A size in the metric's one unit, for columns of them."""
+    return f"{_number(value, metric)} {metric.unit}"
+
+
 def _rms(fit: Fit) -> str:
-    return f"RMS {_number(fit.chosen.rms, fit.metric)} {fit.metric.unit}"
+    return f"RMS {number(fit.chosen.rms, fit.metric)}"
 
 
 def _number(value: float, metric: Metric) -> str:
+    if metric.memory and abs(value) < 1:
+        return "0"  # of a byte: what arithmetic leaves
     return f"{value / metric.scale:,.4g}" if np.isfinite(value) else "–"
 
 

@@ -51,7 +51,7 @@ def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
                     "settings": fit.label,
                     "model": fit.chosen.model.name,
                     "curve": words.class_name(fit.chosen, key) + words.equation(curve, fit.metric),
-                    "RMS": f"{fit.chosen.rms / fit.metric.scale:,.4g} {fit.metric.unit}",
+                    "RMS": words.number(fit.chosen.rms, fit.metric),
                     "probability": f"{fit.chosen.probability:.2f}",
                     "values rest on": fit.basis,
                     "lengths": f"{len(np.unique(fit.points.x)):,}",

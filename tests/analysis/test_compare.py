@@ -111,7 +111,7 @@ def test_verdicts_over_all_have_sizes_and_say_where() -> None:
     assert allocated.change == pytest.approx((0.5**3 * 0.4) ** 0.25 - 1)
     said = text(found, along(found))
     assert "geometric mean 0.473 x" in said
-    assert "(0.4 x) at seq len 2048" in said
+    assert "(0.4 x) at 2,048 tokens" in said
     assert "x slower" in found.speed.reason and found.worse
 
 
@@ -148,7 +148,7 @@ def test_many_pairs_are_a_summary_and_twelve_of_them(tmp_path: Path, capsys: pyt
     a = synthetic.write(tmp_path / "a", rows)
     for flags, pairs in (([], 12), (["--all"], 20)):
         cli.main(["compare", str(a), str(a), *flags])
-        assert sum(line.startswith("seq len ") for line in capsys.readouterr().out.splitlines()) == pairs
+        assert sum(" tokens: " in line[:16] for line in capsys.readouterr().out.splitlines()) == pairs
     cli.main(["compare", str(a), str(a), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert len(found["pairs"]) == 20

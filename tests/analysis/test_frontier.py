@@ -35,7 +35,7 @@ def test_nothing_fits_in_too_small_a_device() -> None:
 def test_the_largest_batch_per_length() -> None:
     rows = table(batches=(1, 2, 4, 8), lengths=(1024, 2048))
     limits = frontier(rows, [12], "micro_batch")
-    assert {limit.label for limit in limits} == {"seq len 1024", "seq len 2048"}
+    assert {limit.label for limit in limits} == {"1,024 tokens", "2,048 tokens"}
     assert all(limit.axis == "micro_batch" and limit.value is not None for limit in limits)
     assert "samples" in text(limits)
 
