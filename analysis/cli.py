@@ -14,7 +14,7 @@ from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
-from vramsweep.analysis.data.ranks import HOW, over_ranks
+from vramsweep.analysis.data.ranks import HOW, LISTS, over_ranks
 from vramsweep.harness.errors import UserError
 
 
@@ -146,7 +146,10 @@ def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
     table, notes = open_rows(path or arguments.rows, arguments.columns, arguments.mapping, arguments.settings)
     for note in (*notes, *table.warnings):
         print(f"note: {note}", file=sys.stderr)
-    return over_ranks(table, getattr(arguments, "ranks", "worst"))
+    ranks = getattr(arguments, "ranks", "worst")
+    if ranks != "worst" and not any(table.frame[name].notna().any() for name in LISTS.values()):
+        print(f"note: no row knows the memory of each rank, so --ranks {ranks} changes nothing", file=sys.stderr)
+    return over_ranks(table, ranks)
 
 
 def _print_json(value: Any) -> None:

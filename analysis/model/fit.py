@@ -54,7 +54,7 @@ BASES = {
 WHY = {
     "prediction": "there are some",
     "phases": "nothing is predicted of the same settings",
-    "points": "nothing is predicted of the same settings, and the rows do not know their phases or batch",
+    "points": "nothing is predicted of the same settings, and phases are not known of these rows along this axis",
 }
 
 
@@ -293,7 +293,8 @@ def fit_table(
     for group in found[:limit]:
         frame = group.frame
         rows = beside(group) if beside else None
-        knows = Knows(wholes.of(group), None if rows is None else Whole(rows))
+        whole = wholes.of(group).within(start, stop, axis)
+        knows = Knows(whole, None if rows is None else Whole(rows))
         any_points = False
         for name in metrics:
             points = observations(frame, METRICS[name], start, stop, axis)
@@ -309,7 +310,8 @@ def fit_table(
             outcomes = ", ".join(f"{n} {o}" for o, n in frame["outcome"].value_counts().items())
             notes.append(f"{group.label}: no measured values to fit ({outcomes})")
     if short:
-        notes.append(f"{short} curve{'s' * (short != 1)} with fewer than {FEWEST} different lengths not fitted")
+        of = "lengths" if axis == "seq_len" else f"values of {axis}"
+        notes.append(f"{short} curve{'s' * (short != 1)} with fewer than {FEWEST} different {of} not fitted")
     if len(found) > limit:
         notes.append(f"{len(found):,} groups of equal settings; the {limit} with most rows were fitted")
     return fits, notes
@@ -329,6 +331,13 @@ class Whole:
     """Rows of equal settings but for batch and length."""
 
     frame: pd.DataFrame = field(repr=False)
+
+    def within(self, start: float | None, stop: float | None, axis: str) -> Whole:
+        """Only rows with `start <= x <= stop`."""
+        if start is None and stop is None:
+            return self
+        x = along(self.frame, axis)
+        return Whole(self.frame[(x >= (start or -np.inf)) & (x <= (stop or np.inf))])
 
     @cached_property
     def phases(self) -> Phases | None:
