@@ -40,6 +40,7 @@ def of_preset(file: Path, *words: str) -> list[str]:
     return ["--config-dir", str(file.parents[1]), "sweep=mine", *words]
 
 
+@pytest.mark.slow
 def test_a_preset_of_cases_is_one_sweep(preset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, *of_preset(preset))  # with -m or without: a case is a list anyway
     assert found == planned(capsys, "-m", *of_preset(preset))
@@ -131,6 +132,7 @@ def test_every_preset_can_be_planned(
     assert len(lengths) < 5 or {length % 8 == 0 for length in lengths} == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [file.stem for file in OURS if "cases:" in file.read_text()])
 def test_our_presets_of_cases_can_be_measured_too(name: str) -> None:
     """Words of the simulated device that a preset has give way with it."""
