@@ -276,7 +276,7 @@ def fitted(cell: Cell, truth: Truth, random: Random) -> tuple[Fit, dict[str, flo
             predicted = Whole(rows(off, lambda y, _: y, batches, dense, random))
         fit = fit_points(observations(group.frame, metric), metric, group, knows=Knows(Whole(frame), predicted))
     assert fit is not None
-    return fit, frame.attrs
+    return fit, {str(name): float(value) for name, value in frame.attrs.items()}
 
 
 def drawn(cell: Cell, random: Random) -> Drawn:

@@ -68,7 +68,7 @@ def ask(table: Table, axis: str = "seq_len", counts: Sequence[int] = (0, 8), que
             truth = (float(different[np.searchsorted(different, first_over) - 1]), max(last_ok, first_over))
             taken = inside if not count else inside[np.unique(np.linspace(0, len(inside) - 1, count).astype(int))]
             gib = limit / GIB
-            mask = table.frame.index.isin(frame.index[taken])
+            mask = table.frame.index.to_series().isin(frame.index[taken])
             limits = [one for one in frontier(table.where(mask), [gib], axis) if one.multiples_of is None]
             if limits:
                 one = limits[0]
