@@ -58,7 +58,8 @@ class Session:
 
     `folder` is the first batch's: all are one sweep. `detected` is the device that `auto` stood for, if it was asked.
     `launcher` outlives a batch, as its templates are what takes time to start. `cases` are the configurations of the
-    cases of `preset`, which wait here until all are there; None where the command has none.
+    cases of `preset`, which wait here until all are there; None where the command has none. `options` are those of each
+    group that the preset chooses.
     """
 
     folder: Path | None = None
@@ -71,6 +72,7 @@ class Session:
     rows: dict[str, Row] = field(default_factory=dict)
     mistake: UserError | None = None
     preset: str | None = None
+    options: dict[str, str] = field(default_factory=dict)
     cases: list[dict[str, Any]] | None = None
 
 
@@ -307,10 +309,13 @@ def _cases(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     named = [word for word in args.overrides if word.startswith("sweep=")]
     if not named:
         return None, []
+    if "," in named[-1]:
+        raise UserError(f"{named[-1]}: a preset is a sweep of its own, so one at a time: {named[-1].partition(',')[0]}")
     config = overrides.loader(args).load_configuration(
         args.config_name or "config", named, RunMode.MULTIRUN, validate_sweep_overrides=False
     )
     preset = str(config.hydra.runtime.choices.sweep)
+    _session.options = {str(group): str(option) for group, option in config.hydra.runtime.choices.items()}
     own = next((word for word in args.overrides if word.startswith("cases=")), None)
     if own is not None and config.cases:
         raise UserError(f"{own}: sweep={preset} has cases of its own; leave one out")
@@ -326,15 +331,9 @@ def _compose(args: argparse.Namespace, parser: argparse.ArgumentParser, case: st
     Raises UserError for a mistake, which names the case unless it is about the command line's words.
     """
     own = args.overrides
-    keys = {word.lstrip("+~").partition("=")[0] for word in own}
-
-    def said(word: str) -> bool:
-        key = word.lstrip("+~").partition("=")[0]
-        return any(key == own_key or key.startswith(f"{own_key}.") for own_key in keys)
-
     one = argparse.Namespace(**(vars(args) | {"multirun": True, "run": False}))
     try:
-        one.overrides = [word for word in map(overrides.today, shlex.split(case)) if not said(word)] + own
+        one.overrides = _left(list(map(overrides.today, shlex.split(case))), own, _session.options) + own
         with overrides.explained(one.overrides):
             overrides.check(one)
             _run_hydra(one, parser, _single, str(CONF), "config")
@@ -343,6 +342,20 @@ def _compose(args: argparse.Namespace, parser: argparse.ArgumentParser, case: st
         if mistake is None or any(str(mistake).startswith(word) for word in own):
             raise
         raise UserError(f"{mistake} (in sweep/{_session.preset}.yaml, case {case!r})") from None
+
+
+def _left(case: Sequence[str], own: Sequence[str], options: Mapping[str, str]) -> list[str]:
+    """The words of a case that the command line's own leave: not those for the same settings, nor what lies below an
+    option (device.gpu) where another one of its group is chosen; `options` are the preset's, a case may choose."""
+    said = dict(map(_setting, own))
+    options = {**options, **dict(map(_setting, case))}
+    gone = {f"{key}." for key, value in said.items() if options.get(key) != value}
+    return [word for word in case if (key := _setting(word)[0]) not in said and not key.startswith(tuple(gone))]
+
+
+def _setting(word: str) -> tuple[str, str]:
+    key, _, value = word.lstrip("+~").partition("=")
+    return key, value
 
 
 def _interrupt(number: int, frame: Any) -> None:

@@ -73,6 +73,7 @@ def test_a_trial_of_a_case_is_the_trial_of_the_same_words(preset: Path, capsys: 
     [
         (["device.gpu=rtx3090-24gb"], {(64, "none"), (128, "none"), (128, "full")}),
         (["device=cpu"], {(64, "none"), (128, "none"), (128, "full")}),  # and the case's card goes with its device
+        (["device=simulated"], {(64, "none"), (128, "none"), (128, "full")}),  # which is the preset's: all stays
         (["seq_len=32,48"], {(32, "none"), (48, "none"), (32, "full"), (48, "full")}),
         (["checkpointing=full"], {(64, "full"), (128, "full")}),
     ],
@@ -85,6 +86,8 @@ def test_the_command_line_wins_over_a_case(
     if words[0].startswith("device"):
         key = "gpu" if "." in words[0] else "name"
         assert {t["device"][key] for t in found} == {words[0].partition("=")[2]}
+    if words == ["device=simulated"]:
+        assert {t["device"]["gpu"] for t in found} == {"h100-80gb", "l4-24gb"}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +100,7 @@ def test_the_command_line_wins_over_a_case(
         ("model=tiny seq_len=64", "model=tini seq_len=64", (), "did you mean tiny? (in sweep/mine.yaml, case "
          "'model=tini seq_len=64,128')"),
         ("  - model=tiny seq_len=128\n", "  - [model=tiny]\n", (), "sweep/mine.yaml: cases=["),
+        ("", "", ("sweep=mine,claims",), "sweep=mine,claims: a preset is a sweep of its own, so one at a time: sweep=mine"),
         ("", "", ("modle=tiny",), "modle=tiny: there is no setting 'modle'; did you mean model?\n"),
         ("", "", ("hydra.sweeper.max_batch_size=1",), "a preset of cases is run at once"),
     ],
