@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from vramsweep.analysis.data.groups import ASKED, Group
-from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.load import EXTRA, Table
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import find
 
@@ -16,7 +16,8 @@ from vramsweep.harness.gpus import find
 _APART = ("foreign", "device", "weights", "protocol", "allocator")
 KEYS = ("seq_len", *(key for key in ASKED if key not in _APART))
 CARD = ("device", "host", "gpu_name", "simulated_gpu")  # what a row's card is found from
-COMPARED = tuple(key for key in KEYS if key not in ("seq_len", "micro_batch", "versions", "data", "zero_init"))
+_NOT_COMPARED = ("seq_len", "micro_batch", "versions", "data", "zero_init")
+COMPARED = tuple(key for key in KEYS if key not in _NOT_COMPARED)
 EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
 
 
@@ -37,12 +38,17 @@ def card(frame: pd.DataFrame) -> pd.Series[Any]:
     return frame["simulated_gpu"].fillna(named.map(cards).astype("string"))
 
 
+def _extras(frame: pd.DataFrame, apart: tuple[str, ...]) -> list[str]:
+    """The columns of settings that only the resolved trial holds, but for those that begin so."""
+    return [str(c) for c in frame if str(c).startswith(EXTRA) and not str(c).startswith(apart)]
+
+
 class Beside:
     """The predicted rows of a table that are of a measured group's settings, at any batch and length."""
 
     def __init__(self, table: Table) -> None:
         self._frame = frame = table.frame
-        extras = [str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(EXTRAS_APART)]
+        extras = _extras(frame, EXTRAS_APART)
         settings = [name for name in (*KEYS, *extras) if name not in ("seq_len", "micro_batch")]
         own = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
         self._predicted = own & is_device(frame, "simulated")
@@ -76,20 +82,34 @@ class Chosen:
             )
 
     def of(self, group: Group) -> pd.DataFrame | None:
-        """Rows of one configuration. Raises UserError when several are possible, or none."""
+        """Rows of one configuration and card. Raises UserError when several are possible, or none."""
         first = group.frame.iloc[0]
-        rows = self._rows
-        for name in COMPARED:
-            if not pd.isna(first[name]):
-                rows = rows[rows[name].isna() | rows[name].astype("string").eq(str(first[name]))]
+        rows = self._of_card(group)
+        extras = _extras(rows, (*EXTRAS_APART, *(EXTRA + name for name in _NOT_COMPARED)))
+        for name in (*COMPARED, *extras):
+            if not pd.isna(value := first.get(name)):
+                rows = rows[rows[name].isna() | rows[name].astype("string").eq(str(value))]
         if rows.empty:
             raise UserError(f"{self._source} predicts nothing with the settings of {group.label}")
-        varying = [name for name in COMPARED if rows[name].nunique(dropna=False) > 1]
-        if varying:
-            name = varying[0]
-            there = ", ".join(map(str, rows[name].unique()))
-            raise UserError(
-                f"{self._source} predicts {name} {there}, and the rows do not say which is theirs; say it with "
-                f"--set {name}=..."
-            )
+        for name in ("simulated_gpu", *COMPARED, *extras):
+            if rows[name].nunique(dropna=False) > 1:
+                there = ", ".join(map(str, rows[name].unique()))
+                way = "give predictions of one alone"
+                if not name.startswith(EXTRA):
+                    way = f"say it with --set {'gpu_name' if name == 'simulated_gpu' else name}=..."
+                raise UserError(
+                    f"{self._source} predicts {name} {there}, and the rows do not say which is theirs; {way}"
+                )
         return rows
+
+    def _of_card(self, group: Group) -> pd.DataFrame:
+        """Those for the group's card, by the driver's name for it or ours; all where it is not known."""
+        sides = group.take(*CARD)
+        names = {str(name) for name in pd.concat([sides["gpu_name"], card(sides)]).dropna()}
+        if not names:
+            return self._rows
+        found = self._rows[self._rows["simulated_gpu"].isin(names)]
+        if found.empty:
+            there = ", ".join(map(str, self._rows["simulated_gpu"].dropna().unique()))
+            raise UserError(f"{self._source} predicts nothing for {min(names)}, only for {there}")
+        return found

@@ -10,6 +10,7 @@ import pytest
 import synthetic
 
 from vramsweep.analysis.data import groups, load
+from vramsweep.analysis.data.pairing import Chosen
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import complete
 
@@ -172,3 +173,38 @@ def test_a_row_that_does_not_name_its_card_gives_way_to_one_that_does(tmp_path: 
     died = row | {"gpu_name": None, "torch_version": "2.13.0", "outcome": "oom"}
     table = load.load(synthetic.write(tmp_path, [died, row]))
     assert table.frame["outcome"].tolist() == ["ok"]
+
+
+def of_cards(*cards: str, **fixed: object) -> Chosen:
+    """Predictions of three lengths for each card, made as `vramsweep predict` does."""
+    rows = [
+        {**row, "trial_id": f"{row['trial_id']}-{name}", "simulated_gpu": name, "foreign": None, "gpu_name": None}
+        for name in cards
+        for row in synthetic.sweep((128, 256, 512), (1,), ("default",), 1, "simulated", **fixed)
+    ]
+    return Chosen(load.from_frame(pd.DataFrame(rows), "predictions"))
+
+
+def measured(gpu: str | None) -> groups.Group:
+    """Rows from elsewhere, of which nothing but the card is known."""
+    rows = {"trial_id": ["a", "b"], "outcome": "ok", "seq_len": [128, 256], "gpu_name": gpu, "foreign": "x.csv"}
+    return groups.groups(load.from_frame(pd.DataFrame(rows), "measured"))[0]
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-40GB", "a100-40gb"])
+def test_predictions_of_another_card_are_not_taken(gpu: str) -> None:
+    found = of_cards("h100-80gb", "a100-40gb").of(measured(gpu))
+    assert found is not None and found["simulated_gpu"].tolist() == ["a100-40gb"] * 3
+    with pytest.raises(UserError, match=rf"predicts nothing for {gpu}, only for h100-80gb"):
+        of_cards("h100-80gb").of(measured(gpu))
+
+
+def test_of_predictions_of_several_cards_or_trials_the_rows_must_say_which_is_theirs() -> None:
+    with pytest.raises(UserError, match=r"simulated_gpu h100-80gb, a100-40gb, .* say it with --set gpu_name=\.\.\."):
+        of_cards("h100-80gb", "a100-40gb").of(measured(None))
+    assert of_cards("h100-80gb").of(measured(None)) is not None
+    rows = of_cards("h100-80gb")._rows
+    twice = pd.concat([rows.assign(**{"trial.lora.rank": rank}) for rank in ("8", "64")], ignore_index=True)
+    twice["trial_id"] += twice["trial.lora.rank"]
+    with pytest.raises(UserError, match=r"trial.lora.rank 8, 64, .* give predictions of one alone"):
+        Chosen(load.from_frame(twice, "predictions")).of(measured(None))
