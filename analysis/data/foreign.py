@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.load import Table, converted, from_frame
-from vramsweep.analysis.data.mapping import MEASURED, PER_RANK, FileMapping, Place, Source
+from vramsweep.analysis.data.mapping import COUNTS, MEASURED, PER_RANK, FileMapping, Place, Source
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME, Outcome
 
@@ -104,7 +105,7 @@ def _column(cells: pd.DataFrame, place: Place, origin: str) -> pd.Series[Any]:
 def _of_source(columns: Sequence[pd.Series[Any]], source: Source, notes: list[str]) -> list[Any]:
     """Its columns in our type and unit; what does not convert is null and said."""
     values: list[Any] = []
-    zeros = infinite = 0
+    counts = Counter[str]()
     for rank, column in enumerate(columns):
         if source.kind is list:
             values.append(column)
@@ -113,20 +114,28 @@ def _of_source(columns: Sequence[pd.Series[Any]], source: Source, notes: list[st
         name = f"{source.name} of rank {rank}" if source.per_rank else source.name
         value = converted(column, float if source.kind is int else source.kind, name, notes)
         if source.kind in (int, float):
-            endless, zero = value.abs().eq(np.inf), value.eq(0)
-            infinite += int(endless.sum())
-            value = value.mask(endless)
-            if source.zero_is_missing or source.inverse:
-                zeros += int(zero.sum())
-                value = value.mask(zero)
+            for what, strange in _not_measured(value, source).items():
+                counts[what] += int(strange.sum())
+                value = value.mask(strange)
             value = 1 / (value * source.scale) if source.inverse else value * source.scale
         if source.kind is int:
             value = converted(value if source.scale == 1 else value.round(), int, name, notes)
         values.append(value)
-    for count, what in ((zeros, "zero"), (infinite, "infinite value")):
-        if count:
-            notes.append(f"{source.name}: {_count(count, what)} read as unknown")
+    notes += [f"{source.name}: {_count(count, what)} read as unknown" for what, count in counts.items() if count]
     return values
+
+
+def _not_measured(value: pd.Series[Any], source: Source) -> dict[str, pd.Series[bool]]:
+    """Numbers that nothing measured, and no setting, can be: what they are, and where."""
+    found = {"infinite value": value.abs().eq(np.inf)}
+    at_least_one = source.column in COUNTS
+    if source.zero_is_missing or source.inverse or at_least_one:
+        found["zero"] = value.eq(0)
+    if source.kind is int:
+        found["oversized value"] = (value * source.scale).abs().ge(2.0**63) & ~found["infinite value"]
+    if source.measured or at_least_one:
+        found["negative value"] = value.lt(0) & ~found["infinite value"]
+    return found
 
 
 def _add_outcome(frame: pd.DataFrame, measured: Sequence[pd.Series[Any]], notes: list[str]) -> None:

@@ -54,6 +54,7 @@ for _name in _MADE:
     del TARGETS[_name]
 PER_RANK = {name: f"rank_{name}" for name in METRICS if f"rank_{name}" in BY_NAME}  # the lists that hold every rank's
 MEASURED = (*METRICS, "tokens_per_s", "samples_per_s")  # a 0 in these was never measured
+COUNTS = ("seq_len", "micro_batch", "grad_accum", "world_size")  # of which there is at least one
 _EXAMPLE = "--columns 'seq_len,8*(peak_active_mib,peak_reserved_mib),iterations_per_s'"
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -301,6 +302,8 @@ def constant(name: str, value: Any, said: str) -> Any:
     if fits is None:
         expected = _TYPES[float if kind is int and to.factor != 1 else kind]
         raise UserError(f"{said}: {name} is {expected}, not {json.dumps(value)}")
+    if to.column in COUNTS and fits < 1:
+        raise UserError(f"{said}: {name} is 1 or more, not {fits}")
     if to.column == "outcome" and fits not in set(Outcome):
         raise UserError(f"{said}: outcome is one of {', '.join(Outcome)}; not {value!r}")
     return fits

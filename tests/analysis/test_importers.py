@@ -455,6 +455,7 @@ FOUR = "128,100,120,2.0\n256,110,130,1.0\n"
         (None, ["seq_len"], "--set takes NAME=VALUE, such as --set seq_len=2048, not 'seq_len'"),
         (None, ["seq_len=2048"], "seq_len is both a constant and the column seq_len"),
         (None, ["micro_batch=two"], 'micro_batch is a whole number, not "two"'),
+        (None, ["micro_batch=0"], "micro_batch is 1 or more, not 0"),
         (None, ["micro_batch=2.5"], 'micro_batch is a whole number, not "2.5"'),
         (None, ["device_total_gib=much"], 'device_total_gib is a number, not "much"'),
         (None, ["offload_param=maybe"], "offload_param is true or false"),
@@ -531,6 +532,30 @@ def test_a_byte_order_mark_short_lines_and_missing_values_are_taken_for_what_the
         "peak_active_mib: 1 zero read as unknown",
         "peak_reserved_mib: 1 infinite value read as unknown",
     ]
+
+
+def test_what_is_less_than_nothing_was_not_measured(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text(
+        "seq_len,micro_batch,peak_active_mib,step_median_ms,lora_alpha\n-64,1,5,-2,-1\n0,1,5,3,1\n8,-1,-5,4,1\n"
+    )
+    table, notes = open_rows(file)
+    assert table.frame["seq_len"].tolist() == [pd.NA, pd.NA, 8]
+    assert table.frame["micro_batch"].tolist() == [1, 1, pd.NA]
+    assert table.frame["peak_active_bytes"].tolist() == [5 * MIB, 5 * MIB, pd.NA]
+    assert table.frame["step_median_s"].tolist() == [pd.NA, 0.003, 0.004]
+    assert table.frame["lora_alpha"].tolist() == [-1, 1, 1]  # of what is not measured nothing is known here
+    assert notes[:5] == [
+        "seq_len: 1 zero read as unknown",
+        "seq_len: 1 negative value read as unknown",
+        "micro_batch: 1 negative value read as unknown",
+        "peak_active_mib: 1 negative value read as unknown",
+        "step_median_ms: 1 negative value read as unknown",
+    ]
+    file.write_text("seq_len,peak_active_mib\n8,1e300\n9,1\n")
+    assert open_rows(file)[1] == ["peak_active_mib: 1 oversized value read as unknown"]
+    file.write_text("seq_len,iterations_per_s,peak_active_mib\n8,-3,1\n")
+    assert open_rows(file)[0].frame["step_median_s"].isna().all()
 
 
 def test_set_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
