@@ -10,7 +10,7 @@ import pytest
 import synthetic
 
 from vramsweep.analysis import cli
-from vramsweep.analysis.compare.trends import along
+from vramsweep.analysis.compare.trends import SPEED, along
 from vramsweep.analysis.compare.verdicts import compare
 from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.figures import overlay
@@ -63,6 +63,26 @@ def test_running_out_of_memory_is_marked() -> None:
     assert figure.data.set_index("seq_len")["out_of_memory"].to_dict()[2048] == "a"
     assert "A out of memory" in [trace.name for trace in figure.plot.data]
     assert figure.data.set_index("seq_len")["tokens_per_s_b"].notna()[2048]
+
+
+@pytest.mark.parametrize("gone", [("peak_reserved_bytes", "peak_allocated_bytes", "peak_active_bytes"), (SPEED,)])
+def test_what_the_sides_nowhere_both_know_has_no_panel(gone: tuple[str, ...]) -> None:
+    a, b = sides()
+    for rows, known in ((a, lambda length: length < 500), (b, lambda length: length > 500)):
+        for row in rows:
+            if not known(row["seq_len"]):
+                row |= dict.fromkeys(gone)
+    titles = [axis.title.text for axis in drawn(a, b).plot.select_yaxes()]
+    assert titles == (["peak memory (GiB)", "B − A (GiB)"] if gone == (SPEED,) else ["tokens/s", "B/A − 1 (%)"])
+
+
+def test_sides_of_which_one_ran_out_of_memory_wherever_the_other_fitted_are_no_figure() -> None:
+    a, b = sides()
+    lost = dict.fromkeys(("peak_reserved_bytes", "peak_allocated_bytes", "peak_active_bytes", SPEED))
+    gone = [[row | lost | {"outcome": "oom"} if (row["seq_len"] < 500) == first else row for row in rows]
+            for first, rows in ((True, a), (False, b))]  # fmt: skip
+    with pytest.raises(UserError, match="nothing to draw: the pairs have neither memory nor speed on both sides"):
+        drawn(*gone)
 
 
 def test_thousands_of_pairs_are_thinned() -> None:
