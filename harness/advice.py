@@ -22,7 +22,8 @@ WAVE = 8  # of them at a time, before it is looked again which is best
 class Option:
     """Some remedies together, and what is predicted of them: bytes reserved, seconds a token; None where not known.
 
-    `reason` says why nothing is known. `full`: it ran out of memory, however little it would need without a limit.
+    `reason` says why it is not known, or that it was the host's memory that ran out. `full`: memory ran out, however
+    little of the card's it would need without a limit.
     `work` orders by time what has no times: the FLOPs of a token, then its kernel launches.
     """
 
@@ -41,6 +42,10 @@ class Option:
     def fits(self, limit: int) -> bool:
         """Whether it is known to fit."""
         return self.need is not None and not self.full and self.need <= limit
+
+    def beyond(self, limit: int) -> int | None:
+        """The need, where it says whether this fits."""
+        return self.need if self.fits(limit) or (self.need or 0) > limit else None
 
 
 Predict = Callable[[Sequence[tuple[Remedy, ...]]], list[Option]]
@@ -95,7 +100,7 @@ def search(
     far: a peak that is gone leaves another one, for which remedies help that alone did nothing, or harm.
     """
     [base] = predict([()])
-    if base.need is None:
+    if base.need is None and not base.full:
         return Advice(base, (), (base,), 1, limit)
     singles = predict([(one,) for one in remedies])
     known = [one for one in singles if one.need is not None]
@@ -138,12 +143,15 @@ def front(options: Sequence[Option]) -> list[Option]:
 
 
 def _combinations(singles: Sequence[Option]) -> Iterator[tuple[Remedy, ...]]:
-    """One of each group at most."""
+    """One of each group at most, no two for the same setting."""
     groups: dict[str, list[Remedy]] = defaultdict(list)
     for one in singles:
         groups[one.remedies[0].group].append(one.remedies[0])
     for taken in itertools.product(*([None, *group] for group in groups.values())):
-        yield tuple(one for one in taken if one is not None)
+        found = tuple(one for one in taken if one is not None)
+        keys = [key for one in found for key in one.change]
+        if len(keys) == len(set(keys)):
+            yield found
 
 
 def _guesses(base: Option, singles: Sequence[Option]) -> Guess:

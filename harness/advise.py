@@ -167,9 +167,10 @@ class Asked:
 
         def needs(asked: Mapping[int, int]) -> dict[int, int | None]:
             taken = [options[number].remedies for number in asked]
-            return {number: one.need for number, one in zip(asked, self.predict(taken, [*asked.values()]), strict=True)}
+            found = self.predict(taken, [*asked.values()])
+            return {number: one.beyond(self.limit) for number, one in zip(asked, found, strict=True)}
 
-        lines = [reach.Line({self.start: one.need}) for one in options]
+        lines = [reach.Line({self.start: one.beyond(self.limit)}) for one in options]
         values = reach.reach(needs, lines, self.start, self.most, self.limit)
         return [Reached(one, value) for one, value in zip(options, values, strict=True)]
 
@@ -211,8 +212,8 @@ class Told(Counts):
     def show(self, row: Row, item: Planned) -> None:
         """Count the row and print its line."""
         self.add(row)
-        need = needed(row)
-        said = str(row["reason"]) if need is None else f"{need / MIB:,.0f} MiB{' fits' if need <= self._limit else ''}"
+        one = option((), item, row)
+        said = one.reason or f"{(one.need or 0) / MIB:,.0f} MiB{' fits' if one.fits(self._limit) else ''}"
         number = self._before + self.done
         print(f"[{number}] {self._names[item.trial_id]}: {said}", flush=True)
 
@@ -225,16 +226,18 @@ def option(remedies: tuple[Remedy, ...], item: Planned, row: Row | None) -> Opti
     if item.trial is None or row is None:
         return Option(remedies, None, None, item.reason or "there is no answer")
     need, tokens = needed(row), item.trial.tokens_per_step()
+    full = row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM)
+    reason = str(row["reason"]) if need is None or row["outcome"] == Outcome.HOST_OOM else None
     if need is None:
-        return Option(remedies, None, None, str(row["reason"]))
+        return Option(remedies, None, None, reason, full)
     step = row.get("calibrated_step_s") or row.get("estimated_step_s")
     work = ((row.get("estimated_flops") or 0) / tokens, (row.get("estimated_launches") or 0) / tokens)
-    return Option(remedies, need, step and step / tokens, full=row["outcome"] == Outcome.OOM, work=work)
+    return Option(remedies, need, step and step / tokens, reason, full, work)
 
 
 def needed(row: Row) -> int | None:
-    """What a run reserves at most, in bytes, if need be without a limit; None where it is not known."""
-    if row["outcome"] == Outcome.OOM:
+    """What a run reserves of the card at most, in bytes, if need be without a limit; None where it is not known."""
+    if row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM):
         return row.get("unlimited_peak_reserved_bytes")
     found: int | None = row.get("peak_reserved_most_bytes") or row.get("peak_reserved_bytes")
     return found if row["outcome"] == Outcome.OK else None
@@ -287,7 +290,7 @@ def show(
     console.print(f"\n[bold]{escape(trial.label())}[/]  {card.name}: {found.limit / MIB:,.0f} MiB{spare}")
     if axis:
         console.print(f"the largest {axis} that fits, up to {asked.most:,}, is the goal; what helps is compared here")
-    if found.base.need is None:
+    if found.base.need is None and not found.base.full:
         console.print(f"cannot be predicted: {escape(str(found.base.reason))}\n{exact(trial)}")
         return
     console.print(_as_it_is(found))
@@ -304,8 +307,8 @@ def show(
         console.print(f"[dim]left out: {escape(_name(one.remedies))}: {escape(str(one.reason))}[/]")
     if found.front:
         console.print(_front(found))
-    if len(found.tried) + len(left_out) < found.space:
-        rest = found.space - len(found.tried)
+    rest = found.space - len(found.tried)
+    if rest > 0:
         console.print(f"[dim]Not tried: {rest:,} of {found.space:,} combinations (--most N predicts more).[/]")
     if axis:
         console.print(_reached(found, reached, axis))
@@ -340,10 +343,17 @@ def exact(trial: Trial) -> str:
 
 
 def _as_it_is(found: Advice) -> str:
-    need = found.base.need or 0
     if found.base.fits(found.limit):
-        return f"fits as it is: {need / MIB:,.0f} MiB reserved at most"
-    return f"does not fit: {need / MIB:,.0f} MiB, {(need - found.limit) / MIB:,.0f} too many"
+        return f"fits as it is: {(found.base.need or 0) / MIB:,.0f} MiB reserved at most"
+    return f"does not fit: {escape(_too_much(found.base, found.limit))}"
+
+
+def _too_much(one: Option, limit: int) -> str:
+    """How far it is from fitting, or why it does not."""
+    need = one.need or 0
+    if one.reason is not None or need <= limit:
+        return one.reason or f"{need / MIB:,.0f} MiB, too many in the order in which they are asked for"
+    return f"{need / MIB:,.0f} MiB, {(need - limit) / MIB:,.0f} too many"
 
 
 def _alone(found: Advice) -> Table:
@@ -390,9 +400,8 @@ def _nearest(found: Advice) -> str:
     nearest = found.nearest
     if nearest is None:
         return "nothing is known to fit"
-    need, name = nearest.need or 0, escape(_name(nearest.remedies))
-    over = (need - found.limit) / MIB
-    return f"[bold]Nothing fits.[/] The nearest is {name}: {need / MIB:,.0f} MiB, {over:,.0f} too many"
+    name, why = _name(nearest.remedies), _too_much(nearest, found.limit)
+    return f"[bold]Nothing fits.[/] The nearest is {escape(name)}: {escape(why)}"
 
 
 def _name(remedies: Sequence[Remedy]) -> str:

@@ -40,16 +40,24 @@ def _axis(group: str, value: Any, level: int, result: str = "", **more: Any) -> 
     return Remedy(f"{group}={text}", group, {group: value}, level, result, **more)
 
 
-def _in_fp32(resolved: Mapping[str, Any]) -> bool:
-    return resolved["precision"] in ("fp32", "tf32")
+def _is(axis: str, *values: Any) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a resolved trial has one of these values."""
+    return lambda resolved: resolved[axis] in values
 
 
-_ZERO = ("zero1", "zero2", "zero3")
+_FP32 = _is("precision", "fp32", "tf32")
+_ADAMW = _is(
+    "optimizer", "default", "adamw_torch", "adamw_torch_fused", "adamw_torch_foreach", "adamw_torch_loop",
+    "paged_adamw_32bit", "deepspeed_fused_adam", "deepspeed_cpu_adam",
+)  # fmt: skip
+_LIONS = ("lion_32bit", "lion_8bit", "paged_lion_8bit")
+_EIGHT_BITS = "optimizer state in 8 bits"
 _BF16: dict[str, Any] = {
     "capability": (8, 0),
     "instead": "bf16 is emulated below 8.0, which is slow; precision=fp16 is not",
 }
-_LORA = "adapters of rank 16 are trained, the weights are frozen"
+_LORA = "adapters are trained, the weights are frozen"
+_WHOLE = _is("adapter", "none")
 REMEDIES: tuple[Remedy, ...] = (
     _axis("checkpointing", "selective", SAME),
     _axis("checkpointing", "full", SAME),
@@ -62,9 +70,10 @@ REMEDIES: tuple[Remedy, ...] = (
         SAME,
         where=lambda resolved: not resolved["allocator"]["conf"],  # else its settings would be lost
     ),
-    _axis("offload_optimizer", True, SAME, where=lambda resolved: resolved["sharding"] in _ZERO),
-    _axis("offload_param", True, SAME, where=lambda resolved: resolved["sharding"] in ("zero3", "fsdp1", "fsdp2")),
-    _axis("optimizer", "adamw_torch_fused", ROUNDING),
+    _axis("offload_optimizer", True, SAME, where=_is("sharding", "zero1", "zero2", "zero3")),
+    _axis("offload_param", True, SAME, where=_is("sharding", "zero3", "fsdp1", "fsdp2")),
+    _axis("optimizer", "paged_adamw_8bit", SAME, where=_is("optimizer", "adamw_bnb_8bit")),
+    _axis("optimizer", "adamw_torch_fused", ROUNDING, where=_ADAMW),
     _axis("attention", "sdpa", ROUNDING),
     _axis(
         "attention",
@@ -72,26 +81,35 @@ REMEDIES: tuple[Remedy, ...] = (
         ROUNDING,
         capability=(8, 0),
         instead="flash-attn needs 8.0",
-        where=lambda resolved: resolved["precision"] not in ("fp32", "tf32"),
+        where=lambda resolved: not _FP32(resolved),
     ),
     _axis("loss", "chunked", ROUNDING),
     _axis("loss", "fused_linear", ROUNDING),
     _axis("kernels", "liger", ROUNDING),
-    _axis("precision", "fp16", PRECISION, "products in fp16, the loss scaled", where=_in_fp32),
-    _axis("precision", "bf16", PRECISION, "products in bf16", **_BF16),
+    _axis("precision", "fp16", PRECISION, "products in fp16, the loss scaled", where=_FP32),
+    _axis("precision", "bf16", PRECISION, "products in bf16", where=_is("precision", "fp32", "tf32", "fp16"), **_BF16),
     _axis("precision", "bf16_pure", PRECISION, "weights, gradients and optimizer state in bf16", **_BF16),
-    _axis("optimizer", "adamw_bnb_8bit", PRECISION, "optimizer state in 8 bits"),
-    _axis("optimizer", "paged_adamw_8bit", PRECISION, "optimizer state in 8 bits, in memory that the host has too"),
-    _axis("optimizer", "adafactor", METHOD, "Adafactor instead of AdamW"),
-    _axis("optimizer", "lion_8bit", METHOD, "Lion, its state in 8 bits, instead of AdamW"),
-    _axis("optimizer", "sgd", METHOD, "SGD without momentum instead of AdamW"),
-    _axis("adapter", "lora", METHOD, _LORA),
+    _axis("optimizer", "adamw_bnb_8bit", PRECISION, _EIGHT_BITS, where=_ADAMW),
+    _axis("optimizer", "paged_adamw_8bit", PRECISION, f"{_EIGHT_BITS}, in memory that the host has too", where=_ADAMW),
+    _axis("optimizer", "lion_8bit", PRECISION, _EIGHT_BITS, where=_is("optimizer", "lion_32bit")),
+    _axis(
+        "quantization",
+        "nf4_double",
+        PRECISION,
+        "frozen weights in 4 bits, their scales in 8",
+        where=lambda resolved: not _WHOLE(resolved) and resolved["quantization"] in ("none", "nf4"),
+    ),
+    _axis("optimizer", "adafactor", METHOD, "Adafactor"),
+    _axis("optimizer", "lion_8bit", METHOD, "Lion, its state in 8 bits", where=lambda r: r["optimizer"] not in _LIONS),
+    _axis("optimizer", "sgd", METHOD, "SGD without momentum"),
+    _axis("adapter", "lora", METHOD, _LORA, where=_WHOLE),
     Remedy(
         "adapter=lora quantization=nf4_double",
         "adapter",
         {"adapter": "lora", "quantization": "nf4_double"},
         METHOD,
         f"{_LORA} and in 4 bits",
+        where=_WHOLE,
     ),
 )
 

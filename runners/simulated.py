@@ -6,6 +6,7 @@ Not covered: how a trace is made and kept (tracing.py), its replay (predict.py).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,8 +77,8 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     """
     card = trial.device.card
     config = allocator_config.parse(trial.allocator.conf)
-    limit = memory_limit(card)
-    predicted = replay(trace, config, limit)
+    limit = trial.memory_limit()
+    predicted = replay(trace, config, memory_limit(card))  # of which the allocator takes its share itself
     host = host_replay(trace.host, config, node.loader_workers(trial) * node.LOADER_WORKER)
     full = host_full(trial, host)
     if full is not None and predicted.refused is not None and full >= len(predicted.phases):
@@ -96,15 +97,15 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     }
     estimated, untimed = speed(trial, trace, card)
     if full is not None or predicted.refused is not None:
-        about |= estimated
+        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
+        about |= estimated | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
     if full is not None:
         text = _host_refused(trial, host, host.phases[full][0], about)
         return Predicted(about, phases, SimulatedHostOutOfMemoryError(text, about))
     if predicted.refused is not None:
-        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
-        about |= oom_columns(predicted.refused) | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
+        about |= oom_columns(predicted.refused)
         asked = held(trace, predicted.refused.storage, predicted.refused.mark)
-        text = f"{_refused(predicted.refused, asked, card, whole)}; {_would_fit(trial, whole, limit)}"
+        text = f"{_refused(predicted.refused, asked, trial, whole)}; {_would_fit(trial, whole, limit)}"
         return Predicted(about, phases, SimulatedOutOfMemoryError(text, about))
     grown = growth(trace)
     found = columns(predicted) | lagging(trace, config, limit) | estimated | details | about
@@ -265,7 +266,8 @@ def oom_columns(refused: Refused) -> dict[str, Any]:
     }
 
 
-def _refused(refused: Refused, asked: Held, card: Gpu, without_limit: Prediction) -> str:
+def _refused(refused: Refused, asked: Held, trial: Trial, without_limit: Prediction) -> str:
+    card, share = trial.device.card, allocator_config.parse(trial.allocator.conf).per_process_memory_fraction
     where = "while loading" if asked.step is None else f"in the {asked.phase} phase of step {asked.step}"
     who = " ".join(filter(None, (asked.module, asked.operator)))
     beside = refused.parts | {asked.category: refused.parts[asked.category] - refused.request}
@@ -273,13 +275,14 @@ def _refused(refused: Refused, asked: Held, card: Gpu, without_limit: Prediction
     parts = ", ".join(f"{name.replace('_', ' ')} {beside[name] / MIB:,.0f}" for name in largest)
     need = without_limit.peak["reserved"]
     least = max(card.capability, (8, 0))  # what of a card's generation the run needs is not known
-    enough = gpus.enough(need, card.headroom_gib, least)
+    enough = gpus.enough(math.ceil(need / share), card.headroom_gib, least)
+    of = f"{share:g} of " if share < 1 else ""
     none = f"more than any listed card of capability {'.'.join(map(str, least))} or later has"
     return (
-        f"{card.name} ({memory_limit(card) / GIB:.2f} GiB left for the allocator) is too small: a request of "
+        f"{card.name} ({trial.memory_limit() / GIB:.2f} GiB left for the allocator) is too small: a request of "
         f"{refused.request / MIB:,.1f} MiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
         f"{refused.allocated / MIB:,.0f} MiB ({parts}); without a limit the run would reserve {need / GIB:,.2f} GiB"
-        f"{', ' + ('which ' + enough.name + ' has' if enough else none)}"
+        f"{', ' + (f'which {of}{enough.name} has' if enough else none)}"
     )
 
 

@@ -190,8 +190,51 @@ def test_what_a_card_is_too_old_for_says_so() -> None:
     assert "allocator=expandable" not in [one.words for one in applicable(asked)]
 
 
+@pytest.mark.parametrize(
+    ("over", "levels"),
+    [
+        ({"optimizer": "adamw_torch_loop"}, {"adamw_torch_fused": ROUNDING, "adamw_bnb_8bit": PRECISION,
+         "paged_adamw_8bit": PRECISION, "adafactor": METHOD, "lion_8bit": METHOD, "sgd": METHOD}),
+        ({"optimizer": "sgd"}, {"adafactor": METHOD, "lion_8bit": METHOD}),
+        ({"optimizer": "adafactor"}, {"lion_8bit": METHOD, "sgd": METHOD}),
+        ({"optimizer": "lion_32bit"}, {"lion_8bit": PRECISION, "adafactor": METHOD, "sgd": METHOD}),
+        ({"optimizer": "lion_8bit"}, {"adafactor": METHOD, "sgd": METHOD}),
+        ({"optimizer": "adamw_bnb_8bit"}, {"paged_adamw_8bit": SAME, "adafactor": METHOD, "lion_8bit": METHOD,
+         "sgd": METHOD}),
+        ({"precision": "fp32"}, {"fp16": PRECISION, "bf16": PRECISION, "bf16_pure": PRECISION}),
+        ({"precision": "fp16"}, {"bf16": PRECISION, "bf16_pure": PRECISION}),
+        ({"precision": "bf16_master"}, {"bf16_pure": PRECISION}),
+        ({"precision": "bf16_pure"}, {}),
+        ({"adapter": "none"}, {"lora": METHOD, "lora quantization=nf4_double": METHOD}),
+        ({"adapter": "lora", "lora_r": 64}, {}),
+        ({"adapter": "lora", "quantization": "nf4"}, {}),
+    ],
+)  # fmt: skip
+def test_a_level_is_how_much_changes_of_this_trial(over: dict[str, Any], levels: dict[str, int]) -> None:
+    axis = next(iter(over))
+    found = [one for one in applicable({**resolved(), **over}) if one.group == axis]
+    assert {one.words.partition("=")[2]: one.level for one in found} == levels
+    assert not any("AdamW" in one.result or "16" in one.result.replace("bf16", "").replace("fp16", "") for one in found)
+
+
+@pytest.mark.parametrize(("quantization", "offered"), [("none", True), ("nf4", True), ("nf4_double", False)])
+def test_adapters_keep_their_rank_where_weights_are_quantised(quantization: str, offered: bool) -> None:
+    base = {**resolved(), "adapter": "lora", "lora_r": 64, "quantization": quantization}
+    found = [one for one in applicable(base) if one.group == "quantization"]
+    assert [(one.words, one.level) for one in found] == [("quantization=nf4_double", PRECISION)] * offered
+    assert not [one for one in applicable({**base, "adapter": "none"}) if one.group == "quantization"]
+
+
+def test_two_changes_of_one_setting_are_no_combination() -> None:
+    base = resolved(use_cache="on", runner={"name": "trainer"})
+    cached = [one for one in applicable(base) if "use_cache" in one.change]
+    assert len(cached) == 3
+    found = search(cached, lambda taken: [Option(these, 5, 1.0) for these in taken], 9)
+    assert {len(one.remedies) for one in found.tried} == {0, 1} and found.space == 4
+
+
 def test_words_of_remedies_take_the_place_of_others() -> None:
-    nf4 = next(one for one in REMEDIES if "nf4" in one.words)
+    nf4 = next(one for one in REMEDIES if {"adapter", "quantization"} == set(one.change))
     said = remedies.words(["model=gpt2", "adapter=none", "seq_len=512"], [nf4])
     assert said == ["model=gpt2", "seq_len=512", "adapter=lora", "quantization=nf4_double"]
 

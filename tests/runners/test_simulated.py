@@ -129,6 +129,22 @@ def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path
     assert "more than any listed card of capability 8.0 or later has" in str(error)
 
 
+def test_a_share_of_the_card_is_what_its_row_speaks_of(tmp_path: Path) -> None:
+    share = {"name": "share", "conf": "per_process_memory_fraction:0.01"}
+    device = {"name": "simulated", "gpu": "l4-24gb"}
+    chosen = trial.parse(tiny(device=device, seq_len=512, micro_batch=16, allocator=share))
+    traced = tracing.trace_trial(chosen, chosen.device.card, tmp_path, torch_loop)
+    predicted = simulated.predict(chosen, *traced)
+    assert predicted.columns["memory_limit_bytes"] == chosen.memory_limit() < 230_000_000
+    needed = predicted.columns["unlimited_peak_reserved_bytes"]
+    said = str(predicted.error)
+    assert "l4-24gb (0.21 GiB left for the allocator) is too small" in said
+    enough = re.search(r"which 0.01 of ([\w-]+) has", said)
+    assert enough and gpus.memory_limit(gpus.named(enough[1])) * 0.01 >= needed
+    fitting = int(re.search(r"about ([\d,]+) of its 8,192 tokens", said)[1].replace(",", ""))  # type: ignore[index]
+    assert fitting < 8192 * chosen.memory_limit() / needed
+
+
 @pytest.mark.slow
 def test_a_setting_that_does_nothing_runs_with_a_note_and_a_collected_run_that_does_not_fit_says_what_it_needs(
     run_sweep: Run,
