@@ -5,6 +5,7 @@ from __future__ import annotations
 from vramsweep.analysis.data.metrics import GIB, MIB
 
 FACTOR = 1.5  # from here on, either way, a factor says more than percents
+LEAST = 1e-12  # the smallest ratio that 1 + change still holds digits of
 
 
 def percent(change: float) -> str:
@@ -29,7 +30,9 @@ def speed(change: float) -> str:
     ratio = 1 + change
     if 1 / FACTOR < ratio < FACTOR:
         return percent(change)
-    return f"{ratio:,.3g} x faster" if ratio > 1 else f"{1 / ratio:,.3g} x slower"
+    if ratio > 1:
+        return f"{ratio:,.3g} x faster"
+    return f"{1 / ratio:,.3g} x slower" if ratio > LEAST else "slower beyond measure"
 
 
 def in_bytes(*values: float, signed: bool = True) -> list[str]:

@@ -140,7 +140,8 @@ def chosen(pairs: Sequence[Pair], axis: str | None = None) -> str | None:
     if counts[axis] < 2:
         varying = [name for name in AXES if counts[name] > 1]
         instead = f"take --axis {' or '.join(varying)}" if varying else "none of them varies, so leave --axis out"
-        raise UserError(f"--axis {axis}: the pairs have {counts[axis] or 'no known'} value of it; {instead}")
+        all_one = "all pairs have one" if counts[axis] else "no pair knows its"
+        raise UserError(f"--axis {axis}: {all_one} {axis}; {instead}")
     return axis
 
 
@@ -234,7 +235,7 @@ def memory_crossovers(metric: str, settings: Mapping[str, Any], sizes: Array, to
     found = []
     for verdict, sign in (("SMALLER", -1.0), ("LARGER", 1.0)):
         holds = sign * (b - a) - beyond
-        turn = _exact_turn(x, holds) or turning(x, holds, None)
+        turn = _exact_turn(x, holds) or turning(*_once(x, holds), None)
         if turn is not None:
             found.append(_crossover(metric, settings, x, np.log(b / a), verdict, turn))
     return found
@@ -246,16 +247,15 @@ def speed_crossover(settings: Mapping[str, Any], x: Array, logs: Array, errors: 
     `logs` are ln(B/A) of tokens/s; `errors` their standard errors from repeats, NaN where not known. Both sides must be
     clear: the 95 % intervals of their means exclude 0, and the means lie further apart than `MARGIN`.
     """
-    order = np.argsort(x, kind="stable")
-    x, logs, errors = x[order], logs[order], errors[order]
-    single = len(x) >= FEWEST_SINGLE  # then neighbours tell the noise, and also what is not from run to run
-    turn = turning(x, logs, None if single or np.isnan(errors).any() else errors)
+    (places, middles), (_, spreads) = _once(x, logs), _once(x, errors)
+    single = len(places) >= FEWEST_SINGLE  # then neighbours tell the noise, and also what is not from run to run
+    turn = turning(places, middles, None if single or np.isnan(spreads).any() else spreads)
     if turn is None:
         return []
-    below = x < turn.at
+    below = places < turn.at
     noise = turn.noise * np.sqrt(turn.inflation)
     means, margins = np.array([
-        (logs[side].mean(), stats.norm.ppf(0.975) * np.sqrt(np.sum(noise[side] ** 2)) / side.sum())
+        (middles[side].mean(), stats.norm.ppf(0.975) * np.sqrt(np.sum(noise[side] ** 2)) / side.sum())
         for side in (below, ~below)
     ]).T  # fmt: skip
     if np.any(np.abs(means) <= margins) or abs(means[1] - means[0]) <= MARGIN:
@@ -302,7 +302,7 @@ def _exact_turn(x: Array, y: Array) -> Turn | None:
 
 
 def turning(x: Array, y: Array, errors: Array | None) -> Turn | None:
-    """Where y, sorted by x, turns from one sign to the other, if it does so once.
+    """Where y turns from one sign to the other, if it does so once; x ascends, each once.
 
     No shape is assumed but that. A turn at some place is refuted where a run of neighbours that ends there has a mean
     above 0, or one that starts there a mean below 0, by more than noise makes of any such run in 2.5 % of draws; the

@@ -394,6 +394,11 @@ def _counts(verdicts: Sequence[str], order: Sequence[str]) -> dict[str, int]:
     return {verdict: verdicts.count(verdict) for verdict in order if verdict in verdicts}
 
 
+def _logs(changes: Sequence[float]) -> Array:
+    """ln(B/A) of each B/A - 1, finite also where that rounds to -1."""
+    return np.log1p(np.maximum(changes, -1 + np.finfo(float).epsneg))
+
+
 def _over_all(
     metric: str, verdict: str, counts: Mapping[str, int], pairs: int, changes: Sequence[tuple[float, float, Pair]]
 ) -> OverAll:
@@ -401,7 +406,7 @@ def _over_all(
     reason = ", ".join(f"{v.lower()} in {n:,}" for v, n in counts.items()) + f" of {pairs:,} pair{'s' * (pairs != 1)}"
     if not changes:
         return OverAll(metric, verdict, reason, counts)
-    mean = float(np.expm1(np.mean(np.log1p([change for change, *_ in changes]))))
+    mean = float(np.expm1(np.mean(_logs([change for change, *_ in changes]))))
     least, most = (
         Extreme(change, difference, pair.settings)
         for change, difference, pair in (pick(changes, key=lambda c: c[0]) for pick in (min, max))
@@ -481,7 +486,7 @@ def _judge(shift: float, draws: Array, basis: str, **known: float) -> Speed:
 
 def _speed_over_all(speeds: Sequence[Speed], shifts: Array, random: np.random.Generator) -> Speed:
     """The geometric mean over pairs: from run-to-run noise if there were repeats, else from the spread over pairs."""
-    centres = np.array([np.log1p(s.change) for s in speeds if s.change is not None])
+    centres = _logs([s.change for s in speeds if s.change is not None])
     n = len(centres)
     if not n:
         return Speed("AMBIGUOUS", "no speed measured on both sides")

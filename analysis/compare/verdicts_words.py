@@ -23,7 +23,8 @@ def text(comparison: Comparison, along: Along, every: bool = False) -> str:
     c = comparison
     lines = [f"A {c.a}", f"B {c.b}"]
     lines += [f"  {name}: {a} in A, {b} in B" for name, (a, b) in c.differs.items()]
-    lines.append(f"over all {len(c.pairs):,} pairs{_range(c.pairs, along.axis)}:")
+    pairs = f"all {len(c.pairs):,} pairs" if len(c.pairs) != 1 else "the one pair"
+    lines.append(f"over {pairs}{_range(c.pairs, along.axis)}:")
     for one in c.memory:
         lines.append(f"  {METRICS[one.metric].label}: {over_all(one, c.tolerance)}")
         lines += [f"    {sentence}" for sentence in sentences(along, one.metric)]

@@ -54,6 +54,14 @@ def test_speed_verdicts(factor: float, verdict: str) -> None:
     assert found.speed.low < factor - 1 < found.speed.high or verdict == "SAME"
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_speed_of_nearly_nothing_is_slower_without_a_factor() -> None:
+    rows = sweep()
+    found = compare(table(rows), table([{**r, "tokens_per_s": 1e-300} for r in rows]))
+    assert (found.speed.verdict, found.worse) == ("SLOWER", True)
+    assert "slower beyond measure" in text(found, along(found))
+
+
 def memory(found: Comparison, metric: str) -> OverAll:
     return next(m for m in found.memory if m.metric == metric)
 
@@ -159,7 +167,7 @@ def test_what_compare_does_not_take_is_said(tmp_path: Path, capsys: pytest.Captu
     a = synthetic.write(tmp_path / "a", sweep())
     for flags, said in (
         (["--tolerance", "2"], "a share such as 0.001"),
-        (["--axis", "micro_batch"], "take --axis seq_len or tokens"),
+        (["--axis", "micro_batch"], "all pairs have one micro_batch; take --axis seq_len or tokens"),
         (["--figure", str(tmp_path / "x.gif")], "--figure writes .html, .png, .svg, .pdf"),
     ):
         assert cli.main(["compare", str(a), str(a), *flags]) == 2
@@ -190,6 +198,14 @@ def test_identical_distributions_seldom_get_a_verdict() -> None:
         pairs += len(found.pairs)
     assert wrong <= 3
     assert wrong_pairs / pairs <= 0.05
+
+
+def test_one_pair_is_one_and_what_it_does_not_know_is_said() -> None:
+    rows = [{**r, "micro_batch": None} for r in sweep() if r["seq_len"] == 256]
+    found = compare(table(rows), table(rows))
+    assert "over the one pair:" in text(found, along(found))
+    with pytest.raises(UserError, match="no pair knows its micro_batch; none of them varies, so leave --axis out"):
+        along(found, "micro_batch")
 
 
 def test_predicted_rows_are_not_compared_with_measured_ones() -> None:

@@ -149,6 +149,21 @@ def test_repeats_tell_the_noise_where_there_are_few_pairs() -> None:
     assert speed_crossover({}, x, -logs, np.full(6, 0.005))[0].verdict == "SLOWER"
 
 
+def test_pairs_at_one_place_turn_nowhere_between_them() -> None:
+    """As of equal tokens that are of other lengths: the sign must turn between two places."""
+    x = np.repeat([1.0, 2, 3, 4, 5, 6], 2)
+    logs = np.array([-0.1, 0.1, *[0.1] * 10])
+    assert speed_crossover({}, x, logs, np.full(12, 0.001)) == []
+    assert speed_crossover({}, np.repeat([1.0, 2], 6), np.repeat([-0.1, 0.1], 6), np.full(12, 0.001)) == []
+    (turn,) = speed_crossover({}, x, np.repeat([-0.1, -0.1, -0.1, 0.1, 0.1, 0.1], 2), np.full(12, 0.001))
+    assert (turn.pairs, turn.low, turn.at, turn.high) == (12, 3, 3.5, 4)
+    assert (turn.before, turn.after) == (pytest.approx(np.expm1(-0.1)), pytest.approx(np.expm1(0.1)))
+    random = np.random.default_rng(0)
+    a = np.full(40, 10.0 * GIB)
+    b = a + np.where(np.arange(40) < 10, -GIB, GIB) + 10 * MIB * random.standard_normal(40)
+    assert memory_crossovers(RESERVED, {}, np.array([np.repeat([1.0, 2], 20), a, b]).T, 0.001) == []
+
+
 def test_memory_that_begins_to_be_smaller_does_so_between_two_lengths() -> None:
     sizes = np.array([(x, 10.0 * GIB, (10.0 if x < 900 else 9.0) * GIB) for x in (128.0, 256, 512, 1024, 2048)])
     (turn,) = memory_crossovers(RESERVED, {}, sizes, 0.001)
