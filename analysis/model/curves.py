@@ -45,18 +45,19 @@ class Kind:
     share: float = 0.0
 
 
-# Prior odds: what is simpler comes first, and a line that is flat to begin with is what weights and gradients make.
+# Prior odds: a level that weights and gradients make, then a line that activations make, is what a peak is wherever the
+# lengths span both; a line alone is one side of it. Evidence against needless pieces is in the likelihood itself.
 KINDS = (
-    Kind("linear", ((0,),), 0.1),
-    Kind("linear", ((0, 1),), 0.4),
-    Kind("quadratic", ((0, 1, 2),), 0.1),
-    Kind("hinge", ((0,), (0, 1)), 0.2),
-    Kind("hinge", ((0, 1), (0, 1)), 0.1),
-    Kind("plateau", ((0,), (0, 1, 2)), 0.04, rising=(2,)),
-    Kind("hinge2", ((0,), (0, 1), (0, 1)), 0.03),
-    Kind("hinge2", ((0, 1), (0, 1), (0, 1)), 0.03),
+    Kind("linear", ((0,),), 0.05),
+    Kind("linear", ((0, 1),), 0.2),
+    Kind("quadratic", ((0, 1, 2),), 0.05),
+    Kind("hinge", ((0,), (0, 1)), 0.3),
+    Kind("hinge", ((0, 1), (0, 1)), 0.15),
+    Kind("plateau", ((0,), (0, 1, 2)), 0.06, rising=(2,)),
+    Kind("hinge2", ((0,), (0, 1), (0, 1)), 0.045),
+    Kind("hinge2", ((0, 1), (0, 1), (0, 1)), 0.045),
 )
-STEP = Kind("step", ((0, 1), (0, 1)), 0.03, joined=False, share=0.1)
+STEP = Kind("step", ((0, 1), (0, 1)), 0.015, joined=False, share=0.1)
 
 
 def powers(x: Array) -> Array:

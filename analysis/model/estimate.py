@@ -18,6 +18,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -26,7 +27,11 @@ from vramsweep.analysis.model.curves import Array, Kind
 
 DRAWS = 2000  # of the whole posterior; the ends of a 95 % interval then have a standard error of 0.35 %
 TRIES = 300  # draws of one component, of which those that contradict its cuts are left out
+MOST_TRIES = 64 * TRIES
 MOST_CUTS = 40  # candidates for a cut; with more lengths they are thinned, then dense around the best
+OTHERWISE = 1e-3  # chance that a bound says nothing of the quantity: something else held memory, say
+BOUNDED = 4.0  # times the largest value that the prior's scale is at most where a bound is larger still
+FEWEST_DRAWS = 50  # different ones of a component, in effect (Kish 1965)
 BEYOND = 1.5  # times that noise grows for each range of the observations beyond them
 KEPT = 10  # components of a kind that are drawn from
 CLEAR = 10.0  # nats below the best of all from which on a component is not looked at
@@ -62,14 +67,16 @@ class Data:
         everywhere = np.vstack([self.features, self.bounds]) if len(self.bounds) else self.features
         largest = np.abs(everywhere).max(axis=0)
         largest = np.where(largest > 0, largest, 1.0)
-        size = max(float(np.abs(self.y).max()), float(np.abs(self.at_least).max(initial=0.0)), self.resolution)
+        size = max(float(np.abs(self.y).max()), self.resolution)
+        size = min(max(size, float(np.abs(self.at_least).max(initial=0.0))), BOUNDED * size)
         return np.asarray(2.0 * size / largest)
 
-    @functools.cached_property
-    def sizes(self) -> Array:
-        """Sizes of noise, from what rounding to the resolution makes to the size of the values."""
+    def sizes(self, noise: str) -> Array:
+        """Sizes of noise at the largest value, up to the size of the values: at the smallest value, too, not less than
+        what rounding to the resolution makes."""
         top = max(float(np.abs(self.y).max()), 4 * self.resolution)
-        return np.geomspace(self.resolution / np.sqrt(12), top, SIZES)
+        least = self.resolution / np.sqrt(12) / float(self.shape(noise).min())
+        return np.geomspace(min(least, top / 4), top, SIZES)
 
     def shape(self, noise: str) -> Array:
         """How the noise of each observation relates to its size, (n,)."""
@@ -209,7 +216,7 @@ def estimate(data: Data, kinds: Sequence[Kind], every: bool = False) -> Posterio
     weighed = [
         _Weighed(data, kind, noise, runs)
         for noise in data.noises
-        for runs in [functools.cache(functools.partial(_run, data, data.shape(noise)))]
+        for runs in [functools.cache(functools.partial(_run, data, data.shape(noise), data.sizes(noise)))]
         for kind in kinds
     ]
     top = max((one.most for one in weighed), default=-np.inf)
@@ -235,12 +242,14 @@ def _together(data: Data, components: Sequence[Component]) -> Posterior:
     return Posterior(data, tuple(components), probability, total)
 
 
-def _run(data: Data, shape: Array, columns: tuple[int, ...], fixed: int | None, first: int, last: int) -> Run:
+def _run(
+    data: Data, shape: Array, sizes: Array, columns: tuple[int, ...], fixed: int | None, first: int, last: int
+) -> Run:
     """The regression of these observations on these features."""
     weights = np.ones(last - first) if data.weights is None else np.sqrt(data.weights[first:last])
     scale = weights / shape[first:last]
     scales = data.scales[list(columns)]
-    variance = data.sizes**2
+    variance = sizes**2
     if last == first:
         return Run(np.empty(0), np.empty(0), np.empty((0, len(columns))), np.zeros(SIZES), scales)
     design = data.features[first:last][:, list(columns)] * scales * scale[:, None]
@@ -269,7 +278,7 @@ class _Weighed:
         common = float(np.log(kind.weight / len(data.noises) / SIZES) - weights @ np.log(data.shape(noise)))
         self.tried: dict[tuple[int, ...], Array] = {}
         beyond = bool(len(data.at_least)) or kind.fixed is not None
-        for candidates in _candidates(len(self.different), len(kind.pieces) - 1, beyond, self.tried):
+        for candidates in _ways_to_cut(len(self.different), len(kind.pieces) - 1, beyond, self.tried):
             for cuts in candidates:
                 if cuts not in self.tried and self._long_enough(cuts):
                     self.tried[cuts] = sum((run.evidence for run in self.cut(cuts)), np.full(SIZES, common))
@@ -294,7 +303,7 @@ class _Weighed:
         last = len(self.kind.pieces) - 1
         fixed = [self.kind.fixed if i == last else None for i in range(last + 1)]
         runs = zip(self.kind.pieces, fixed, edges, edges[1:], strict=False)
-        return [self._runs(pieces, offset, a, b) for pieces, offset, a, b in runs]
+        return [self._runs(columns, offset, a, b) for columns, offset, a, b in runs]
 
     def components(self, top: float, random: np.random.Generator) -> list[Component]:
         """Those that are worth anything against `top`, drawn from; the first that its cuts do not contradict always."""
@@ -312,7 +321,7 @@ class _Weighed:
         return found
 
 
-def _candidates(
+def _ways_to_cut(
     count: int, cuts: int, beyond: bool, tried: Mapping[tuple[int, ...], Array]
 ) -> Iterator[list[tuple[int, ...]]]:
     """Positions of the cuts, as numbers of different x to the left; a second round is dense around the best.
@@ -342,55 +351,63 @@ def _component(
 ) -> Component | None:  # fmt: skip
     """Draws of a component that do not contradict it, and the share of them as its `log`; None without any."""
     chances = np.exp(per_size - _log_sum(per_size))
-    sizes = random.choice(data.sizes, TRIES, p=chances)
-    draws = [run.draw(sizes, random) for run in runs]
-    likely = float(data.sizes[int(np.argmax(per_size))])
+    known = data.sizes(noise)
+    likely = float(known[int(np.argmax(per_size))])
     best = [run.mean(likely) for run in runs]
     ends = [*different, data.bounds_axis.max(initial=0.0)]
     edges = tuple(float((ends[c - 1] + ends[min(c, len(ends) - 1)]) / 2) for c in cuts)
     component = Component(kind, cuts, noise, 0.0, edges, tuple(best))
-    good = np.ones(TRIES, dtype=bool)
-    fine = True
-    for feature in kind.rising:
-        at = kind.pieces[-1].index(feature)
-        good &= draws[-1][:, at] >= 0
-        fine &= bool(best[-1][at] >= 0)
-    if kind.joined and len(kind.pieces) > 1:
-        rows, owner = _witnesses(data, cuts, starts, places)
-        values = pieces(kind, draws, data.features[rows])
-        highest = np.maximum.reduce(values)
-        slack = np.abs(highest) * 1e-12
-        good &= np.all(np.choose(owner, values) >= highest - slack, axis=1)
-        at_best = pieces(kind, best, data.features[rows])
-        fine &= bool(np.all(np.choose(owner, at_best) >= np.maximum.reduce(at_best) * (1 - 1e-12)))
-    share = good.astype(float)
-    if len(data.at_least):
-        values = component.values(draws, data.bounds_axis, data.bounds)  # type: ignore[assignment]
-        spread = sizes[:, None] * (np.abs(np.asarray(values)) / max(float(np.abs(data.y).max()), 1e-300)
-                                   if noise == "proportional" else 1.0)  # fmt: skip
-        share = share * np.exp(np.sum(special.log_ndtr((np.asarray(values) - data.at_least) / spread), axis=1))
-    total = float(share.sum())
+    witnesses = _witnesses(data, cuts, starts, places) if kind.joined and len(kind.pieces) > 1 else None
+    tries = TRIES
+    while True:  # few hold where a bound is far off: then it takes more of them
+        sizes = random.choice(known, tries, p=chances)
+        draws = [run.draw(sizes, random) for run in runs]
+        share = _allowed(data, kind, draws, witnesses) * _bounded(data, component, draws, sizes)
+        total = float(share.sum())
+        enough = total**2 >= FEWEST_DRAWS * float(np.sum(share**2))
+        if not len(data.at_least) or (enough and total) or tries >= MOST_TRIES:
+            break
+        tries *= 8
     if total < 1e-12:
         return None
-    kept = random.choice(TRIES, TRIES, p=share / total)
-    if not fine or len(data.at_least):
-        most = int(np.argmax(share * np.exp(-0.5 * _distance(draws, best))))
-        best = [d[most] for d in draws] if share[most] > 0 else [d[kept].mean(axis=0) for d in draws]
-    return replace(
-        component,
-        log=float(np.log(total / TRIES)),
-        best=tuple(best),
-        draws=tuple(d[kept] for d in draws),
-        size=sizes[kept],
-    )
+    kept = random.choice(tries, TRIES, p=share / total)
+    mine = [d[kept] for d in draws]
+    counts = np.diff([0, *cuts, len(different)])
+    known_pieces = all(n >= len(columns) for n, columns in zip(counts, kind.pieces, strict=True))
+    if len(data.at_least) or not known_pieces or not _allowed(data, kind, [b[None] for b in best], witnesses)[0]:
+        middle = _middle(mine)
+        best = [d[middle] for d in mine]
+    return replace(component, log=float(np.log(total / tries)), best=tuple(best), draws=tuple(mine), size=sizes[kept])
 
 
-def _distance(draws: Sequence[Array], best: Sequence[Array]) -> Array:
-    """How far draws lie from the unconstrained best, squared, in units of their own spread."""
-    parts = [
-        np.sum(((d - b) / np.maximum(d.std(axis=0), 1e-300)) ** 2, axis=1) for d, b in zip(draws, best, strict=True)
-    ]
-    return np.asarray(np.sum(parts, axis=0))
+def _allowed(data: Data, kind: Kind, draws: Sequence[Array], witnesses: tuple[Any, Any] | None) -> Array:
+    """1 for each draw that its kind and its cuts do not contradict, else 0."""
+    good = np.ones(len(draws[0]), dtype=bool)
+    for feature in kind.rising:
+        good &= draws[-1][:, kind.pieces[-1].index(feature)] >= 0
+    if witnesses is not None:
+        rows, owner = witnesses
+        values = pieces(kind, draws, data.features[rows])
+        highest = np.maximum.reduce(values)
+        good &= np.all(np.choose(owner, values) >= highest - np.abs(highest) * 1e-12, axis=1)
+    return good.astype(float)
+
+
+def _bounded(data: Data, component: Component, draws: Sequence[Array], sizes: Array) -> Array:
+    """How probable the bounds are, for each draw: that a new value is at least so large, or the reason another."""
+    if not len(data.at_least):
+        return np.ones(len(sizes))
+    values = component.values(draws, data.bounds_axis, data.bounds)
+    relative = np.abs(values) / max(float(np.abs(data.y).max()), 1e-300)
+    spread = sizes[:, None] * (np.maximum(relative, 1e-300) if component.noise == "proportional" else 1.0)
+    each = special.ndtr((values - data.at_least) / spread)
+    return np.asarray(np.prod(OTHERWISE + (1 - OTHERWISE) * each, axis=1))
+
+
+def _middle(draws: Sequence[Array]) -> int:
+    """The draw nearest to the mean of all, in units of their spread."""
+    parts = [np.sum(((d - d.mean(axis=0)) / np.maximum(d.std(axis=0), 1e-300)) ** 2, axis=1) for d in draws]
+    return int(np.argmin(np.sum(parts, axis=0)))
 
 
 def _witnesses(

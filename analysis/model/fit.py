@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -31,11 +31,11 @@ from vramsweep.analysis.data.metrics import METRICS, Metric
 from vramsweep.analysis.data.ranks import Spread, spread
 from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, STEP, Array, Curve, meet, powers
 from vramsweep.analysis.model.estimate import DRAWS, SEED, Component, Data, Posterior, estimate
-from vramsweep.analysis.model.observe import Mask, Model, Points, along, members, observations
+from vramsweep.analysis.model.observe import UNITS, Mask, Model, Points, along, members, observations
 from vramsweep.analysis.model.phases import PHASES, Phases, fit_phases
-from vramsweep.analysis.model.standing import OVERHEAD, RESIDUAL, Excess, Standing, excess
+from vramsweep.analysis.model.standing import OVERHEAD, RESIDUAL, Excess, Predictor, Standing, excess
 from vramsweep.analysis.model.steps import Jump, jumps
-from vramsweep.analysis.model.times import OfParts, parts
+from vramsweep.analysis.model.times import CLOCK, OfParts, parts
 
 MODULI = (8, 16, 64)
 LEVEL = 0.95
@@ -51,23 +51,6 @@ BASES = {
     "phases": "on the peak of each phase, over batch and length together",
     "points": "on these points alone",
 }
-WHY = {
-    "prediction": "there are some",
-    "phases": "nothing is predicted of the same settings",
-    "points": "nothing is predicted of the same settings, and phases are not known of these rows along this axis",
-}
-
-
-class Predictor(Protocol):
-    """What a fit's values and intervals come from."""
-
-    def value(self, x: Array) -> Array:
-        """The most probable curve, (n,)."""
-        ...
-
-    def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of the curve and of a new run, (draws, n) each."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,8 +85,8 @@ class Fit:
     """What is known about one metric in one group.
 
     `chosen` is of the kinds on the points; values and intervals are `predictor`'s, which rests on `basis`.
-    `identified`: whether the kind is known and every piece has as many lengths as numbers. `phases` name what makes the
-    peak on each piece of the first curve.
+    `because` says why on that. `identified`: whether the kind is known and every piece has as many lengths as numbers.
+    `phases` name what makes the peak on each piece of the first curve.
     """
 
     metric: Metric
@@ -118,6 +101,7 @@ class Fit:
     predictor: Predictor = field(repr=False)
     posteriors: Mapping[bool, Posterior] = field(repr=False)
     basis: str = "points"
+    because: str = ""
     identified: bool = True
     phases: tuple[str, ...] = ()
     samples_per_step: float | None = None
@@ -139,8 +123,11 @@ class Fit:
 
     @property
     def one_sided(self) -> bool:
-        """Whether nothing is said of how high the curve may go beyond the points: they are few, or it hardly rises over
-        all of them, so that what grows with length is still hidden below what does not."""
+        """Whether nothing is said of how high the curve may go beyond the points: a run did not fit that should have;
+        they are few; or it hardly rises over all of them, so that what grows with length is still hidden below what
+        does not."""
+        if self._contradicted:
+            return True
         if self.basis != "points" or not self.metric.memory:
             return False
         first, last = self.chosen.model.predict(np.array(self.range))
@@ -170,24 +157,39 @@ class Fit:
         low, high, new_low, new_high = (
             np.minimum(low, value), np.maximum(high, value), np.minimum(new_low, value), np.maximum(new_high, value)
         )  # fmt: skip
+        low, new_low = np.maximum(low, 0), np.maximum(new_low, 0)
         if self.one_sided:
             high, new_high = (np.where(x > last, np.inf, edge) for edge in (high, new_high))
         return Prediction(x, value, low, high, new_low, new_high, (x < first) | (x > last))
 
     @cached_property
+    def _contradicted(self) -> bool:
+        """Whether hardly any new run would not have fitted where one beyond the observations did not."""
+        ahead = self.points.bound_x > self.range[1]
+        if not ahead.any():
+            return False
+        _, new = self.predictor.draws(self.points.bound_x[ahead])
+        return bool(np.all(new >= self.points.bound_y[ahead], axis=1).mean() < 1 - LEVEL)
+
+    @cached_property
     def next_x(self) -> int | None:
-        """The x whose measurement would narrow the curve most, if it is not known to 2 % everywhere up to twice the
-        longest: in the middle of a gap, or beyond the last."""
+        """The x whose measurement would narrow the curve most, if it is not known to 2 % everywhere up to half
+        beyond the longest: in the middle of a gap, or beyond the last; never where a run did not fit."""
         different = np.unique(self.points.x)
         if len(different) < 2:
             return round(2 * float(different[-1]))
         middles = (different[1:] + different[:-1]) / 2
         step = 8 if np.all(different % 8 == 0) else 1
         inside = np.unique(np.round(middles / step) * step)
-        asked = np.append(inside[~np.isin(inside, different)], np.round(1.5 * different[-1] / step) * step)
+        out = self.points.bound_x[self.points.bound_x > different[-1]]  # did not fit: no use to ask again
+        beyond = min(1.5 * different[-1], (different[-1] + out.min(initial=np.inf)) / 2)
+        asked = np.append(inside[~np.isin(inside, different)], np.floor(beyond / step) * step)
+        asked = asked[(asked >= 1) & ~np.isin(asked, [*different, *self.points.bound_x])]
+        if not len(asked):
+            return None
         curve, _ = self.predictor.draws(asked)
         wide = np.ptp(np.percentile(curve, [2.5, 97.5], axis=0), axis=0) / np.maximum(np.abs(self.value(asked)), 1e-300)
-        if self.one_sided and not (wide[:-1] > 0.02).any():
+        if self.one_sided and asked[-1] > different[-1] and not (wide[:-1] > 0.02).any():
             return int(asked[-1])
         return int(asked[int(np.argmax(wide))]) if wide.max() > 0.02 else None
 
@@ -337,7 +339,8 @@ class Whole:
         if start is None and stop is None:
             return self
         x = along(self.frame, axis)
-        return Whole(self.frame[(x >= (start or -np.inf)) & (x <= (stop or np.inf))])
+        low, high = -np.inf if start is None else start, np.inf if stop is None else stop
+        return Whole(self.frame[(x >= low) & (x <= high)])
 
     @cached_property
     def phases(self) -> Phases | None:
@@ -379,8 +382,12 @@ def fit_points(
     predictor: Predictor = OfPoints(found.posteriors, found.modulus, chosen.model)
     identified = all(posterior.identified for posterior in found.posteriors.values())
     basis, residual = "points", None
-    if (better := _better(points, metric, group, axis, knows)) is not None:
-        basis, predictor, identified, residual = better
+    better = _better(points, metric, group, axis, knows or Knows())
+    if better.predictor is not None:
+        basis, predictor, identified, residual = better.basis, better.predictor, better.identified, better.residual
+    warnings = [*points.warnings, *_censoring_remarks(predictor, points, metric)]
+    if robust and basis != "points":
+        warnings.append(f"--robust is of the curves through the points; what values rest on here, {basis}, is not")
     why = f"{chosen.probability:.0%} of the probability of all kinds" + found.remark
     samples = _samples(group.ok("tokens_per_s", "step_median_s", "seq_len")) if group and not metric.memory else None
     return Fit(
@@ -392,10 +399,11 @@ def fit_points(
         chosen=chosen,
         why=why,
         robust=robust,
-        warnings=(*points.warnings, *_censoring_remarks(predictor, points, metric)),
+        warnings=tuple(warnings),
         predictor=predictor,
         posteriors=found.posteriors,
         basis=basis,
+        because=better.because,
         identified=identified,
         phases=_phases(chosen.model, group, axis) if group and metric.memory else (),
         samples_per_step=samples if axis == "seq_len" else None,
@@ -481,7 +489,7 @@ def _posterior(points: Points, metric: Metric, weights: Array, modulus: int | No
             x, y, w = x[first], y[first], w[first]
         bound_x, bound_y = points.bound_x[bounds[key]], points.bound_y[bounds[key]]
         noises = ("constant", "proportional") if metric.memory else ("proportional",)
-        resolution = _quantum(y, metric.resolution) if metric.memory else 1e-3 * float(np.median(y))
+        resolution = _quantum(x, y, metric.resolution) if metric.memory else CLOCK * float(y.min())
         data = Data(
             x, powers(x), y, resolution, bound_x, powers(bound_x), bound_y, None if np.all(w == 1) else w, noises
         )
@@ -489,10 +497,21 @@ def _posterior(points: Points, metric: Metric, weights: Array, modulus: int | No
     return found
 
 
-def _quantum(y: Array, resolution: float) -> float:
-    """The largest size that all values are multiples of, if larger than the resolution: what they were rounded to."""
+def _quantum(x: Array, y: Array, resolution: float) -> float:
+    """The largest size that all values are multiples of, if larger than the resolution: what they were rounded to.
+
+    Of fewer than five values it is too often chance: 7 % of four have a common factor. Nor was anything rounded where
+    values that rise lie on the lines between their neighbours, as 100, 120, 140 do.
+    """
     whole = np.unique(np.round(y)).astype(np.int64)
-    return max(float(np.gcd.reduce(whole)), resolution) if len(whole) > 2 else resolution
+    size = float(np.gcd.reduce(whole)) if len(whole) > 4 else resolution
+    if size <= resolution:
+        return resolution
+    at, first = np.unique(x, return_index=True)
+    known = y[first]
+    chord = known[:-2] + (known[2:] - known[:-2]) * (at[1:-1] - at[:-2]) / (at[2:] - at[:-2])
+    off = np.abs(known[1:-1] - chord)[known[2:] != known[:-2]]
+    return resolution if len(off) > 1 and float(np.median(off)) < size / 20 else size
 
 
 def _huber(residuals: Array, least: float) -> Array:
@@ -544,11 +563,12 @@ def _candidates(points: Points, found: _Estimated) -> tuple[list[Candidate], Can
             model = Model(curves, modulus)
             left = points.y - model.predict(points.x)
             known = len(np.unique(points.x)) // len(posteriors)
-            if name not in PLAIN and any(sum(map(len, p.best(name).kind.pieces)) >= known for p in posteriors.values()):
-                continue  # as many numbers as lengths: it goes through everything
+            through = any(sum(map(len, p.best(name).kind.pieces)) >= known for p in posteriors.values())
+            if name not in PLAIN and through and any(p.kinds()[0] != name for p in posteriors.values()):
+                continue  # as many numbers as lengths go through everything: worth a line only where most probable
             probable = float(share * np.prod([p.probability[name] for p in posteriors.values()]))
             candidates.append(Candidate(model, probable, float(np.sqrt(np.mean(left**2))), float(np.abs(left).max())))
-    total = sum(c.probability for c in candidates)
+    total = float(np.exp(logs - logs.max()).sum())
     candidates = [replace(c, probability=c.probability / total) for c in candidates]
     chosen = max((c for c in candidates if c.model.modulus == found.modulus), key=lambda c: c.probability)
     return candidates, chosen
@@ -562,50 +582,91 @@ def _least_squares(name: str, points: Points, at: Mask, weights: Array) -> Curve
     return Curve(name, ((padded[0], padded[1], padded[2]),))
 
 
-def _better(
-    points: Points, metric: Metric, group: Group | None, axis: str, knows: Knows | None
-) -> tuple[str, Predictor, bool, Excess | None] | None:
-    """What says more than the points: the basis, its predictor, whether it is identified, a prediction's residual."""
-    if group is None or knows is None or axis == "tokens" or points.rows is None:
-        return None
+@dataclass(frozen=True)
+class _Better:
+    """What says more than the points, if anything does, and in words why that and nothing better."""
+
+    because: str
+    basis: str = "points"
+    predictor: Predictor | None = None
+    identified: bool = False
+    residual: Excess | None = None
+
+
+def _better(points: Points, metric: Metric, group: Group | None, axis: str, knows: Knows) -> _Better:
+    """What a fit rests on."""
+    phases = knows.whole.phases if knows.whole else None
+    if group is None or points.rows is None or (phases is None and knows.predicted is None):
+        return _Better("nothing is predicted of the same settings, and the peaks of the phases are not known of them")
+    if axis == "tokens":
+        return _Better("along tokens, rows of several batches and lengths are one curve")
     across = "micro_batch" if axis == "seq_len" else "seq_len"
     other = group.take(across)[across].to_numpy(float, na_value=np.nan)
     if not np.isfinite(other).all():
-        return None
+        return _Better(f"some of these rows do not know their {across}")
     per_x = float(other[0])
+    why = "nothing is predicted of the same settings"
+    if knows.predicted is not None:
+        same = knows.predicted.frame[knows.predicted.frame[across].eq(per_x).fillna(False)]
+        found = _on_prediction(points, metric, axis, per_x, replace(knows.predicted, frame=same), knows.predicted)
+        if found is not None:
+            return found
+        count = observations(same, metric, axis=axis).x if metric.memory else same[axis].dropna().unique()
+        why = f"{len(count)} predicted rows at {across} {per_x:g} know it; {FEWEST} are the fewest"
     if not metric.memory:
-        same = knows.predicted.frame[knows.predicted.frame[across].eq(per_x)] if knows.predicted else None
-        found_parts = None if same is None else parts(same, axis)
+        return _Better(f"{why}, and phases say nothing of time")
+    if group.resident and metric.column != "peak_allocated_bytes":
+        return _Better(f"{why}, and phases say nothing of a resident set")
+    return _on_phases(points, metric, group, axis, per_x, phases, why)
+
+
+def _on_prediction(
+    points: Points, metric: Metric, axis: str, per_x: float, same: Whole, whole: Whole
+) -> _Better | None:
+    """On predicted rows of this batch (or length), `same`, of all of them; None with too few."""
+    if not metric.memory:
+        found_parts = parts(same.frame, axis)
         if found_parts is None:
             return None
         timed = OfParts(found_parts, points.x, points.y)
-        return "prediction", timed, timed.posterior.identified, None
-    if knows.predicted is not None and (base := _predicted(knows.predicted, metric, axis, per_x)) is not None:
-        found = excess(points.x * per_x, points.y, base.value(points.x), metric.resolution, RESIDUAL, small=True)
-        bounds = (points.bound_x, points.bound_y)
-        standing = Standing(base, found, per_x, False, bounds, np.unique(points.x))
-        return "prediction", standing, found.posterior.identified, found
-    if knows.whole is None or knows.whole.phases is None:
+        return _Better(_these(found_parts.x, axis), "prediction", timed, timed.posterior.identified)
+    base = _predicted(same, whole, metric, axis, per_x)
+    if base is None:
         return None
-    phases = OfPhases(knows.whole.phases, axis, per_x)
-    known = knows.whole.phases.identified(*phases._where(np.unique(points.x)))
+    found = excess(points.x * per_x, points.y, base.value(points.x), metric.resolution, RESIDUAL, small=True)
+    standing = Standing(base, found, per_x, False, (points.bound_x, points.bound_y), np.unique(points.x))
+    return _Better(_these(base.x, axis), "prediction", standing, found.posterior.identified, found)
+
+
+def _these(x: Array, axis: str) -> str:
+    return f"{len(x)} of them, {x.min():,.0f} to {x.max():,.0f} {UNITS[axis]}"
+
+
+def _on_phases(
+    points: Points, metric: Metric, group: Group, axis: str, per_x: float, peaks: Phases | None, why: str
+) -> _Better:
+    """On the phases' peaks, where they are known; `why` says why on nothing better."""
+    if peaks is None:
+        return _Better(f"{why}, and the peaks of the phases are not known of them")
+    phases = OfPhases(peaks, axis, per_x)
+    known = peaks.identified(*phases._where(np.unique(points.x)))
     if metric.column == "peak_allocated_bytes":
-        return "phases", phases, known, None
-    if metric.above is None or group.resident:
-        return None
-    base_of_row = group.take(metric.above)[metric.above].to_numpy(float, na_value=np.nan)[points.rows]
-    if not np.isfinite(base_of_row).all():
-        return None
-    over = excess(points.x * per_x, points.y, base_of_row, metric.resolution, OVERHEAD)
+        return _Better(why, "phases", phases, known)
+    if metric.above is None:
+        return _Better(f"{why}, and phases say nothing of it")
+    base = group.take(metric.above)[metric.above].to_numpy(float, na_value=np.nan)[points.rows]
+    if not (base > 0).all():
+        return _Better(f"{why}, and what it stands on is not known of all rows")
+    over = excess(points.x * per_x, points.y, base, metric.resolution, OVERHEAD)
     standing = Standing(phases, over, per_x, True, (points.bound_x, points.bound_y))
-    return "phases", standing, known and over.posterior.identified, None
+    return _Better(why, "phases", standing, known and over.posterior.identified)
 
 
-def _predicted(whole: Whole, metric: Metric, axis: str, other: float) -> Predicted | None:
-    """The predicted rows of this batch (or length) as a base; None with fewer than three."""
-    across = "micro_batch" if axis == "seq_len" else "seq_len"
-    rows = whole.frame[whole.frame[across].eq(other).fillna(False)]
-    own = observations(rows, metric, axis=axis)
+def _predicted(same: Whole, whole: Whole, metric: Metric, axis: str, other: float) -> Predicted | None:
+    """The predicted rows of this batch (or length), `same`, of all of them as a base; None with fewer than three."""
+    own = observations(same.frame, metric, axis=axis)
+    known = own.y > 0
+    own = replace(own, x=own.x[known], y=own.y[known])
     x, first = np.unique(own.x, return_index=True)
     if len(x) < FEWEST:
         return None
@@ -650,14 +711,15 @@ def _meet(one: Array, other: Array) -> float:
 
 
 def _censoring_remarks(predictor: Predictor, points: Points, metric: Metric) -> list[str]:
-    """Where the curve contradicts a row that ran out of memory."""
+    """Where the curve contradicts a bound."""
     if not len(points.bound_x):
         return []
     below = predictor.value(points.bound_x) < points.bound_y - metric.resolution
     if not below.any():
         return []
     return [
-        f"at {int(below.sum())} of {len(below)} rows that ran out of memory the curve stays below the device's memory"
+        f"the curve stays below {int(below.sum())} of {len(below)} lower bounds (rows that ran out of memory, or whose "
+        "allocator tried again): something else may have held memory there, or more grows than these points show"
     ]
 
 

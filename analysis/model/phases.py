@@ -32,7 +32,6 @@ class Phases:
 
     posteriors: Mapping[str, Posterior]
     beyond: Array
-    points: int
 
     def draws(self, batch: Array, length: Array) -> tuple[Array, Array]:
         """Peak allocated of the curve and of a new run, (draws, n) each, for samples and lengths (n,)."""
@@ -76,8 +75,8 @@ class Phases:
 
 
 def fit_phases(frame: pd.DataFrame) -> Phases | None:
-    """From rows of equal settings but for batch and length; None where a phase of a step is unknown or there are too
-    few.
+    """From rows of equal settings but for batch and length; None where a phase of a step is unknown or 0, or there
+    are too few.
 
     Needs the columns of the phases' peaks, `peak_allocated_bytes`, `attention_effective`, `seq_len`, `micro_batch`,
     `device`. What loading took is not known of every row, and left out then.
@@ -94,6 +93,8 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
         return None
     batch, length = ok["micro_batch"].to_numpy(float), ok["seq_len"].to_numpy(float)
     peaks = ok[names].to_numpy(float)
+    if not (peaks > 0).all():
+        return None
     several = len(np.unique(batch)) > 1 and len(np.unique(length)) > 1
     attention = ok["attention_effective"].dropna()
     plain_kernels = ok["device"].eq("cpu").fillna(False).any()  # on a CPU sdpa may store them too
@@ -119,7 +120,7 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
         own = replace(own, given_scales=scales)
         posteriors[phase] = estimate(own, _kinds(several, scores, phase == "backward"))
     beyond = ok["peak_allocated_bytes"].to_numpy(float) - peaks.max(axis=1)
-    return Phases(posteriors, beyond, len(np.unique(tokens)))
+    return Phases(posteriors, beyond)
 
 
 def _best(posterior: Posterior, tokens: Array, features: Array) -> Array:

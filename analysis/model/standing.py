@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from vramsweep.analysis.model.curves import Array, Kind
-from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
+from vramsweep.analysis.model.estimate import FEWEST_DRAWS, SEED, Data, Posterior, estimate
 
 # Features: 1, tokens, the base.
 OVERHEAD = (
@@ -30,11 +30,11 @@ SHAPE = 0.02  # of what a prediction grows by from the nearest measured run: how
 SMALL = 0.03  # of the base: what a residual's line or share is expected to be, one standard deviation
 
 
-class Base(Protocol):
-    """What is known of the base."""
+class Predictor(Protocol):
+    """What values and intervals of a quantity along an axis come from."""
 
     def value(self, x: Array) -> Array:
-        """At each x, (n,)."""
+        """The most probable curve, (n,)."""
         ...
 
     def draws(self, x: Array) -> tuple[Array, Array]:
@@ -98,7 +98,7 @@ class Standing:
     fit. `seen` are the x that the excess is from, where the base's shape itself is not beyond doubt.
     """
 
-    base: Base
+    base: Predictor
     excess: Excess
     per_x: float
     positive: bool
@@ -112,18 +112,14 @@ class Standing:
         return np.asarray(base + (np.maximum(over, 0.0) if self.positive else over))
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of the curve and of a new run, (draws, n) each; draws that contradict a bound are left out."""
+        """Of the curve and of a new run, (draws, n) each; draws that contradict a bound are left out where enough do
+        not."""
         bound_x, at_least = self.bounds
         everywhere = np.concatenate([x, bound_x])
         curve, new = self._draws(everywhere)
-        if len(bound_x):
-            holds = np.all(new[:, len(x) :] >= at_least, axis=1)
-            if holds.sum() >= 20:
-                curve, new = curve[holds], new[holds]
-            else:  # what is known contradicts the bounds: lift it to them, by what the closest draws need
-                lack = np.maximum(at_least - new[:, len(x) :], 0).max(axis=1)
-                nearest = np.argsort(lack)[: max(20, len(lack) // 20)]
-                curve, new = curve[nearest] + lack[nearest, None], new[nearest] + lack[nearest, None]
+        holds = np.all(new[:, len(x) :] >= at_least, axis=1)
+        if len(bound_x) and holds.sum() >= FEWEST_DRAWS:
+            curve, new = curve[holds], new[holds]
         return curve[:, : len(x)], new[:, : len(x)]
 
     def _draws(self, x: Array) -> tuple[Array, Array]:

@@ -18,6 +18,7 @@ from vramsweep.analysis.model.curves import Array, Kind
 from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
 
 PARTS = (("estimated_compute_s", "estimated_attention_s"), ("estimated_memory_s",), ("estimated_launch_s",))
+CLOCK = 1e-3  # of a time: no step repeats more closely
 KINDS = (Kind("one factor", ((3,),), 0.5), Kind("parts", ((0, 1, 2),), 0.5, rising=(0, 1, 2)))
 
 
@@ -59,7 +60,7 @@ class OfParts:
     @cached_property
     def posterior(self) -> Posterior:
         """Of the factors."""
-        resolution = 1e-3 * float(np.median(self.y))
+        resolution = CLOCK * float(self.y.min())
         return estimate(Data(self.x, self.parts.features(self.x), self.y, resolution, noises=("proportional",)), KINDS)
 
     def value(self, x: Array) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 
 from vramsweep.analysis.data.metrics import MIB, Metric, show_bytes
 from vramsweep.analysis.model.curves import Curve
-from vramsweep.analysis.model.fit import BASES, PLAIN, WHY, Candidate, Fit
+from vramsweep.analysis.model.fit import BASES, PLAIN, Candidate, Fit
 from vramsweep.analysis.model.observe import AXES, UNITS
 
 
@@ -136,7 +136,7 @@ def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
 def rests_on(fit: Fit) -> list[str]:
     """What the values and intervals rest on, how sure that is, and what to measure next."""
     unit = UNITS[fit.axis]
-    found = [f"values between and beyond the points rest {BASES[fit.basis]} ({WHY[fit.basis]})"]
+    found = [f"values between and beyond the points rest {BASES[fit.basis]} ({fit.because})"]
     if fit.residual is not None:
         found.append(_residual(fit))
     if not fit.identified and fit.metric.memory:

@@ -141,11 +141,12 @@ def test_a_row_that_ran_out_of_memory_bends_the_curve_up_to_the_device_but_not_d
     y = 1e9 + 1e6 * x
     free = fit_points(points(x, y), RESERVED)
     low = fit_points(points(x, y, np.array([2000.0]), np.array([2e9])), RESERVED)  # the line says 3e9: no news
-    high = fit_points(points(x, y, np.array([900.0]), np.array([4e9])), RESERVED)  # the line says 1.9e9: it is wrong
+    high = fit_points(points(x, y, np.array([900.0]), np.array([2.6e9])), RESERVED)  # the line says 1.9e9: it is wrong
     assert free is not None and low is not None and high is not None
     at = np.array([900.0])
     assert low.predict(at).value == pytest.approx(free.predict(at).value, rel=1e-3)
-    assert high.predict(at).new_low[0] > 3.8e9 > free.predict(at).new_high[0]
+    assert high.predict(at).value[0] > 2.6e9 > free.predict(at).new_high[0]
+    assert high.candidate("hinge").probability > 0.75  # type: ignore[union-attr]
     assert high.predict(np.array([600.0])).value[0] == pytest.approx(1.6e9, rel=0.02)
 
 
@@ -213,7 +214,9 @@ def test_the_evidence_of_a_regression_is_the_density_that_scipy_says() -> None:
     (kind,) = (k for k in KINDS if k.pieces == ((0, 1),))
     found = estimate(data, (kind,))
     design = data.features[:, :2] * data.scales[:2]
-    each = [multivariate_normal(np.zeros(6), s**2 * np.eye(6) + design @ design.T).logpdf(y) for s in data.sizes]
+    each = [
+        multivariate_normal(np.zeros(6), s**2 * np.eye(6) + design @ design.T).logpdf(y) for s in data.sizes("constant")
+    ]
     mean = np.log(np.mean(np.exp(np.array(each) - max(each)))) + max(each) + np.log(kind.weight)
     assert found.log + 3 * np.log(2 * np.pi) * -1 == pytest.approx(mean, abs=1e-6)
 
@@ -351,3 +354,53 @@ def test_reserved_of_a_public_run_stands_on_its_prediction() -> None:
     found = fit.predict(others["seq_len"].to_numpy(float))
     assert np.abs(found.value / others["measured"] - 1).median() < 0.015
     assert ((found.new_low <= others["measured"]) & (others["measured"] <= found.new_high)).mean() >= 0.85
+
+
+def test_a_row_that_ran_out_of_memory_against_all_others_is_taken_for_something_elses_doing() -> None:
+    x = np.array([128.0, 512, 1024, 2048])
+    y = np.array([1000.0, 1160, 1240, 1500]) * MIB
+    inside = fit_points(points(x, y, np.array([256.0]), np.array([79e9])), RESERVED)
+    plain = fit_points(points(x, y), RESERVED)
+    assert inside is not None and plain is not None
+    at = np.array([256.0, 2048])
+    assert (inside.predict(at).new_high < 1.5 * plain.predict(at).new_high).all()  # nowhere near 79e9
+    assert any("something else" in warning for warning in inside.warnings)
+
+    x = np.array([128.0, 256, 512, 1024, 1536, 2048])
+    y = (0.15625 * x + 980.0625) * MIB
+    beyond = fit_points(points(x, y, np.array([3072.0]), np.array([79e9])), RESERVED)
+    assert beyond is not None and beyond.chosen.model.kind == "linear"
+    assert beyond.candidate("linear") is not None and beyond.candidate("quadratic") is not None
+    found = beyond.predict(np.array([1800.0, 3072]))
+    assert found.new_high[0] < 1300 * MIB  # nothing changes where it was measured
+    assert found.new_low[1] < 1500 * MIB and np.isinf(found.new_high[1])  # 79e9 must lie in it, as must the line
+    assert beyond.next_x is None or beyond.next_x < 3072
+
+    both = points(x, 7.8125 * MIB * x, np.array([512.0]), np.array([24e9]))  # once it fitted, once it did not
+    torn = fit_points(both, RESERVED)
+    assert torn is not None
+    assert torn.predict(np.array([2048.0])).new_low[0] == pytest.approx(16000 * MIB, rel=0.01)
+
+
+def test_a_kind_with_as_many_numbers_as_lengths_is_chosen_where_it_is_the_most_probable() -> None:
+    x = np.array([256.0, 512, 1024, 2048])
+    y = np.array([3843.0, 4613, 6154, 9236]) * MIB
+    fit = fit_points(points(x, y, np.array([4096.0]), np.array([25.0e9])), RESERVED)
+    assert fit is not None
+    assert fit.chosen.probability == pytest.approx(max(next(iter(fit.posteriors.values())).probability.values()))
+    assert fit.chosen.model.kind != "linear" and not fit.identified
+
+
+def test_a_curve_lies_within_its_own_interval_where_its_last_piece_has_one_length() -> None:
+    x = np.array([256.0, 512, 1024, 2048])
+    fit = fitted(x, np.array([3843.0, 3845, 3844, 9236]) * MIB)
+    for key, curve in fit.chosen.model.curves.items():
+        for name, value in curve.parameters.items():
+            low, high = fit.intervals[key][name]
+            assert low <= value <= high, name
+
+
+def test_nothing_falls_below_zero_and_no_length_below_one_is_asked_for() -> None:
+    fit = fitted(np.array([100.0, 120, 900]), np.array([2e9, 3.5e9, 3e9]))
+    assert (fit.predict(np.array([1.0, 5000, 50_000])).new_low >= 0).all()
+    assert fit.next_x is None or fit.next_x >= 1
