@@ -59,6 +59,8 @@ class Settings:
                 raise UserError(f"{key}={value}: allowed is a whole number of at least {least_value:g}")
         if not self.results:
             raise UserError("results= names no folder; allowed is any that can be written, as results=DIR")
+        if self.answer is not None and self.answer not in registry.ANSWERS:
+            raise UserError(mistakes.unknown_option("answer", str(self.answer), registry.ANSWERS))
         if self.objective is not None and self.objective not in OBJECTIVES:
             near = mistakes.closest(str(self.objective), OBJECTIVES)
             meant = f"; did you mean {near}?" if near else ""

@@ -17,6 +17,9 @@ from vramsweep.harness.errors import UserError
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
 
+# The tables that a sweep can end in, each made by an entry of the same name in analysis/answers/registry.py.
+ANSWERS = ("claims", "fit-24gb", "forum-gpt2", "composition", "seqlen-zero3")
+
 Rule = Callable[["Trial"], str | None]
 
 

@@ -1,13 +1,13 @@
 """Answers: the table that a sweep of a question ends in. A preset names its answer, and the sweep's plan keeps it.
 
-A new one is an entry of `ANSWERS` and, in conf/sweep/, a preset with `answer: NAME`.
+A new one is an entry of `ANSWERS`, its name in harness/registry.py, and in conf/sweep/ a preset with `answer: NAME`.
 """
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pandas as pd
 from vramsweep.analysis.answers import claims, edges, estimates, ways
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import Table
+from vramsweep.harness import mistakes
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import PLAN
 
@@ -25,11 +26,13 @@ FOLDED = 30
 
 @dataclass(frozen=True)
 class Answer:
-    """`make` gives the table, whose cells are text, and notes below it: pure, from rows alone."""
+    """`make` gives the table, whose cells are text, and notes below it: pure, from rows alone. `verdict` is the column
+    of what each line comes to, if there is one."""
 
     name: str
     title: str
     make: Callable[[Table], tuple[pd.DataFrame, list[str]]]
+    verdict: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Answered:
     title: str
     frame: pd.DataFrame
     notes: tuple[str, ...]
+    verdict: str | None = None
 
     @property
     def wide(self) -> bool:
@@ -48,8 +52,17 @@ class Answered:
 
     def text(self) -> str:
         """For a terminal, in `WIDTH` columns: a table where it fits, else each line as a card."""
-        body = (_cards if self.wide else _table)(self.frame) if len(self.frame) else "No row answers this."
+        body = "No row answers this."
+        if len(self.frame):
+            body = _in_cards(self.cards()) if self.wide else _table(self.frame)
         return "\n".join([self.title, "", body, *(textwrap.fill(note, WIDTH) for note in self.notes)])
+
+    def cards(self) -> Iterator[tuple[str, str | None, dict[str, str]]]:
+        """Each line as a heading, which is its first cell, its verdict if there is one, and the other cells by name."""
+        first = str(self.frame.columns[0])
+        for row in self.frame.astype("string").to_dict("records"):
+            cells = {str(name): str(cell) for name, cell in row.items()}
+            yield cells.pop(first), cells.pop(self.verdict) if self.verdict else None, cells
 
     def markdown(self) -> str:
         """The title, the table and the notes."""
@@ -58,7 +71,7 @@ class Answered:
 
 
 ANSWERS = (
-    Answer("claims", "Are the guides right?", claims.make),
+    Answer("claims", "Are the guides right?", claims.make, verdict="verdict"),
     Answer("fit-24gb", "What fits on a card of 24 GB?", ways.make),
     Answer("forum-gpt2", "What does it take, and what does each change do?", estimates.changes),
     Answer("composition", "What is a peak made of, and what do estimates say?", estimates.composition),
@@ -73,9 +86,9 @@ def answered(table: Table, name: str | None) -> Answered | None:
         return None
     found = next((answer for answer in ANSWERS if answer.name == name), None)
     if found is None:
-        raise UserError(f"answer={name}: there is no such answer; allowed: {', '.join(NAMES)}")
+        raise UserError(mistakes.unknown_option("answer", name, NAMES))
     frame, notes = found.make(table)
-    return Answered(found.name, found.title, frame, tuple(notes))
+    return Answered(found.name, found.title, frame, tuple(notes), found.verdict)
 
 
 def asked(folder: Path) -> str | None:
@@ -108,15 +121,14 @@ def _table(frame: pd.DataFrame) -> str:
     return "\n".join(line.rstrip() for line in aligned) + "\n"
 
 
-def _cards(frame: pd.DataFrame) -> str:
-    """Each line as its first two cells, then the others below, wrapped."""
-    first, second, *others = (str(name) for name in frame.columns)
-    cards = []
-    for row in frame.to_dict("records"):
-        lines = [textwrap.fill(f"{str(row[second]).upper()}: {row[first]}", WIDTH)]
+def _in_cards(cards: Iterable[tuple[str, str | None, dict[str, str]]]) -> str:
+    """The heading of each, behind its verdict, and the cells below, wrapped."""
+    told = []
+    for title, verdict, cells in cards:
+        lines = [textwrap.fill(f"{verdict.upper()}: {title}" if verdict else title, WIDTH)]
         lines += [
-            textwrap.fill(f"{name}: {row[name]}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-            for name in others
+            textwrap.fill(f"{name}: {cell}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+            for name, cell in cells.items()
         ]
-        cards.append("\n".join(lines) + "\n")
-    return "\n".join(cards)
+        told.append("\n".join(lines) + "\n")
+    return "\n".join(told)

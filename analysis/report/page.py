@@ -111,15 +111,12 @@ def _answer(answer: Answered) -> str:
     if answer.frame.empty:
         return f"<p>No row answers this.</p>{notes}"
     if not answer.wide:
-        return _table(answer.frame, answer.title) + notes
-    title, verdict, *others = (str(name) for name in answer.frame.columns)
+        return _grid(answer.frame, answer.title) + notes
     cards = ""
-    for row in answer.frame.astype("string").to_dict("records"):
-        said = "".join(f"<dt>{escape(name)}</dt><dd>{_linked(row[name])}</dd>" for name in others)
-        cards += (
-            f'<article class="card"><h3>{escape(row[title])}</h3><p><strong>{escape(row[verdict])}</strong></p>'
-            f"<dl>{said}</dl></article>"
-        )
+    for title, verdict, cells in answer.cards():
+        said = "".join(f"<dt>{escape(name)}</dt><dd>{_linked(cell)}</dd>" for name, cell in cells.items())
+        strong = f"<p><strong>{escape(verdict)}</strong></p>" if verdict else ""
+        cards += f'<article class="card"><h3>{escape(title)}</h3>{strong}<dl>{said}</dl></article>'
     return cards + notes
 
 
@@ -129,7 +126,11 @@ def _linked(text: str) -> str:
 
 
 def _table(frame: pd.DataFrame, name: str) -> str:
-    label = escape(name)
+    return f"<h3>{escape(name)}</h3>{_grid(frame, name)}"
+
+
+def _grid(frame: pd.DataFrame, name: str) -> str:
+    """The table itself, which a reader's software calls by its name."""
     number = {str(column): markup.numeric(frame[column]) for column in frame.columns}
 
     def cells(tag: str, row: Iterable[object]) -> str:
@@ -138,7 +139,7 @@ def _table(frame: pd.DataFrame, name: str) -> str:
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in frame.to_numpy())
     return (
-        f'<h3>{label}</h3><div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}"><table>'
         f"<thead><tr>{cells('th', frame.columns)}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

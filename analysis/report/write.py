@@ -15,6 +15,7 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.report import page
 from vramsweep.analysis.report.content import Content, collect
+from vramsweep.harness import journal
 from vramsweep.harness.errors import UserError
 
 
@@ -82,11 +83,18 @@ def write_paper(table: Table, folder: Path, answer: str | None = None) -> Writte
     return Written(places, content.summary, (*content.warnings, *notes))
 
 
+def _remove(*files: Path) -> None:
+    """An earlier report's, which would no longer be true; out of a sweep's folder they may be someone else's."""
+    for file in files:
+        if any((place / name).exists() for place in file.parents[:2] for name in (journal.NAME, journal.PLAN)):
+            file.unlink(missing_ok=True)
+
+
 def _write_residuals(content: Content, folder: Path) -> dict[str, Path]:
     """residuals.csv, where anything predicted could be compared with a measurement; where it is."""
     path = folder / "residuals.csv"
     if content.residuals.empty:
-        path.unlink(missing_ok=True)  # an earlier report's would no longer be true
+        _remove(path)
         return {}
     write_csv(content.residuals, path)
     return {"residuals": path}
@@ -96,8 +104,7 @@ def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
     """answer.csv and answer.md; where the latter is."""
     files = [folder / "answer.csv", folder / "answer.md"]
     if answer is None:
-        for file in files:
-            file.unlink(missing_ok=True)
+        _remove(*files)
         return {}
     answer.frame.to_csv(files[0], index=False)
     files[1].write_text(answer.markdown(), encoding="utf-8")

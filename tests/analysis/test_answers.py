@@ -14,6 +14,8 @@ from test_claims import GIB, Row, row, table, timed
 from vramsweep.analysis import cli
 from vramsweep.analysis.answers import edges, ways
 from vramsweep.analysis.answers import registry as answers
+from vramsweep.analysis.report import page
+from vramsweep.harness import registry
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import PLAN
 
@@ -62,6 +64,23 @@ def test_no_question_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "answer=clams: there is no such answer; allowed: claims, " in capsys.readouterr().err
     with pytest.raises(UserError, match="no such answer"):
         answers.answered(table(*timed(0.3)), "clams")
+
+
+def test_the_names_are_those_that_a_sweep_may_ask_for() -> None:
+    assert answers.NAMES == registry.ANSWERS
+
+
+def test_files_of_others_beside_rows_stay(tmp_path: Path) -> None:
+    folder = written(timed(0.3), tmp_path / "sweep", None)
+    assert cli.main(["report", str(folder), "--images", "none"]) == 0
+    for place, stays in ((tmp_path / "downloads", True), (folder, False)):
+        place.mkdir(exist_ok=True)
+        others = [place / name for name in ("answer.csv", "answer.md", "residuals.csv")]
+        for file in others:
+            file.write_text("mine")
+        rows = (folder / "rows.csv").rename(place / "rows.csv") if stays else folder
+        assert cli.main(["report", str(rows), "--images", "none"]) == 0
+        assert [file.exists() for file in others] == [stays] * 3
 
 
 @pytest.mark.parametrize("answer", answers.ANSWERS, ids=lambda a: a.name)
@@ -153,4 +172,17 @@ def test_a_long_first_cell_is_folded_where_the_rest_has_room() -> None:
 
     lines = shown("checkpointing=full optimizer=adamw_bnb_8bit use_cache=off grad_accum=2 loss=chunked", "3,154")
     assert max(map(len, lines)) <= 80 and lines[1].endswith("3,154  yes") and lines[2] == "grad_accum=2 loss=chunked"
-    assert shown("short", "a number with many words " * 4)[0].startswith("A NUMBER WITH MANY WORDS")  # a card
+    assert shown("short", "a number with many words " * 4)[:2] == [  # a card, which has no verdict
+        "short", "  MiB: " + "a number with many words " * 2 + "a number with many",
+    ]  # fmt: skip
+
+
+def test_what_is_too_wide_is_a_card_with_a_heading_and_a_verdict_if_there_is_one() -> None:
+    frame = pd.DataFrame([{"model": "gpt2", "tokens": "512", "said": "words " * 20}])
+    plain = answers.Answered("n", "t", frame, ())
+    assert list(plain.cards()) == [("gpt2", None, {"tokens": "512", "said": "words " * 20})]
+    assert "<h3>gpt2</h3><dl><dt>tokens</dt><dd>512</dd>" in page._answer(plain)
+    judged = answers.Answered("n", "t", frame, (), "tokens")
+    assert judged.text().splitlines()[2] == "512: gpt2"
+    assert "<h3>gpt2</h3><p><strong>512</strong></p><dl><dt>said</dt>" in page._answer(judged)
+    assert "<h3>" not in page._answer(answers.Answered("n", "t", frame[["model"]], ()))  # the section has the title

@@ -107,6 +107,7 @@ def test_a_setting_cannot_be_swept() -> None:
         ({"timeout_s": 0}, "timeout_s=0: allowed is a number of at least 0.001"),
         ({"retries": -1}, "retries=-1"),
         ({"repeats": "two"}, "repeats=two"),
+        ({"answer": "clams"}, "answer=clams: there is no such answer; allowed: claims, .*; did you mean claims?"),
     ],
 )
 def test_settings_out_of_range(change: dict[str, Any], text: str) -> None:
