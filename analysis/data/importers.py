@@ -25,6 +25,7 @@ from vramsweep.harness.errors import UserError
 
 _CHECKPOINTING = {"True": "full", "False": "none"}
 _BARE = "seq_len, peak_active_mib, peak_reserved_mib, iterations_per_s"
+_SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 
 Lines = list[tuple[int, list[str]]]  # the cells of each line, with its number in the file
 
@@ -86,17 +87,25 @@ def read_json(path: Path, constants: Mapping[str, Any]) -> tuple[Table, list[str
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
-    if isinstance(found, dict) and "log_history" in found:
-        fields, notes = _trainer_state(found, path)
-    elif isinstance(found, dict) and ("train" in found or "report" in found):
-        fields, notes = _optimum(found, path)
+    if not isinstance(found, dict):
+        found = {}
+    if "log_history" in found:
+        read = _trainer_state
+    elif "train" in found or "report" in found:
+        read = _optimum
     else:
         raise UserError(f"{path} is neither a benchmark_report.json with a train section nor a trainer_state.json")
-    fields = {name: value for name, value in fields.items() if value is not None}
-    mapping, _ = by_name(list(fields))
-    cells = pd.DataFrame({name: pd.Series([value], dtype=object) for name, value in fields.items()})
-    label = f"{path.parent.name}/{path.name}"
-    return to_table(cells, mapping.with_constants(constants), str(path), label, notes), notes
+    try:
+        fields, notes = read(found, path)
+        fields = {name: value for name, value in fields.items() if value is not None}
+        mapping = by_name(list(fields))[0].with_constants(constants)
+        cells = pd.DataFrame({name: pd.Series([value], dtype=object) for name, value in fields.items()})
+        return to_table(cells, mapping, str(path), f"{path.parent.name}/{path.name}", notes), notes
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path} is not in the shape that is known of it ({type(error).__name__}: {str(error)[:100]}); see "
+            "docs/analysis.md, Foreign rows, for what is read, or give the values as a CSV"
+        ) from None
 
 
 def _optimum(found: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -114,12 +123,9 @@ def _optimum(found: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[st
     arguments = scenario.get("training_arguments") or {}
     train = report.get("train") or {}
     memory, latency = train.get("memory") or {}, train.get("latency") or {}
-    times = [float(v) for v in latency.get("values") or []]
     ranks = int(launcher.get("nproc_per_node") or 1) * int(launcher.get("max_nodes") or 1)
     devices = max(ranks, len(str(backend.get("device_ids") or 0).split(",")))
-    batch = arguments.get("per_device_train_batch_size") or shapes.get("batch_size")
     length = shapes.get("sequence_length")
-    accum = arguments.get("gradient_accumulation_steps")
     cpu = backend.get("device") == "cpu"
     row: dict[str, Any] = {
         "outcome": "ok",
@@ -128,18 +134,15 @@ def _optimum(found: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[st
         "device": backend.get("device") if backend.get("device") in ("cuda", "cpu") else None,
         "precision": _precision(backend.get("torch_dtype") or backend.get("dtype"), arguments),
         "seq_len": length,
-        "micro_batch": batch,
-        "grad_accum": accum,
+        "micro_batch": arguments.get("per_device_train_batch_size") or shapes.get("batch_size"),
+        "grad_accum": arguments.get("gradient_accumulation_steps"),
         "world_size": ranks,
         "checkpointing": _CHECKPOINTING.get(str(arguments.get("gradient_checkpointing"))),
         "attention": backend.get("attn_implementation"),
         "seed": backend.get("seed"),
         "memory_source": "cpu_tensors_and_rss" if cpu else "cuda_allocator",
         "warmup_steps": scenario.get("warmup_steps"),
-        "step_times_s": times or None,
-        "step_median_s": float(np.median(times)) if times else None,
-        "measured_steps": len(times) // ranks or None,
-        "elapsed_s": sum(times) / ranks if times else None,
+        **_steps([float(v) for v in latency.get("values") or []], ranks),
         "torch_version": backend.get("version"),
         **{name: environment.get(name) for name in ("transformers_version", "python_version")},
         "cpu_name": str(environment.get("cpu") or "").strip() or None,
@@ -155,6 +158,16 @@ def _optimum(found: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[st
     if not length:
         notes.append("no sequence length in the report or in benchmark_config.json beside it")
     return row, notes
+
+
+def _steps(times: list[float], ranks: int) -> dict[str, Any]:
+    """What the seconds of every process's steps say of the run."""
+    if not times:
+        return {}
+    steps, elapsed = len(times) // ranks or None, sum(times) / ranks
+    return {
+        "step_times_s": times, "step_median_s": float(np.median(times)), "measured_steps": steps, "elapsed_s": elapsed
+    }  # fmt: skip
 
 
 def _precision(dtype: Any, arguments: Mapping[str, Any]) -> str | None:
@@ -215,7 +228,7 @@ def read_csv(
 ) -> tuple[Table, list[str]]:
     """A foreign CSV, with or without header, as a table, and what was assumed. Raises UserError."""
     notes: list[str] = []
-    lines = _lines(path)
+    lines = _lines(path, notes)
     first = lines[0][1]
     header = not any(_number(cell) for cell in first)
     if header:
@@ -265,8 +278,8 @@ def _declared(
     return bare
 
 
-def _lines(path: Path) -> Lines:
-    """The cells of every line that has any."""
+def _lines(path: Path, notes: list[str]) -> Lines:
+    """The cells of every line that has any; semicolons or tabs separate them where the first line has no comma."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -275,7 +288,11 @@ def _lines(path: Path) -> Lines:
         text = "\0"
     if "\0" in text:
         raise UserError(f"{path} is not a text in UTF-8, so it cannot be read as CSV; save it as one")
-    reader = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True)
+    first = text.lstrip().partition("\n")[0]
+    separator, named = next((each for each in _SEPARATORS.items() if each[0] in first), (",", ""))
+    if separator != ",":
+        notes.append(f"{path.name}: its cells were read as separated by {named}")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
     try:
         lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
     except csv.Error as error:

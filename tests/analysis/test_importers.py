@@ -167,6 +167,30 @@ def test_trainer_state_of_a_cpu_run_with_tokens_counted_and_checkpoints_beside_i
     assert any(note.startswith("1 of 2 files left out") for note in notes)
 
 
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"train": 5}, {"report": [1]}, {"train": {"memory": 3}}, {"train": {"latency": {"values": ["x"]}}},
+        {"train": {}, "config": {"scenario": "x"}},
+        {"log_history": 5}, {"log_history": [5]},
+        {"log_history": [{"train_samples_per_second": None, "train_runtime": 1, "train_mem_gpu_alloc_delta": 1,
+                          "train_mem_gpu_peaked_delta": 1}]},
+        {"log_history": [{"train_samples_per_second": 1, "train_runtime": 1e999, "train_mem_gpu_alloc_delta": 1,
+                          "train_mem_gpu_peaked_delta": 1}]},
+    ],
+)  # fmt: skip
+def test_a_report_of_another_shape_is_named_and_loses_no_other(tmp_path: Path, found: dict[str, Any]) -> None:
+    file = tmp_path / "broken" / "trainer_state.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(found))
+    with pytest.raises(UserError, match=r"broken/trainer_state.json is not in the shape that is known"):
+        open_rows(file)
+    gpu = {"before_init_mem_gpu": 10, "train_mem_gpu_alloc_delta": 30, "train_mem_gpu_peaked_delta": 40}
+    state(tmp_path / "whole", {**SUMMARY, **gpu})
+    table, notes = open_rows(tmp_path)
+    assert len(table.frame) == 1 and any(note.startswith("1 of 2 files left out") for note in notes)
+
+
 def test_a_file_that_is_none_of_these_says_so(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(UserError, match="neither"):
@@ -532,6 +556,17 @@ def test_a_byte_order_mark_short_lines_and_missing_values_are_taken_for_what_the
         "peak_active_mib: 1 zero read as unknown",
         "peak_reserved_mib: 1 infinite value read as unknown",
     ]
+
+
+@pytest.mark.parametrize(("separator", "named"), [(";", "semicolons"), ("\t", "tabs")])
+@pytest.mark.parametrize("header", [True, False])
+def test_other_separators_than_commas(tmp_path: Path, separator: str, named: str, header: bool) -> None:
+    lines = ["128,100,120,2.0", "256,110,130,1.0"]
+    names = "seq_len,peak_active_mib,peak_reserved_mib,iterations_per_s"
+    (tmp_path / "x.csv").write_text("\n".join([names] * header + lines).replace(",", separator))
+    table, notes = open_rows(tmp_path / "x.csv")
+    assert table.frame["peak_reserved_bytes"].tolist() == [120 * MIB, 130 * MIB]
+    assert f"x.csv: its cells were read as separated by {named}" in notes
 
 
 def test_what_is_less_than_nothing_was_not_measured(tmp_path: Path) -> None:
