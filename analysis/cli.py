@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,9 @@ def _fit(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.model import words
     from vramsweep.analysis.model.fit import fit_table
 
+    for flag, end in (("--from", arguments.start), ("--to", arguments.stop)):
+        if end is not None and not math.isfinite(end):
+            raise UserError(f"{flag} takes a number such as 1024; not {end}")
     table = _open(arguments)
     beside: Beside | Chosen = Beside(table)
     if arguments.prediction is not None:
@@ -202,7 +206,8 @@ def _fit(arguments: argparse.Namespace) -> int:
             {"source": table.source, "notes": [*table.warnings, *notes], "fits": [words.as_json(f) for f in fits]}
         )
     else:
-        print("\n\n".join(words.text(fit) for fit in fits))
+        if fits:
+            print("\n\n".join(words.text(fit) for fit in fits))
         for note in notes:
             print(f"note: {note}")
     if not fits:
@@ -305,8 +310,11 @@ def _frontier(arguments: argparse.Namespace) -> int:
 
     try:
         sizes = [float(size) for size in arguments.gib.split(",")] if arguments.gib else list(frontier.SIZES)
+        usable = all(0 < size < math.inf for size in sizes)
     except ValueError:
-        raise UserError(f"--gib takes numbers such as 24,80; not {arguments.gib}") from None
+        usable = False
+    if not usable:
+        raise UserError(f"--gib takes sizes above 0 such as 24,80; not {arguments.gib}")
     limits = frontier.frontier(_open(arguments), sizes, "micro_batch" if arguments.batch else "seq_len")
     if not limits:
         raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")

@@ -24,7 +24,8 @@ class Points:
     """Observations of one metric: x (tokens or samples), y (the column's unit), shape (n,), sorted by x; their rows.
 
     `rows` are the positions of the observations in the frame that they were taken from. `bound_x` and `bound_y` are the
-    censored ones: at bound_x the value is at least bound_y; `bound_rows` are theirs.
+    censored ones: at bound_x the value is at least bound_y; `bound_rows` are theirs; the
+    last `retried` of them had to free their cache and try again, the others ran out of memory.
     """
 
     x: Array
@@ -35,6 +36,7 @@ class Points:
     warnings: tuple[str, ...] = ()
     rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
     bound_rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    retried: int = 0
 
     def averaged(self, most: int = 5000) -> Points:
         """The same with the mean of each x if there are more than `most` rows: fits then cost what the lengths cost."""
@@ -113,7 +115,7 @@ def observations(
     x = along(frame, axis)
     y = frame[metric.column].to_numpy(float, na_value=np.nan)
     outcome = frame["outcome"].astype("string")
-    inside = np.isfinite(x) & (x >= (start or -np.inf)) & (x <= (stop or np.inf))
+    inside = np.isfinite(x) & (x >= (-np.inf if start is None else start)) & (x <= (np.inf if stop is None else stop))
     measured = inside & np.isfinite(y) & (outcome == "ok").to_numpy(bool, na_value=False)
     squeezed = np.zeros(len(frame), dtype=bool)
     if metric.limited and "alloc_retries" in frame:
@@ -137,16 +139,16 @@ def observations(
         n = int(squeezed.sum())
         warnings.append(
             f"{n} row{'s' * (n != 1)} close to the device's memory, whose allocator had to free its cache and try "
-            f"again, count{'s' * (n == 1)} as lower bounds of {metric.label}"
+            f"again, {'counts as a lower bound' if n == 1 else 'count as lower bounds'} of {metric.label}"
         )
-    bound_x, bound_y, bound_rows = np.empty(0), np.empty(0), np.empty(0, dtype=np.int64)
+    failed = full = np.empty(0, dtype=np.int64)
+    limit = allocator_limits(frame)
     if metric.limited:
-        limit = allocator_limits(frame)
         failed = np.flatnonzero(inside & (outcome == "oom").to_numpy(bool, na_value=False) & np.isfinite(limit))
         full = np.flatnonzero(squeezed)
-        bound_rows = np.concatenate([failed, full])
-        bound_x, bound_y = x[bound_rows], np.concatenate([limit[failed], y[full]])
-    return Points(xs, ys, ids, bound_x, bound_y, tuple(warnings), rows, bound_rows)
+    bound_rows = np.concatenate([failed, full])
+    bound_y = np.concatenate([limit[failed], y[full]])
+    return Points(xs, ys, ids, x[bound_rows], bound_y, tuple(warnings), rows, bound_rows, len(full))
 
 
 def allocator_limits(frame: pd.DataFrame) -> Array:

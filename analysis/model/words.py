@@ -208,9 +208,10 @@ def text(fit: Fit) -> str:
     lines.append(f"  * chosen: {fit.why}")
     lines += [f"    {sentence}" for sentence in explain(fit)]
     lines += [f"    {sentence}" for sentence in rests_on(fit)]
-    censored = len(fit.points.bound_x)
-    if censored:
-        lines.append(f"    {censored} row{'s' * (censored != 1)} that ran out of memory count as lower bounds")
+    if ran_out := len(fit.points.bound_x) - fit.points.retried:
+        of = "row that ran out of memory counts as a lower bound"
+        of = of if ran_out == 1 else "rows that ran out of memory count as lower bounds"
+        lines.append(f"    {ran_out:,} {of}")
     lines += [f"  ! {warning}" for warning in fit.warnings]
     lines.append(f"    holds from {low:,.0f} to {high:,.0f} {unit}; beyond that it is a guess")
     return "\n".join(lines)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pandas as pd
+import pytest
 import synthetic
 
+from vramsweep.analysis import cli
 from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.model.frontier import frontier, text
@@ -71,3 +75,23 @@ def test_a_simulated_row_that_did_not_fit_needed_more_than_its_card_s_allocator_
     assert len(points.bound_y) and set(points.bound_y) == {20 << 30}
     measured = from_frame(rows, "test").frame
     assert max(allocator_limits(measured)) < 24 << 30
+
+
+@pytest.mark.parametrize("gib", ["nan", "inf", "0", "-24", "24,x", "24,"])
+def test_sizes_are_numbers_above_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], gib: str) -> None:
+    rows = synthetic.write(tmp_path, synthetic.sweep((128,), (1,), ("default",)))
+    assert cli.main(["frontier", str(rows), f"--gib={gib}"]) == 2
+    assert f"--gib takes sizes above 0 such as 24,80; not {gib}" in capsys.readouterr().err
+
+
+def test_a_row_out_of_memory_below_a_length_that_ran_is_said_and_neither_contradicted(tmp_path: Path) -> None:
+    """Something else held memory there, or it wavers."""
+    rows = pd.DataFrame(synthetic.sweep(allocators=("default",), batches=(1,), repeats=1))
+    lost = rows["seq_len"].eq(256)
+    gone = dict.fromkeys([name for name in rows if "peak" in str(name)] + ["device_used_bytes", "tokens_per_s"])
+    rows.loc[lost, list(gone)] = None
+    (limit,) = frontier(from_frame(rows.assign(outcome=rows["outcome"].mask(lost, "oom")), "test"), [24])
+    assert (limit.smallest_too_large, limit.largest_ok) == (256, 8192)
+    assert "from 256 to 8,192 it went either way" in limit.remark
+    assert limit.low is None or limit.low < 256
+    assert "256 did not" in text([limit])

@@ -149,3 +149,22 @@ def test_a_jump_is_found_where_it_is_and_noise_has_none() -> None:
         found += bool(jumps(x, noise, 1_000 + x))
     assert found <= 4
     assert jumps(x[:30], noise[:30], x[:30]) == []
+
+
+def test_an_end_at_0_is_one_and_rows_that_tried_again_did_not_run_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.csv"
+    rows = [(128, 1000, 0), (256, 1100, 0), (512, 1300, 0), (1024, 1700, 0), (2048, 1710, 3)]
+    file.write_text("seq_len,peak_reserved_mib,alloc_retries,device_total_gib\n")
+    with file.open("a") as stream:
+        stream.writelines(f"{x},{peak},{retries},80\n" for x, peak, retries in rows)
+    text = said(capsys, "fit", file)
+    assert "ran out of memory count" not in text and "counts as a lower bound of peak reserved" in text
+    with file.open("a") as stream:
+        stream.write("4096,OOM,,80\n")
+    assert "    1 row that ran out of memory counts as a lower bound\n" in said(capsys, "fit", file)
+    for flags in (["--to", "0"], ["--to", "nan"], ["--from", "inf"]):
+        assert cli.main(["fit", str(file), *flags]) == 2
+        out, err = capsys.readouterr()
+        assert not out.startswith("\n") and ("nothing could be fitted" if flags[1] == "0" else "takes a number") in err
