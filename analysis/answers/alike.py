@@ -1,40 +1,54 @@
 """Rows that differ in nothing but chosen axes, and what to call them: what every answer compares.
 
-Rows of a GPU where there are any, else predicted ones; never both together.
+Rows of a GPU and predicted ones come apart (`kinds`); no comparison mixes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import ASKED
 from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.metrics import GIB
 from vramsweep.harness.row import SYSTEM
 from vramsweep.harness.techniques import AXES
 
-DEFAULTS = {axis.name: axis.default for axis in AXES} | {"precision": "bf16"}  # its default depends on the runner
+# Precision's depends on the runner; of the protocols none changes what others hold but one that is long.
+DEFAULTS = {axis.name: axis.default for axis in AXES} | {"precision": "bf16"}
+_OTHERS = {"runner": ("torch",), "zero_init": (True,), "versions": (), "protocol": ("brief", "quick")}
 _SETTINGS = (*ASKED, "seq_len", "simulated_gpu")
 # Found, not asked for: null where a worker died early, then as in the rows of equal settings if these agree.
-_FOUND = (*SYSTEM, "memory_limit_bytes", "host_ranks", "estimated_link")
+FOUND = (*SYSTEM, "memory_limit_bytes", "host_ranks", "estimated_link")
 _FOLLOWS = {"allocator": ("allocator_conf", f"{EXTRA}allocator.name", f"{EXTRA}allocator.conf")}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one kind: measured on a GPU, or predicted. `frame` has `step_s`: measured, or estimated if predicted."""
+    """Rows of one kind: measured on a GPU, or predicted."""
 
     frame: pd.DataFrame
     measured: bool
 
     @property
+    def card(self) -> pd.Series[str]:
+        """Of each row: `predicted: h100-80gb`, `measured: NVIDIA L4`."""
+        named = self.frame["gpu_name" if self.measured else "simulated_gpu"].fillna("unknown").astype("string")
+        return ("measured: " if self.measured else "predicted: ") + named
+
+    @property
     def basis(self) -> str:
-        """`predicted for h100-80gb`, `measured on NVIDIA L4`."""
-        cards = self.frame["gpu_name" if self.measured else "simulated_gpu"].dropna().unique()
-        return f"{'measured on' if self.measured else 'predicted for'} {', '.join(sorted(map(str, cards))) or 'a GPU'}"
+        """The cards of all of them."""
+        return ", ".join(sorted(self.card.unique()))
+
+    @property
+    def seconds(self) -> tuple[str, ...]:
+        """The columns of a step's time, the best first; of two rows those of one column are compared (`shared`)."""
+        return ("step_median_s",) if self.measured else ("calibrated_step_s", "estimated_step_s")
 
     def where(self, mask: pd.Series[bool]) -> Rows:
         """Fewer of them."""
@@ -42,22 +56,24 @@ class Rows:
 
     def ok(self, *columns: str) -> pd.DataFrame:
         """Those that finished and have these columns."""
-        finished = self.frame[self.frame["outcome"].eq("ok").fillna(False).astype(bool)]
-        return finished.dropna(subset=list(columns))
+        return self.frame[is_(self.frame, "outcome", "ok")].dropna(subset=list(columns))
 
 
 def kinds(table: Table) -> list[Rows]:
     """Our own rows of a GPU, then predicted ones; without the kind that is not there."""
     frame = table.frame[table.frame["foreign"].isna()]
-    found = []
-    for device in ("cuda", "simulated"):
-        own = frame[frame["device"].eq(device).fillna(False)]
-        seconds = own["step_median_s"]
-        if device == "simulated":
-            seconds = own["calibrated_step_s"].fillna(own["estimated_step_s"])
-        if len(own):
-            found.append(Rows(own.assign(step_s=seconds), device == "cuda"))
-    return found
+    found = [Rows(frame[is_(frame, "device", device)], device == "cuda") for device in ("cuda", "simulated")]
+    return [rows for rows in found if len(rows.frame)]
+
+
+def is_(frame: pd.DataFrame, column: str, *values: object) -> pd.Series[bool]:
+    """Which rows have one of these values; a null is none."""
+    return frame[column].isin(list(values)).fillna(False).astype(bool)
+
+
+def shared(one: pd.Series[Any], other: pd.Series[Any], columns: Sequence[str]) -> str | None:
+    """The first of these columns that both have: estimates of two kinds are not compared."""
+    return next((name for name in columns if not pd.isna(one[name]) and not pd.isna(other[name])), None)
 
 
 def alike(frame: pd.DataFrame, *axes: str) -> Iterator[pd.DataFrame]:
@@ -67,11 +83,16 @@ def alike(frame: pd.DataFrame, *axes: str) -> Iterator[pd.DataFrame]:
     keys = [name for name in (*_SETTINGS, *extras) if name not in varied]
     if len(frame):
         asked = _joined(frame[keys])
-        found = frame[list(_FOUND)].astype("string")
+        found = frame[list(FOUND)].astype("string")
         same = found.groupby(asked)
         agreed = same.transform("first").where(same.transform("nunique") == 1)
-        found = found.where(frame["outcome"].eq("ok").fillna(False).astype(bool), found.fillna(agreed))
+        found = found.where(is_(frame, "outcome", "ok"), found.fillna(agreed))
         yield from (part for _, part in frame.groupby(asked + "|" + _joined(found), sort=False))
+
+
+def asked(frame: pd.DataFrame) -> pd.Series[Any]:
+    """What tells trials apart, whichever card they are on, measured or predicted."""
+    return _joined(frame[[name for name in (*ASKED, "seq_len") if name != "device"]])
 
 
 def _joined(frame: pd.DataFrame) -> pd.Series[Any]:
@@ -93,4 +114,29 @@ def label(row: pd.Series[Any], *without: str) -> str:
         for axis in AXES
         if axis.name in known and known[axis.name] != DEFAULTS[axis.name]
     ]
+    parts += [
+        f"{name}={text(known[name])}" for name, usual in _OTHERS.items() if name in known and known[name] not in usual
+    ]
     return ", ".join(parts + ([str(known["allocator"])] if known.get("allocator", "default") != "default" else []))
+
+
+def text(value: Any) -> str:
+    """As it is typed; a dash where it is not known."""
+    return "–" if pd.isna(value) else str(value).lower() if isinstance(value, bool | np.bool_) else str(value)
+
+
+def gib(size: float | None) -> str:
+    """`12.3`; a dash where it is not known."""
+    return "–" if size is None or pd.isna(size) else f"{size / GIB:,.1f}"
+
+
+def reasons(frame: pd.DataFrame, most: int = 3) -> str:
+    """Why these rows ended as they did, each reason once, and how many more there are."""
+    found = list(map(str, frame["reason"].dropna().unique()))
+    return "; ".join([*found[:most], *([f"and {len(found) - most} more reasons"] if len(found) > most else [])])
+
+
+def folded(frame: pd.DataFrame, *names: str) -> tuple[pd.DataFrame, list[str]]:
+    """Without those of these columns that say the same in all lines, and what they say: `batch 1`."""
+    same = [name for name in names if len(frame) and frame[name].nunique() == 1]
+    return frame.drop(columns=same), [f"{name} {frame[name].iloc[0]}" for name in same]

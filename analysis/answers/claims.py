@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.answers.alike import Rows, alike, kinds, label
+from vramsweep.analysis.answers.alike import Rows, alike, asked, is_, kinds, label, reasons, shared
 from vramsweep.analysis.data.load import Table
+from vramsweep.harness import gpus
 
 GB = 1e9  # as guides count
 _FUSED = ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash_attention_2")
@@ -23,7 +25,7 @@ _ADAM = ("default", "adamw_torch", "adamw_torch_fused", "adamw_torch_foreach", "
 _PEAK = "peak_allocated_bytes"
 _FORWARD = "forward_peak_allocated_bytes"  # holds weights, optimizer state and activations, no gradients
 
-Numbers = Iterator[tuple[str, float]]  # where, and the number there
+Numbers = Iterator[tuple[pd.DataFrame, str, float]]  # the rows that are compared, where, and the number there
 
 
 @dataclass(frozen=True)
@@ -103,17 +105,18 @@ def cards(table: Table) -> list[Card]:
 
 
 def _card(claim: Claim, kinds: Sequence[Rows]) -> Card:
-    reasons: list[str] = []
+    failed: list[pd.DataFrame] = []
     tried: set[str] = set()
     undecided: list[Card] = []
     for rows in kinds:
         chosen = rows.where(claim.about(rows.frame))
-        if claim.own:  # what a GPU has tried is not predicted
-            labels = pd.Series([label(row) for _, row in chosen.frame.iterrows()], chosen.frame.index, dtype="string")
-            settled = set(labels[_is(chosen.frame, "outcome", "ok", "oom", "host_oom")])
-            chosen = chosen.where(~labels.isin(tried))
+        if claim.own and len(chosen.frame):  # what a GPU has tried is not predicted
+            settings = asked(chosen.frame)
+            settled = set(settings[is_(chosen.frame, "outcome", "ok", "oom", "host_oom")])
+            chosen = chosen.where(~settings.isin(tried))
             tried |= settled
-        found = sorted(claim.numbers(chosen), key=lambda one: claim.holds(one[1]))  # what refutes it, first
+        compared = list(claim.numbers(chosen))
+        found = sorted(((where, n) for _, where, n in compared), key=lambda one: claim.holds(one[1]))  # refuting first
         if found:
             held = [claim.holds(number) for _, number in found]
             verdict = "confirmed" if (any(held) if claim.own else all(held)) else "refuted"
@@ -121,16 +124,17 @@ def _card(claim: Claim, kinds: Sequence[Rows]) -> Card:
                 found.reverse()
             elif claim.own and not list(claim.numbers(chosen.where(claim.own(chosen.frame)))):
                 verdict = "not confirmed"
-            basis = Rows(chosen.ok(), chosen.measured).basis if len(chosen.ok()) else chosen.basis
+            basis = Rows(pd.concat([same for same, _, _ in compared]), chosen.measured).basis
             marked = verdict if rows.measured else f"{verdict} (predicted)"
             undecided.append(Card(claim, marked, tuple(found), basis))
             if not claim.own or any(held):
                 return undecided[-1]
-        reasons += [str(reason) for reason in chosen.frame["reason"].dropna().unique()]
+        elif chosen.ok().empty:
+            failed.append(chosen.frame)
     if undecided:
         return next((card for card in undecided if card.verdict.startswith("refuted")), undecided[0])
-    why = "; ".join(dict.fromkeys(reasons)) or "no rows of a GPU, and none predicted, that can be compared so"
-    return Card(claim, "not tested", reason=why)
+    why = reasons(pd.concat(failed)) if failed else ""
+    return Card(claim, "not tested", reason=why or "no rows of a GPU, and none predicted, that can be compared so")
 
 
 def _bounds(claim: Claim) -> str:
@@ -140,110 +144,117 @@ def _bounds(claim: Claim) -> str:
     return f"at least {low}" if math.isinf(claim.high) else f"{low} to {high}"
 
 
-def _is(frame: pd.DataFrame, column: str, *values: object) -> pd.Series[bool]:
-    return frame[column].isin(list(values)).fillna(False)
-
-
 def _any(frame: pd.DataFrame) -> pd.Series[bool]:
     return pd.Series(True, index=frame.index)
 
 
 def _alone(frame: pd.DataFrame) -> pd.Series[bool]:
     """One card, which holds all there is."""
-    return _is(frame, "sharding", "none") & _is(frame, "world_size", 1)
+    return is_(frame, "sharding", "none") & is_(frame, "world_size", 1)
 
 
-def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], column: str) -> Numbers:
-    """The ratio of a column at two of an axis's values, everything else the same."""
-    for same in alike(rows.ok(column), axis):
+def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], *columns: str) -> Numbers:
+    """The ratio at two of an axis's values, everything else the same, of the first of these columns that both have."""
+    for same in alike(rows.ok(), axis):
         where = label(same.iloc[0], axis)
-        values = {str(value): float(number) for value, number in same.groupby(axis)[column].median().items()}
+        values = dict(same.groupby(axis)[list(columns)].median().iterrows())
         for a in (value for value in one if value in values):
             for b in (value for value in other if value in values):
-                yield f"{where}, {b}" if len(other) > 1 else where, values[b] / values[a]
+                column = shared(values[a], values[b], columns)
+                if column is not None:
+                    ratio = float(values[b][column]) / float(values[a][column])
+                    yield same, f"{where}, {b}" if len(other) > 1 else where, ratio
 
 
 def _saved(rows: Rows) -> Numbers:
     """Percent of what the forward phase keeps for each sample that checkpointing takes away."""
     for same in alike(rows.ok(_FORWARD), "micro_batch", "checkpointing"):
-        table = same.pivot_table(_FORWARD, "micro_batch", "checkpointing", "median").dropna()
-        if len(table) < 2 or not {"none", "full"} <= set(table.columns):
+        pivot = same.pivot_table(_FORWARD, "micro_batch", "checkpointing", "median")
+        table = pivot.reindex(columns=["none", "full"]).dropna()
+        if len(table) < 2:
             continue
         growth = table.iloc[-1] - table.iloc[0]
         if growth["none"] > 0:
             where = label(same.iloc[0], "micro_batch", "checkpointing")
             saved = 100 * float(1 - growth["full"] / growth["none"])
-            yield f"{where}, batch {table.index[0]} to {table.index[-1]}", saved
+            yield same, f"{where}, batch {table.index[0]} to {table.index[-1]}", saved
 
 
 def _cost(rows: Rows) -> Numbers:
-    for where, ratio in _pairs(rows, "checkpointing", ["none"], ["full"], "step_s"):
-        yield where, 100 * (ratio - 1)
+    for same, where, ratio in _pairs(rows, "checkpointing", ["none"], ["full"], *rows.seconds):
+        yield same, where, 100 * (ratio - 1)
 
 
 def _flash(rows: Rows) -> Numbers:
-    for where, ratio in _pairs(rows, "attention", ["eager"], _FUSED, _PEAK):
-        yield where, 1 / ratio
+    for same, where, ratio in _pairs(rows, "attention", ["eager"], _FUSED, _PEAK):
+        yield same, where, 1 / ratio
 
 
 def _weights(rows: Rows) -> Numbers:
-    for where, ratio in _pairs(rows, "precision", ["fp32"], ["bf16"], "load_peak_allocated_bytes"):
-        yield where, 100 * ratio
+    for same, where, ratio in _pairs(rows, "precision", ["fp32"], ["bf16"], "load_peak_allocated_bytes"):
+        yield same, where, 100 * ratio
 
 
-def _a_parameter(rows: Rows, axis: str, column: str) -> Iterator[tuple[str, pd.Series[float]]]:
+def _lower(rows: Rows) -> Numbers:
+    for same, where, ratio in _pairs(rows, "allocator", ["default"], ["expandable"], "peak_reserved_bytes"):
+        yield same, where, 100 * (ratio - 1)
+
+
+def _a_parameter(rows: Rows, axis: str, column: str) -> Iterator[tuple[pd.DataFrame, str, pd.Series[float]]]:
     """Bytes a trained parameter at each value of an axis, everything else the same."""
     for same in alike(rows.ok(column), axis):
         count = same["trainable_parameters"].fillna(same["parameters"]).max()
         values = same.groupby(axis, sort=True)[column].median()
         if len(values) > 1 and not pd.isna(count):
-            yield label(same.iloc[0], axis), values / float(count)
+            yield same, label(same.iloc[0], axis), values / float(count)
 
 
 def _eight_bit(rows: Rows) -> Numbers:
-    for where, values in _a_parameter(rows, "optimizer", _FORWARD):
-        for name in set(values.index) & set(_ADAM):
-            if "adamw_bnb_8bit" in values.index:
-                yield f"{where}, against {name}", float(values[name] - values["adamw_bnb_8bit"])
+    for same, where, values in _a_parameter(rows, "optimizer", _FORWARD):
+        for name in (name for name in _ADAM if name in values.index and "adamw_bnb_8bit" in values.index):
+            yield same, f"{where}, against {name}", float(values[name] - values["adamw_bnb_8bit"])
 
 
 def _accumulated(rows: Rows) -> Numbers:
-    for where, values in _a_parameter(rows, "grad_accum", _PEAK):
+    for same, where, values in _a_parameter(rows, "grad_accum", _PEAK):
         if values.index[0] == 1:
-            yield f"{where}, {values.index[-1]} against 1", float(values.iloc[-1] - values.iloc[0])
+            yield same, f"{where}, {values.index[-1]} against 1", float(values.iloc[-1] - values.iloc[0])
+
+
+def _curves(frame: pd.DataFrame, axis: str) -> Iterator[tuple[pd.DataFrame, str, pd.Series[float]]]:
+    """Peaks at three values of an axis or more, everything else the same, that grow: what is flat is the optimizer's
+    or the model's, or rounding, whatever the value."""
+    for same in alike(frame, axis):
+        peaks = same.groupby(axis)[_PEAK].median().astype(float)
+        if len(peaks) > 2 and peaks.max() - peaks.min() >= 0.01 * peaks.max() > 0:
+            yield same, label(same.iloc[0], axis), peaks
 
 
 def _off_the_line(rows: Rows) -> Numbers:
     """How far, in percent of the whole growth, a peak is from the line between the smallest and the largest batch."""
-    for same in alike(rows.ok(_PEAK), "micro_batch"):
-        peaks = same.groupby("micro_batch")[_PEAK].median().astype(float)
-        growth = float(peaks.max() - peaks.min()) if len(peaks) else 0.0
-        if len(peaks) > 2 and growth >= 0.01 * peaks.max():  # else it is the optimizer's, whatever the batch
-            line = np.interp(peaks.index.to_numpy(float), [peaks.index[0], peaks.index[-1]], peaks.iloc[[0, -1]])
-            off = 100 * float(np.abs(peaks.to_numpy() - line).max()) / growth
-            where = label(same.iloc[0], "micro_batch")
-            yield f"{where}, batch {peaks.index[0]} to {peaks.index[-1]}", off
+    for same, where, peaks in _curves(rows.ok(_PEAK), "micro_batch"):
+        line = np.interp(peaks.index.to_numpy(float), [peaks.index[0], peaks.index[-1]], peaks.iloc[[0, -1]])
+        off = 100 * float(np.abs(peaks.to_numpy() - line).max()) / float(peaks.max() - peaks.min())
+        yield same, f"{where}, batch {peaks.index[0]} to {peaks.index[-1]}", off
 
 
 def _quadratic(rows: Rows) -> Numbers:
     """Percent of the growth over the longest length that is quadratic, by a parabola through three lengths or more."""
     frame = rows.ok(_PEAK)
     steps = frame[[_FORWARD, "backward_peak_allocated_bytes"]].max(axis=1)
-    frame = frame[~(frame["optimizer_peak_allocated_bytes"] > steps).fillna(False).astype(bool)]
-    for same in alike(frame, "seq_len"):
-        peaks = same.groupby("seq_len")[_PEAK].median().astype(float)
-        if len(peaks) > 2:
-            longest = float(peaks.index[-1])
-            c, b, _ = np.polyfit(peaks.index.to_numpy(float) / longest, peaks.to_numpy(), 2)
-            where = label(same.iloc[0], "seq_len")
-            yield f"{where}, {peaks.index[0]:,} to {longest:,.0f} tokens", 100 * float(c / (b + c))
+    others = frame[["optimizer_peak_allocated_bytes", "load_peak_allocated_bytes"]].max(axis=1)
+    for same, where, peaks in _curves(frame[~(others > steps).fillna(False).astype(bool)], "seq_len"):
+        longest = float(peaks.index[-1])
+        c, b, _ = np.polyfit(peaks.index.to_numpy(float) / longest, peaks.to_numpy(), 2)
+        if b + c > 0:
+            yield same, f"{where}, {peaks.index[0]:,} to {longest:,.0f} tokens", 100 * float(c / (b + c))
 
 
 def _held(rows: Rows) -> Numbers:
     """GB in the optimizer's step: weights, adapters, gradients and states, without activations."""
     for same in alike(rows.ok("optimizer_peak_allocated_bytes")):
         held = float(same["optimizer_peak_allocated_bytes"].median())
-        yield label(same.iloc[0], "adapter", "lora_r"), held / GB
+        yield same, label(same.iloc[0], "adapter", "lora_r"), held / GB
 
 
 def _reserved(rows: Rows) -> Numbers:
@@ -252,27 +263,33 @@ def _reserved(rows: Rows) -> Numbers:
         row = same.iloc[0]
         loaded = row["load_peak_allocated_bytes"]
         after = "" if pd.isna(loaded) else f", {loaded / GB:.1f} GB after loading"
-        yield label(row, "adapter", "quantization", "lora_r") + after, float(same["peak_reserved_bytes"].median()) / GB
+        where = label(row, "adapter", "quantization", "lora_r") + after
+        yield same, where, float(same["peak_reserved_bytes"].median()) / GB
 
 
 def _of_the_card(rows: Rows) -> Numbers:
-    """Percent of a card's memory that is needed; where memory ran out and no one knows what was, infinite."""
+    """Percent of a card's memory that is needed, more than all where memory ran out; where no one knows how much was,
+    infinite."""
     frame = rows.frame
-    limit = frame["memory_limit_bytes"].fillna(frame["device_total_bytes"])
-    needed = frame["peak_reserved_bytes"].where(_is(frame, "outcome", "ok"))
-    needed = needed.mask(_is(frame, "outcome", "oom"), frame["unlimited_peak_reserved_bytes"])
-    share = (100 * needed / limit).astype("Float64")
-    share = share.mask(_is(frame, "outcome", "oom", "host_oom") & needed.isna(), math.inf)
+    full = is_(frame, "outcome", "oom")
+    needed = frame["peak_reserved_bytes"].where(is_(frame, "outcome", "ok"))
+    needed = needed.mask(full, frame["unlimited_peak_reserved_bytes"])
+    share = (100 * needed / _room(frame)).astype("Float64")
+    share = share.mask(full & (share <= 100).fillna(False), math.nextafter(100, math.inf))
+    share = share.mask((full | is_(frame, "outcome", "host_oom")) & needed.isna(), math.inf)
     for same in alike(frame.assign(share=share).dropna(subset=["share"])):
         row, host = same.iloc[0], same["host_peak_bytes"].max()
         offloaded = row[["offload_optimizer", "offload_param"]].fillna(False).any()
         beside = f", {host / GB:,.0f} GB of host memory" if offloaded and not pd.isna(host) else ""
-        yield label(row, "micro_batch") + beside, float(same["share"].max())
+        yield same, label(row, "micro_batch") + beside, float(same["share"].max())
 
 
-def _lower(rows: Rows) -> Numbers:
-    for where, ratio in _pairs(rows, "allocator", ["default"], ["expandable"], "peak_reserved_bytes"):
-        yield where, 100 * (ratio - 1)
+def _room(frame: pd.DataFrame) -> pd.Series[Any]:
+    """Bytes of each row's card: what the allocator may have, else all, else what is listed of a card of this name."""
+    listed = {name: gpus.find(str(name)) for name in frame["gpu_name"].dropna().unique()}
+    sizes = {name: gpu.memory_gib * gpus.GIB for name, gpu in listed.items() if gpu is not None}
+    known = frame["memory_limit_bytes"].fillna(frame["device_total_bytes"]).astype("Float64")
+    return known.fillna(frame["gpu_name"].map(sizes).astype("Float64"))
 
 
 def _seven_billion(frame: pd.DataFrame, low: float = 6.5e9, high: float = 7.5e9) -> pd.Series[bool]:
@@ -280,18 +297,17 @@ def _seven_billion(frame: pd.DataFrame, low: float = 6.5e9, high: float = 7.5e9)
 
 
 def _lora(frame: pd.DataFrame) -> pd.Series[bool]:
-    short = frame["seq_len"].le(1024).fillna(False) & _is(frame, "micro_batch", 1)
-    return short & _alone(frame) & _is(frame, "adapter", "lora") & _is(frame, "lora_r", 16) & _seven_billion(frame)
+    short = frame["seq_len"].le(1024).fillna(False) & is_(frame, "micro_batch", 1)
+    return short & _alone(frame) & is_(frame, "adapter", "lora") & is_(frame, "lora_r", 16) & _seven_billion(frame)
 
 
 def _paper(frame: pd.DataFrame) -> pd.Series[bool]:
-    return _is(frame, "quantization", "nf4_double") & _is(frame, "checkpointing", "full")
+    return is_(frame, "quantization", "nf4_double") & is_(frame, "checkpointing", "full")
 
 
 def _on_eight(frame: pd.DataFrame) -> pd.Series[bool]:
-    limit = frame["memory_limit_bytes"].fillna(frame["device_total_bytes"]).fillna(80 * GB)
-    card = limit.between(75 * GB, 86 * GB)
-    whole = _seven_billion(frame, 6.5e10, 7.5e10) & _is(frame, "adapter", "none")
+    card = _room(frame).between(75 * GB, 86 * GB).fillna(False)
+    whole = _seven_billion(frame, 6.5e10, 7.5e10) & is_(frame, "adapter", "none")
     return whole & frame["world_size"].eq(8).fillna(False) & card
 
 
@@ -329,7 +345,7 @@ CLAIMS = (
         "https://huggingface.co/docs/bitsandbytes/optimizers (75 % of AdamW's 8 bytes)",
         "peak allocated memory of the forward phase, which holds the optimizer's state, 8-bit against 32-bit AdamW, "
         "states in fp32, on one card",
-        lambda f: _alone(f) & ~_is(f, "precision", "bf16_pure"), _eight_bit, "{:.2f} bytes",
+        lambda f: _alone(f) & ~is_(f, "precision", "bf16_pure"), _eight_bit, "{:.2f} bytes",
         "6 and 5 % either side, for scales and small tensors that stay as they are",
         5.7, 6.3,
     ),
@@ -338,7 +354,7 @@ CLAIMS = (
         "bf16 autocast does not halve the memory of the weights",
         "https://docs.pytorch.org/docs/stable/amp.html",
         "peak allocated memory while the model is loaded, precision=bf16 against fp32, without DeepSpeed (which does)",
-        lambda f: ~f["sharding"].str.startswith("zero").fillna(False).astype(bool) & _is(f, "quantization", "none"),
+        lambda f: ~f["sharding"].str.startswith("zero").fillna(False).astype(bool) & is_(f, "quantization", "none"),
         _weights, "{:.0f} %", "halved would be 50 %; 5 % are left for rounding", low=95,
     ),
     Claim(
@@ -356,14 +372,14 @@ CLAIMS = (
         _PAPER,
         "peak allocated memory at three lengths or more where the peak is not in the optimizer's step: how much of "
         "its growth a parabola calls quadratic, at the longest",
-        lambda f: _is(f, "attention", "eager"), _quadratic, "{:.0f} %", "the larger half of the growth", low=50,
+        lambda f: is_(f, "attention", "eager"), _quadratic, "{:.0f} %", "the larger half of the growth", low=50,
     ),
     Claim(
         "sdpa-linear",
         "With fused attention memory is linear in the length",
         _PAPER,
         "the same of fused kernels",
-        lambda f: _is(f, "attention", *_FUSED), _quadratic, "{:.0f} %", "5 % are left for masks and rounding",
+        lambda f: is_(f, "attention", *_FUSED), _quadratic, "{:.0f} %", "5 % are left for masks and rounding",
         -5, 5,
     ),
     Claim(
@@ -372,7 +388,7 @@ CLAIMS = (
         "https://codeswap.net/llm/lora-memory-calculator (weights, adapters, gradients and states; activations apart)",
         "peak allocated memory of the optimizer's step, 7B, half-precision weights, one card, batch 1, "
         "up to 1,024 tokens",
-        lambda f: _lora(f) & _is(f, "quantization", "none") & _is(f, "precision", "bf16_pure", "bf16_master"),
+        lambda f: _lora(f) & is_(f, "quantization", "none") & is_(f, "precision", "bf16_pure", "bf16_master"),
         _held, "{:.1f} GB",
         "14.3 GB and 5 % either side, without activations, as the source counts; the optimizer's step holds none",
         13.6, 15.0,
@@ -382,7 +398,7 @@ CLAIMS = (
         "QLoRA can train a 7B model in about 6 GB",
         "https://www.youngju.dev/blog/llm/2026-03-02-llm-finetuning-lora-qlora-peft.en (7B: 6 GB)",
         "peak reserved memory of a whole step, 7B, NF4 weights, one card, batch 1, up to 1,024 tokens",
-        lambda f: _lora(f) & _is(f, "quantization", "nf4", "nf4_double"),
+        lambda f: _lora(f) & is_(f, "quantization", "nf4", "nf4_double"),
         _reserved, "{:.1f} GB",
         "about 6 is taken to be up to 6.5; one configuration is enough, and where none does, it is refuted if double "
         "quantization with checkpointing=full is among them",
@@ -404,7 +420,7 @@ CLAIMS = (
         _on_eight, _of_the_card, "{:.0f} % of the card",
         "one configuration that fits is enough, also with offload, whose host memory stands beside it; where none "
         "does, it is refuted if FSDP, the source's way, is among them",
-        high=100, own=lambda f: _is(f, "sharding", "fsdp1", "fsdp2"),
+        high=100, own=lambda f: is_(f, "sharding", "fsdp1", "fsdp2"),
     ),
     Claim(
         "expandable-segments",

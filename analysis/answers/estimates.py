@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from vramsweep.analysis.answers.alike import alike, kinds, label
+from vramsweep.analysis.answers.alike import Rows, alike, folded, gib, is_, kinds, label, shared, text
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import GIB, MIB
 from vramsweep.harness.techniques import AXES
@@ -32,6 +32,8 @@ CHANGES = (
     "world_size",
     "offload_optimizer",
     "offload_param",
+    "zero_init",
+    "protocol",
     "allocator",
     *(axis.name for axis in AXES),
 )  # axes that a change may be of, as they are typed
@@ -42,32 +44,25 @@ Found = tuple[pd.DataFrame, list[str]]
 def composition(table: Table) -> Found:
     """A line per run: its peak, what of that are states, and what each tool says, in GiB, and how far that is off."""
     lines = []
-    for card, runs in _by_card(table):
+    for _, card, runs in _by_card(table):
         for row in sorted(runs, key=lambda row: (_number(row["parameters"]), _number(row["world_size"]))):
-            peak = row["peak_allocated_bytes"]
-            if pd.isna(peak):
-                peak = row["unlimited_peak_reserved_bytes"]
+            peak = row["unlimited_peak_reserved_bytes" if _full(row) else "peak_allocated_bytes"]
             states = row[[f"peak_{name}_bytes" for name in STATES]].sum(min_count=len(STATES))
             said = table.others.get(str(row["trial_id"]), {})
+            ended = _is(row["outcome"], "ok") or _full(row)
             lines.append(
                 {
-                    "model": f"{row['model']}{_kept(row)}",
-                    "cards": str(row["world_size"]),
-                    "peak": _gib(peak) + ("" if _is(row["outcome"], "ok") else " *"),
-                    "states": _gib(states),
+                    "model": f"{text(row['model'])}{_kept(row)}",
+                    "cards": text(row["world_size"]),
+                    "peak": gib(peak) + (" *" if _full(row) else "") if ended else text(row["outcome"]),
+                    "states": gib(states),
                     **{name: _beside(said.get(tool), peak) for tool, name in TOOLS.items()},
                     "card": card,
                 }
             )
-    frame, notes = _one_card(pd.DataFrame(lines))
-    notes = [
-        *notes,
-        *(
-            ["GiB a card; peak: of what a step allocates; states: weights, gradients and optimizer state then."]
-            if lines
-            else []
-        ),
-    ]
+    frame, notes = folded(pd.DataFrame(lines), "card")
+    if lines:
+        notes.append("GiB a card; peak: of what a step allocates; states: weights, gradients and optimizer state then.")
     if any(line["model"].endswith("ckpt") for line in lines):
         notes.append("ckpt: full checkpointing.")
     if any(line["peak"].endswith("*") for line in lines):
@@ -82,35 +77,41 @@ def changes(table: Table) -> Found:
     token's time."""
     lines: list[dict[str, str]] = []
     notes: list[str] = []
-    for card, runs in _by_card(table):
+    for rows, card, runs in _by_card(table):
         settings = [_settings(row) for row in runs]
-        away = [sum(len(_changed(one, other)) for other in settings) for one in settings]
-        base, center = settings[away.index(min(away))], runs[away.index(min(away))]
+        nearest = _nearest(settings)
+        base, center = settings[nearest], runs[nearest]
         told = [(_changed(base, one), row) for one, row in zip(settings, runs, strict=True)]
         for more, row in sorted(told, key=lambda one: (len(one[0]), -(_need(one[1]) or 0))):
             said = " ".join(f"{axis}={value}" for axis, value in more.items())
-            lines.append({"change": said or "as it is", **_cells(row, center), "card": card})
-        times = "measured" if card.startswith("measured") else "estimated"
-        notes += [f"{label(center)}, {card}. Times are {times}."]
+            lines.append({"change": said or "as it is", **_cells(row, center, rows.seconds), "card": card})
+        times = "measured" if rows.measured else "estimated"
+        notes += [f"{label(center)}, {card}. time: of a token, {times}."]
         notes += [_load(center, table.others.get(str(center["trial_id"]), {}))]
-    return _one_card(pd.DataFrame(lines))[0], notes
+    return folded(pd.DataFrame(lines), "card")[0], notes
 
 
-def _by_card(table: Table) -> Iterator[tuple[str, list[pd.Series[Any]]]]:
-    """`predicted: h100-80gb` and its runs, each once: of repeats the one in the middle."""
+def _by_card(table: Table) -> Iterator[tuple[Rows, str, list[pd.Series[Any]]]]:
+    """The rows of each card, its name, and its runs, each once: of repeats that finished the one in the middle."""
     for rows in kinds(table):
-        cards = rows.frame["gpu_name" if rows.measured else "simulated_gpu"].fillna("unknown")
-        for card, own in rows.frame.groupby(cards, sort=False):
-            parts = (part.sort_values("peak_reserved_bytes") for part in alike(own))
-            runs = [part.iloc[len(part) // 2] for part in parts]
-            yield f"{'measured' if rows.measured else 'predicted'}: {card}", runs
+        for card, own in rows.frame.groupby(rows.card, sort=False):
+            yield rows, str(card), [_middle(part) for part in alike(own)]
 
 
-def _one_card(frame: pd.DataFrame) -> Found:
-    """The card is a note where it is the same in all lines, else a column."""
-    if frame.empty or frame["card"].nunique() > 1:
-        return frame, []
-    return frame.drop(columns="card"), [f"{frame['card'].iloc[0]}."]
+def _middle(repeats: pd.DataFrame) -> pd.Series[Any]:
+    ok = repeats[is_(repeats, "outcome", "ok")]
+    ranked = (ok if len(ok) else repeats).sort_values("peak_reserved_bytes")
+    return ranked.iloc[(len(ranked) - 1) // 2]
+
+
+def _nearest(settings: Sequence[Mapping[str, str]]) -> int:
+    """Which of them the others differ least from."""
+    away = [0] * len(settings)
+    for axis in CHANGES:
+        counts = Counter(one[axis] for one in settings if axis in one)
+        for number, one in enumerate(settings):
+            away[number] += counts.total() - counts[one[axis]] if axis in one else 0
+    return away.index(min(away))
 
 
 def _kept(row: pd.Series[Any]) -> str:
@@ -134,17 +135,26 @@ def _load(row: pd.Series[Any], said: Mapping[str, int | None]) -> str:
     return f"MiB before it runs: {'; '.join([*weights, *told])}. What a step reserves: {takes}."
 
 
-def _cells(row: pd.Series[Any], base: pd.Series[Any]) -> dict[str, str]:
+def _cells(row: pd.Series[Any], base: pd.Series[Any], seconds: Sequence[str]) -> dict[str, str]:
     need, before = _need(row), _need(base)
-    time, was = (one["step_s"] / (one["micro_batch"] * one["grad_accum"]) for one in (row, base))
-    if need is None:
-        return {"MiB": str(row["outcome"]), "saves": "–", "fits": "–", "time": "–"}
+    ok, times = _is(row["outcome"], "ok"), shared(row, base, seconds)
+    slower = None if times is None else row[times] / _tokens(row) / (base[times] / _tokens(base))
     return {
-        "MiB": f"{need / MIB:,.0f}",
-        "saves": "–" if before is None else f"{(before - need) / MIB:+,.0f}",
-        "fits": "yes" if _is(row["outcome"], "ok") else "no",
-        "time": "–" if pd.isna(time) or pd.isna(was) else f"x{time / was:.2f}",
+        "MiB": f"{need / MIB:,.0f}" if need is not None else "–" if ok else text(row["outcome"]),
+        "saves": "–" if need is None or before is None else f"{(before - need) / MIB:+,.0f}",
+        "fits": "yes" if ok else "no" if _full(row) else "–",
+        "time": "–" if pd.isna(slower) else f"x{slower:.2f}",
     }
+
+
+def _tokens(row: pd.Series[Any]) -> Any:
+    """Of a step, over all cards."""
+    return row["seq_len"] * row["micro_batch"] * row["grad_accum"] * row["world_size"]
+
+
+def _full(row: pd.Series[Any]) -> bool:
+    """Whether memory ran out, a card's or the host's."""
+    return _is(row["outcome"], "oom") or _is(row["outcome"], "host_oom")
 
 
 def _need(row: pd.Series[Any]) -> float | None:
@@ -155,7 +165,7 @@ def _need(row: pd.Series[Any]) -> float | None:
 
 def _settings(row: pd.Series[Any]) -> dict[str, str]:
     """What was asked for, by axis, as it is typed; without what is not known."""
-    return {axis: str(row[axis]) for axis in CHANGES if axis in row and not pd.isna(row[axis])}
+    return {axis: text(row[axis]) for axis in CHANGES if axis in row and not pd.isna(row[axis])}
 
 
 def _changed(base: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
@@ -167,10 +177,6 @@ def _number(value: Any) -> float:
     return math.inf if pd.isna(value) else float(value)
 
 
-def _gib(size: float | None) -> str:
-    return "–" if size is None or pd.isna(size) else f"{size / GIB:,.1f}"
-
-
 def _beside(said: int | None, peak: float | None) -> str:
     if said is None:
         return "–"
@@ -179,6 +185,5 @@ def _beside(said: int | None, peak: float | None) -> str:
 
 
 def _sources(lines: list[dict[str, str]]) -> list[str]:
-    known = Counter(name for line in lines for name in TOOLS.values() if line[name] != "–")
-    told = [f"{name} {tool}" for tool, name in TOOLS.items() if known[name]]
-    return [f"{'; '.join(told)}: and by how much each is off the peak."] if told else []
+    told = [f"{name}: {tool}" for tool, name in TOOLS.items() if any(line[name] != "–" for line in lines)]
+    return [f"{'; '.join(told)}. Beside each: how far it is off the peak."] if told else []

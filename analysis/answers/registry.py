@@ -16,7 +16,6 @@ import pandas as pd
 from vramsweep.analysis.answers import claims, edges, estimates, ways
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import Table
-from vramsweep.harness import mistakes
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import PLAN
 
@@ -86,7 +85,7 @@ def answered(table: Table, name: str | None) -> Answered | None:
         return None
     found = next((answer for answer in ANSWERS if answer.name == name), None)
     if found is None:
-        raise UserError(mistakes.unknown_option("answer", name, NAMES))
+        raise UserError(f"answer={name}: there is no such answer; allowed: {', '.join(NAMES)}")
     frame, notes = found.make(table)
     return Answered(found.name, found.title, frame, tuple(notes), found.verdict)
 

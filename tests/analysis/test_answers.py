@@ -91,15 +91,21 @@ def test_every_answer_can_say_that_there_is_nothing(answer: answers.Answer) -> N
     assert found.markdown()
 
 
-@pytest.mark.parametrize("name", ["claims", "fit-24gb", "seqlen-zero3"])
+@pytest.mark.parametrize("name", answers.NAMES)
 def test_rows_of_which_little_is_known_stop_no_answer(name: str) -> None:
+    way = {*ways._PLAIN, "outcome", "device"}
     rows = [
         {name: value if name in kept else None for name, value in row(outcome=outcome, seq_len=length).items()}
-        for kept in ({"outcome"}, {"outcome", "device"}, {"outcome", "device", "seq_len", "peak_allocated_bytes"})
+        for kept in ({"outcome"}, {"outcome", "device"}, {"outcome", "device", "seq_len", "peak_allocated_bytes"},
+                     way, {*way, "seq_len", "model"})
         for outcome in ("ok", "oom", "invalid")
         for length in (16, 32, 64)
-    ]
-    assert answers.answered(table(*rows), name) is not None
+    ]  # fmt: skip
+    rows += [row(seq_len=length, peak_reserved_bytes=None, model="unreserved") for length in (16, 32, 64)]
+    found = answers.answered(table(*rows), name)
+    assert found is not None
+    said = found.text() + found.markdown() + found.frame.to_csv()
+    assert len(found.frame) and "<NA>" not in said and not re.search(r"\b(nan|inf|None)\b", said)
 
 
 def test_what_fits() -> None:
@@ -138,6 +144,48 @@ def test_what_fits() -> None:
     assert list(both["card"]) == ["measured: NVIDIA L4", "predicted: h100-80gb", "predicted: h100-80gb"]
 
 
+def test_what_tells_runs_apart_is_no_line_s_secret() -> None:
+    def one(outcome: str, **other: Any) -> Row:
+        size = "peak_reserved_bytes" if outcome == "ok" else "unlimited_peak_reserved_bytes"
+        return row(**{"peak_reserved_bytes": None, size: 9 * GIB, "outcome": outcome, **other})
+
+    frame, _ = ways.make(
+        table(one("ok"), one("oom", runner="trainer"), one("ok", precision="fp32"), one("ok", repeat=1))
+    )
+    assert frame[["runner", "fp32", "bf16"]].to_dict("records") == [
+        {"runner": "torch", "fp32": "yes 9.0", "bf16": "yes 9.0"},
+        {"runner": "trainer", "fp32": "–", "bf16": "no 9.0"},
+    ]
+    assert not {"protocol", "torch_version", "card"} & set(frame)
+    less, _ = ways.make(table(one("ok"), one("oom", memory_limit_bytes=8 * GIB)))
+    assert list(less["bf16"]) == ["yes 9.0", "no 9.0"] and len(set(less["memory_limit_bytes"])) == 2
+
+
+def test_rows_of_no_way_are_told_the_ways() -> None:
+    found = answers.answered(table(row(precision="fp16", outcome="crash", reason="unused")), "fit-24gb")
+    assert found is not None and found.frame.empty
+    said = " ".join(found.text().split())
+    assert "No row answers this." in said and "fp32: precision=fp32; bf16: precision=bf16; checkpt: " in said
+    assert "unused" not in said
+
+
+def test_reasons_of_the_lines_are_counted() -> None:
+    rows = [row(model=str(n), outcome="crash", reason=f"reason {n}") for n in range(5)]
+    assert ways.make(table(*rows))[1][-1].endswith("reason 0; reason 1; reason 2; and 2 more reasons")
+
+
+def test_curves_that_differ_in_something_are_called_differently() -> None:
+    ways_of = ({}, {"zero_init": False}, {"runner": "trainer"}, {"protocol": "paper"}, {"versions": "torch 2.4"})
+    rows = [
+        row(seq_len=length, sharding="zero3", world_size=2, **{"zero_init": True} | other)
+        for length in (16, 32)
+        for other in ways_of
+    ]
+    frame, _ = edges.make(table(*rows))
+    assert len(set(frame["configuration"])) == len(frame) == len(ways_of)
+    assert "zero_init=false" in frame["configuration"][1]
+
+
 def test_what_a_curve_says() -> None:
     def curve(fitting: dict[int, int], out: tuple[int, ...], axis: str, **values: Any) -> list[Row]:
         fits = [row(peak_reserved_bytes=gib * GIB, **{axis: x}, **values) for x, gib in fitting.items()]
@@ -157,9 +205,9 @@ def test_what_a_curve_says() -> None:
         ["made-up, 16 tokens", "batch", "none", "–", "2"],
         ["other, 1,024 tokens", "batch", "1", "4.0 to 4.0", "2 (timeout)"],
     ]
-    assert notes[0] == "predicted for h100-80gb."
+    assert notes[0] == "card predicted: h100-80gb"
     other = edges.make(table(*rows, *({**one, "simulated_gpu": "l4-24gb"} for one in rows)))[0]
-    assert set(other["card"]) == {"predicted for h100-80gb", "predicted for l4-24gb"}
+    assert set(other["card"]) == {"predicted: h100-80gb", "predicted: l4-24gb"}
     found = answers.answered(table(*rows), "seqlen-zero3")
     assert found is not None
     assert max(map(len, found.text().splitlines())) <= 80

@@ -149,7 +149,7 @@ def test_rows_decide(name: str, confirming: list[Row], number: float, refuting: 
     assert yes.found[0][1] == pytest.approx(number, abs=1e-6)
     assert no.found[0][1] == pytest.approx(other, abs=1e-6)
     assert yes.claim.shown.format(number) in yes.text()
-    assert "predicted for h100-80gb" in no.text()
+    assert "predicted: h100-80gb" in no.text()
     nothing = card(name)
     assert (nothing.verdict, nothing.found) == ("not tested", ())
     assert nothing.text() == "no rows of a GPU, and none predicted, that can be compared so"
@@ -169,7 +169,7 @@ def test_measured_rows_win_over_predicted_ones(
     ]  # fmt: skip
     found = card(name, *measured, *refuting)
     assert found.verdict == "confirmed"
-    assert found.text().endswith("measured on NVIDIA H100")
+    assert found.text().endswith("measured: NVIDIA H100")
 
 
 def test_rows_that_differ_in_something_else_too_are_not_compared() -> None:
@@ -203,7 +203,7 @@ def test_one_comparison_that_does_not_hold_refutes_and_comes_first() -> None:
     assert found.verdict == "refuted (predicted)"
     assert found.text() == (
         "10 % (b, 1,024 tokens, batch 1, bf16); 30 % (made-up, 1,024 tokens, batch 1, bf16). "
-        "Holds in 1 of 2, predicted for h100-80gb"
+        "Holds in 1 of 2, predicted: h100-80gb"
     ).replace(", bf16", "")
 
 
@@ -255,6 +255,90 @@ def test_rows_that_do_not_test_a_claim_are_left_out(name: str, rows: list[Row], 
 
 def test_a_figure_without_a_bound_refutes_both_ways() -> None:
     assert card("lora-7b", *held(10)).verdict == "refuted (predicted)"
+
+
+def flat(*off: int) -> list[Row]:
+    rows = [(n, 10 * GIB + byte) for n, byte in zip((1024, 2048, 3072, 4096), (*off, 0), strict=True)]
+    return [row(peak, seq_len=n, attention="eager") for n, peak in rows]
+
+
+@pytest.mark.parametrize("off", [(0, 0, 0), (0, 3, 1), (512, 0, 1024)])
+def test_a_flat_curve_says_nothing_of_its_growth(off: tuple[int, int, int]) -> None:
+    assert card("eager-quadratic", *flat(*off)).verdict == "not tested"
+
+
+def test_a_peak_that_loading_has_is_no_step_s() -> None:
+    phases = {"forward_peak_allocated_bytes": GIB, "backward_peak_allocated_bytes": 2 * GIB}
+    loads = {"load_peak_allocated_bytes": 3 * GIB, **phases}
+    curve = lengths("eager", 1, 3)
+    assert card("eager-quadratic", *curve, row(9 * GIB, seq_len=16, attention="eager", **loads)).verdict.startswith(
+        "confirmed"
+    )
+    assert card("eager-quadratic", *({**one, **loads} for one in curve)).verdict == "not tested"
+
+
+def test_other_ways_of_checkpointing_beside_change_nothing() -> None:
+    rows = checkpointed(0.65)
+    found = card("checkpointing-saves", *rows, {**rows[0], "checkpointing": "selective"})
+    assert (found.verdict, round(found.found[0][1])) == ("confirmed (predicted)", 65)
+
+
+def test_what_ran_out_of_memory_needs_more_than_all_of_it() -> None:
+    """However little it would need without a limit: it was in pieces, or the limit a share of the card."""
+    rows = [{**one, "unlimited_peak_reserved_bytes": 70 * GIB} for one in eight("oom", "oom")]
+    assert card("70b-on-8", *rows).verdict == "refuted (predicted)"
+
+
+def test_a_card_of_unknown_size_is_what_is_listed_by_its_name_or_none() -> None:
+    unknown = {
+        "device": "cuda",
+        "memory_limit_bytes": None,
+        "simulated_gpu": None,
+        "unlimited_peak_reserved_bytes": None,
+    }
+    for name, verdict in (
+        ("NVIDIA A100-SXM4-40GB", "not tested"),
+        ("NVIDIA A100-SXM4-80GB", "refuted"),
+        ("a card that no one lists", "not tested"),
+    ):
+        rows = [{**one, **unknown, "gpu_name": name} for one in eight("oom", "oom")]
+        assert card("70b-on-8", *rows).verdict == verdict
+
+
+def test_what_another_runner_ran_out_with_is_still_predicted() -> None:
+    measured = [{**one, "device": "cuda"} for one in eight("oom", "oom")]
+    for other in ({"runner": "trainer"}, {"protocol": "paper"}, {"versions": "torch 2.4"}):
+        found = card("70b-on-8", *measured, *({**one, **other} for one in eight("ok", "ok")))
+        assert found.verdict == "confirmed (predicted)"
+        assert next("=".join(one) for one in other.items()) in found.text()
+
+
+def test_the_basis_is_of_the_cards_that_were_compared() -> None:
+    found = card("checkpointing-costs", *timed(0.3), row(simulated_gpu="l4-24gb", estimated_step_s=2.0))
+    assert found.basis == "predicted: h100-80gb"
+
+
+def test_of_several_optimizers_the_order_is_theirs_not_the_hash_s() -> None:
+    more = [row(forward_peak_allocated_bytes=16 * P, optimizer=name) for name in ("default", "adamw_torch_fused")]
+    found = card("adam-8bit", *optimizers(6), *more)
+    assert [where.rpartition(" ")[2] for where, _ in found.found] == ["default", "adamw_torch", "adamw_torch_fused"]
+
+
+def test_reasons_are_few_and_only_those_of_what_could_not_be_compared() -> None:
+    rows = [row(outcome="oom", reason=f"too small by {n}", seq_len=n) for n in range(1, 300)]
+    assert card("accumulation", *rows).text() == (
+        "too small by 1; too small by 2; too small by 3; and 296 more reasons"
+    )
+    nothing = card("accumulation", *rows, row()).text()
+    assert nothing == "no rows of a GPU, and none predicted, that can be compared so"
+
+
+def test_seconds_of_two_kinds_are_not_compared() -> None:
+    one, other = timed(0.3)
+    found = card("checkpointing-costs", {**one, "calibrated_step_s": 5.0}, other)
+    assert found.found[0][1] == pytest.approx(30)
+    found = card("checkpointing-costs", {**one, "calibrated_step_s": 5.0}, {**other, "calibrated_step_s": 6.0})
+    assert found.found[0][1] == pytest.approx(20)
 
 
 def test_rows_of_a_cpu_decide_nothing() -> None:
