@@ -1,7 +1,8 @@
 """Where a quantity jumps: reserved memory comes in blocks, and from one length to the next a whole layer's may go.
 
 No curve has a jump, so they are looked for in what a curve leaves: the median of the lengths after a place against that
-of the lengths before it. A jump is one that stands out of all such differences and is more than 2 % of the value.
+of the lengths before it. A jump is one that stands out of all such differences, is more than 2 % of the value, and has
+its two sides apart: single lengths, and short runs of them, waver by as much and come back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from vramsweep.analysis.model.curves import Array
 LEAST = 0.02  # of the value
 FEWEST = 40  # lengths
 WINDOW = 15  # lengths on each side, as many as there are
-ENDS = 3  # lengths that there must be at least
+ENDS = 8  # lengths that there must be at least
+APART = 0.5  # of the jump, which must lie between the quarters of the two sides that are nearest to each other
 OUT = 5.0  # robust standard deviations (median absolute deviation, Hampel 1974)
 
 
@@ -42,10 +44,16 @@ def jumps(x: Array, left: Array, y: Array, most: int = 4) -> list[Jump]:
         place, size = int(places[at]), float(sizes[at])
         if len(found) == most or abs(size) < max(OUT * scale, LEAST * float(y[place])):
             break
-        x_here = float(different[_sharpest(left, place, window, size)])
-        if all(abs(np.searchsorted(different, one.x) - place) > window for one in found):
-            found.append(Jump(x_here, size))
+        near = any(abs(np.searchsorted(different, one.x) - place) <= window for one in found)
+        if not near and _apart(left, place, window, size):
+            found.append(Jump(float(different[_sharpest(left, place, window, size)]), size))
     return sorted(found, key=lambda one: one.x)
+
+
+def _apart(left: Array, place: int, window: int, size: float) -> bool:
+    """Whether three quarters of either side lie clear of three quarters of the other."""
+    before, after = (np.sign(size) * side for side in (left[max(place - window, 0) : place], left[place:][:window]))
+    return bool(np.percentile(after, 25) - np.percentile(before, 75) > APART * abs(size))
 
 
 def _sharpest(left: Array, place: int, window: int, size: float) -> int:
