@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, STEP, Array, C
 from vramsweep.analysis.model.estimate import DRAWS, SEED, Component, Data, Posterior, estimate
 from vramsweep.analysis.model.observe import UNITS, Mask, Model, Points, along, members, observations
 from vramsweep.analysis.model.phases import PHASES, Phases, fit_phases
-from vramsweep.analysis.model.standing import OVERHEAD, RESIDUAL, Excess, Predictor, Standing, excess
+from vramsweep.analysis.model.standing import OVERHEAD, RESIDUAL, Bounded, Excess, Largest, Predictor, Standing, excess
 from vramsweep.analysis.model.steps import Jump, jumps
 from vramsweep.analysis.model.times import CLOCK, OfParts, parts
 
@@ -61,6 +61,15 @@ class Candidate:
     probability: float
     rms: float
     worst: float
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What was measured beside what was predicted: the prediction, and the excess over it, of the phase that makes the
+    peak at the longest where phases are known."""
+
+    predicted: Predictor
+    excess: Excess
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class Fit:
     samples_per_step: float | None = None
     axis: str = "seq_len"
     group: str = ""
-    residual: Excess | None = field(default=None, repr=False)
+    residual: Residual | None = field(default=None, repr=False)
     ranks: Spread | None = None
     jumps: tuple[Jump, ...] = ()
 
@@ -237,6 +246,10 @@ class OfPhases:
         """The largest phase, drawn."""
         return self.phases.draws(*self._where(x))
 
+    def largest(self, x: Array) -> list[str]:
+        """The phase that makes the peak, for each."""
+        return self.phases.largest(*self._where(x))
+
     def _where(self, x: Array) -> tuple[Array, Array]:
         other = np.full(len(x), self.other)
         return (x, other) if self.axis == "micro_batch" else (other, x)
@@ -244,16 +257,26 @@ class OfPhases:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted rows: as they are, and between and beyond them as `fit` has it."""
+    """Predicted rows: as they are, and between and beyond them as `fit` has it. `phases` are theirs, if known."""
 
     x: Array
     y: Array
     fit: Predictor
+    phases: OfPhases | None
 
     def value(self, x: Array) -> Array:
         """Linear between rows; beyond them the fit's shape from the last row on."""
         edge = np.clip(x, self.x[0], self.x[-1])
         return np.asarray(np.interp(edge, self.x, self.y) + self.fit.value(x) - self.fit.value(edge))
+
+    def unseen(self, x: Array, seen: Array) -> Array:
+        """What runs at these other x do not tell of it: what it differs by from the nearest of them, and all where a
+        phase makes the peak that made it at none of them."""
+        more = np.abs(self.value(x)[:, None] - self.value(seen)).min(axis=1)
+        if self.phases is None:
+            return np.asarray(more)
+        there = set(self.phases.largest(seen))
+        return np.where([name in there for name in self.phases.largest(x)], more, self.value(x))
 
     @cached_property
     def _errors(self) -> Array:
@@ -500,18 +523,18 @@ def _posterior(points: Points, metric: Metric, weights: Array, modulus: int | No
 def _quantum(x: Array, y: Array, resolution: float) -> float:
     """The largest size that all values are multiples of, if larger than the resolution: what they were rounded to.
 
-    Of fewer than five values it is too often chance: 7 % of four have a common factor. Nor was anything rounded where
-    values that rise lie on the lines between their neighbours, as 100, 120, 140 do.
+    Some values have a common factor by chance; nothing was rounded where all that rise lie on the lines between their
+    neighbours, as 100, 120, 140 do.
     """
     whole = np.unique(np.round(y)).astype(np.int64)
-    size = float(np.gcd.reduce(whole)) if len(whole) > 4 else resolution
+    size = float(np.gcd.reduce(whole)) if len(whole) > 2 else resolution
     if size <= resolution:
         return resolution
     at, first = np.unique(x, return_index=True)
     known = y[first]
     chord = known[:-2] + (known[2:] - known[:-2]) * (at[1:-1] - at[:-2]) / (at[2:] - at[:-2])
     off = np.abs(known[1:-1] - chord)[known[2:] != known[:-2]]
-    return resolution if len(off) > 1 and float(np.median(off)) < size / 20 else size
+    return resolution if len(off) > 1 and float(off.max()) < size / 20 else size
 
 
 def _huber(residuals: Array, least: float) -> Array:
@@ -590,7 +613,7 @@ class _Better:
     basis: str = "points"
     predictor: Predictor | None = None
     identified: bool = False
-    residual: Excess | None = None
+    residual: Residual | None = None
 
 
 def _better(points: Points, metric: Metric, group: Group | None, axis: str, knows: Knows) -> _Better:
@@ -608,7 +631,8 @@ def _better(points: Points, metric: Metric, group: Group | None, axis: str, know
     why = "nothing is predicted of the same settings"
     if knows.predicted is not None:
         same = knows.predicted.frame[knows.predicted.frame[across].eq(per_x).fillna(False)]
-        found = _on_prediction(points, metric, axis, per_x, replace(knows.predicted, frame=same), knows.predicted)
+        own = group.frame.iloc[points.rows]
+        found = _on_prediction(points, own, metric, axis, per_x, replace(knows.predicted, frame=same), knows.predicted)
         if found is not None:
             return found
         count = observations(same, metric, axis=axis).x if metric.memory else same[axis].dropna().unique()
@@ -621,21 +645,55 @@ def _better(points: Points, metric: Metric, group: Group | None, axis: str, know
 
 
 def _on_prediction(
-    points: Points, metric: Metric, axis: str, per_x: float, same: Whole, whole: Whole
+    points: Points, own: pd.DataFrame, metric: Metric, axis: str, per_x: float, same: Whole, whole: Whole
 ) -> _Better | None:
-    """On predicted rows of this batch (or length), `same`, of all of them; None with too few."""
+    """What `own` rows measured, on predicted rows of this batch (or length), `same`, of all of them; None with too
+    few."""
     if not metric.memory:
         found_parts = parts(same.frame, axis)
         if found_parts is None:
             return None
         timed = OfParts(found_parts, points.x, points.y)
         return _Better(_these(found_parts.x, axis), "prediction", timed, timed.posterior.identified)
-    base = _predicted(same, whole, metric, axis, per_x)
+    base = _predicted(same, whole.phases, metric, axis, per_x)
     if base is None:
         return None
-    found = excess(points.x * per_x, points.y, base.value(points.x), metric.resolution, RESIDUAL, small=True)
-    standing = Standing(base, found, per_x, False, (points.bound_x, points.bound_y), np.unique(points.x))
-    return _Better(_these(base.x, axis), "prediction", standing, found.posterior.identified, found)
+    parts_of_it = _each_phase(points, own, same, metric, axis, per_x)
+    parts_of_it = parts_of_it or (_above(points.x, points.y, base, metric, per_x),)
+    at = np.append(np.unique(points.x), 2 * points.x[-1])
+    most = np.argmax([part.value(at) for part in parts_of_it], axis=0)
+    level = [float(np.ptp(part.base.value(at))) < 1e-3 * float(base.value(at).max()) for part in parts_of_it]
+    identified = all(level[i] or parts_of_it[i].excess.posterior.identified for i in set(most))  # of a level all agree
+    predictor = Bounded(Largest(parts_of_it), points.bound_x, points.bound_y)
+    residual = Residual(Largest(tuple(part.base for part in parts_of_it)), parts_of_it[most[-2]].excess)
+    return _Better(_these(base.x, axis), "prediction", predictor, identified, residual)
+
+
+def _above(x: Array, y: Array, base: Predicted, metric: Metric, per_x: float) -> Standing:
+    """Measured y at x on predictions."""
+    found = excess(x * per_x, y, base.value(x), metric.resolution, RESIDUAL, small=True)
+    return Standing(base, found, per_x, False, partial(base.unseen, seen=np.unique(x)))
+
+
+def _each_phase(
+    points: Points, own: pd.DataFrame, same: Whole, metric: Metric, axis: str, per_x: float
+) -> tuple[Standing, ...]:
+    """Each phase on its own prediction, where both sides know all that make the peak: one may be off by more than
+    another, and a few rows tell of each. Empty where they do not."""
+    if metric.column != "peak_allocated_bytes":
+        return ()
+    told = {name: f"{name}_peak_allocated_bytes" for name in PHASES}
+    both = [c for c in told.values() if own[c].gt(0).fillna(False).all() and same.frame[c].gt(0).fillna(False).all()]
+    peaks = own[both].to_numpy(float)
+    if not {told[name] for name in PHASES[1:]} <= set(both) or np.any(peaks.max(axis=1) < points.y - metric.resolution):
+        return ()
+    found = []
+    for column, y in zip(both, peaks.T, strict=True):
+        base = _predicted(same, None, replace(metric, column=column), axis, per_x)
+        if base is None:
+            return ()
+        found.append(_above(points.x, y, base, metric, per_x))
+    return tuple(found)
 
 
 def _these(x: Array, axis: str) -> str:
@@ -658,25 +716,24 @@ def _on_phases(
     if not (base > 0).all():
         return _Better(f"{why}, and what it stands on is not known of all rows")
     over = excess(points.x * per_x, points.y, base, metric.resolution, OVERHEAD)
-    standing = Standing(phases, over, per_x, True, (points.bound_x, points.bound_y))
+    standing = Bounded(Standing(phases, over, per_x, True), points.bound_x, points.bound_y)
     return _Better(why, "phases", standing, known and over.posterior.identified)
 
 
-def _predicted(same: Whole, whole: Whole, metric: Metric, axis: str, other: float) -> Predicted | None:
-    """The predicted rows of this batch (or length), `same`, of all of them as a base; None with fewer than three."""
+def _predicted(same: Whole, peaks: Phases | None, metric: Metric, axis: str, other: float) -> Predicted | None:
+    """The predicted rows of this batch (or length) as a base, `peaks` their phases; None with fewer than three."""
     own = observations(same.frame, metric, axis=axis)
     known = own.y > 0
     own = replace(own, x=own.x[known], y=own.y[known])
     x, first = np.unique(own.x, return_index=True)
     if len(x) < FEWEST:
         return None
-    shape: Predictor
-    if metric.column == "peak_allocated_bytes" and whole.phases is not None:
-        shape = OfPhases(whole.phases, axis, other)
-    else:
-        posteriors = _posterior(own, metric, np.ones(len(own.x)), None)
-        shape = OfPoints(posteriors, None, Model({True: _curve_of(posteriors[True])}))
-    return Predicted(x, own.y[first], shape)
+    phases = None if peaks is None else OfPhases(peaks, axis, other)
+    if phases is not None and metric.column == "peak_allocated_bytes":
+        return Predicted(x, own.y[first], phases, phases)
+    posteriors = _posterior(own, metric, np.ones(len(own.x)), None)
+    shape = OfPoints(posteriors, None, Model({True: _curve_of(posteriors[True])}))
+    return Predicted(x, own.y[first], shape, phases)
 
 
 def _intervals(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, float]]:

@@ -8,13 +8,14 @@ statistics call a difference estimator, and Monte Carlo methods a control variat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from vramsweep.analysis.model.curves import Array, Kind
-from vramsweep.analysis.model.estimate import FEWEST_DRAWS, SEED, Data, Posterior, estimate
+from vramsweep.analysis.model.estimate import DRAWS, FEWEST_DRAWS, SEED, Data, Posterior, estimate
 
 # Features: 1, tokens, the base.
 OVERHEAD = (
@@ -26,7 +27,7 @@ OVERHEAD = (
     Kind("step", ((0, 1), (0, 1)), 0.05, joined=False, share=0.1),
 )
 RESIDUAL = (Kind("constant", ((0,),), 0.05), Kind("line", ((0, 1),), 0.15), Kind("share", ((0, 2),), 0.8))
-SHAPE = 0.02  # of what a prediction grows by from the nearest measured run: how far its shape may be off, one deviation
+SHAPE = 0.02  # of what no measured run tells of a prediction: how far its shape may be off, one standard deviation
 SMALL = 0.03  # of the base: what a residual's line or share is expected to be, one standard deviation
 
 
@@ -94,16 +95,15 @@ def excess(
 class Standing:
     """The base and its excess as one. `per_x` are the tokens of a micro-batch per unit of x.
 
-    `positive`: the quantity is never less than its base. `bounds`: x, and what it is at least there: runs that did not
-    fit. `seen` are the x that the excess is from, where the base's shape itself is not beyond doubt.
+    `positive`: the quantity is never less than its base. `unseen` says at x, (n,), how much of the base the excess was
+    not seen on: its shape is not beyond doubt there.
     """
 
     base: Predictor
     excess: Excess
     per_x: float
     positive: bool
-    bounds: tuple[Array, Array]
-    seen: Array | None = None
+    unseen: Callable[[Array], Array] | None = None
 
     def value(self, x: Array) -> Array:
         """The most probable curve, (n,)."""
@@ -112,28 +112,58 @@ class Standing:
         return np.asarray(base + (np.maximum(over, 0.0) if self.positive else over))
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of the curve and of a new run, (draws, n) each; draws that contradict a bound are left out where enough do
-        not."""
-        bound_x, at_least = self.bounds
-        everywhere = np.concatenate([x, bound_x])
-        curve, new = self._draws(everywhere)
-        holds = np.all(new[:, len(x) :] >= at_least, axis=1)
-        if len(bound_x) and holds.sum() >= FEWEST_DRAWS:
-            curve, new = curve[holds], new[holds]
-        return curve[:, : len(x)], new[:, : len(x)]
-
-    def _draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
         random = np.random.default_rng(SEED + 1)
         base, base_new = self.base.draws(x)
         over, noise = self.excess.draws(x * self.per_x, self.base.value(x))
         count = min(len(base), len(over))
         at, other = random.permutation(len(base))[:count], random.permutation(len(over))[:count]
         over, noise = over[other], noise[other]
-        if self.seen is not None:
-            here, there = self.base.value(x), self.base.value(self.seen)
-            grown = np.abs(here[:, None] - there).min(axis=1)
-            over = over + SHAPE * grown * random.standard_normal((len(over), 1))
+        if self.unseen is not None:
+            over = over + SHAPE * self.unseen(x) * random.standard_normal((len(over), 1))
         more = over + noise * random.standard_normal(over.shape)
         if self.positive:
             over, more = np.maximum(over, 0.0), np.maximum(more, 0.0)
         return base[at] + over, base_new[at] + more
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest of several, drawn apart from each other: a peak of its phases."""
+
+    parts: tuple[Predictor, ...]
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve, (n,)."""
+        return np.asarray(np.maximum.reduce([part.value(x) for part in self.parts]))
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
+        random = np.random.default_rng(SEED + 5)
+        curves, news = [], []
+        for curve, new in (part.draws(x) for part in self.parts):
+            at = random.integers(len(curve), size=DRAWS)
+            curves.append(curve[at])
+            news.append(new[at])
+        return np.maximum.reduce(curves), np.maximum.reduce(news)
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """What is at least `at_least` at `bound_x`: draws that contradict this are left out where enough do not."""
+
+    free: Predictor
+    bound_x: Array
+    at_least: Array
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve, (n,)."""
+        return self.free.value(x)
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
+        curve, new = self.free.draws(np.concatenate([x, self.bound_x]))
+        holds = np.all(new[:, len(x) :] >= self.at_least, axis=1)
+        if holds.sum() >= FEWEST_DRAWS:
+            curve, new = curve[holds], new[holds]
+        return curve[:, : len(x)], new[:, : len(x)]

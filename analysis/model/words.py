@@ -10,31 +10,49 @@ import numpy as np
 from vramsweep.analysis.data.metrics import MIB, Metric, show_bytes
 from vramsweep.analysis.model.curves import Curve
 from vramsweep.analysis.model.fit import BASES, PLAIN, Candidate, Fit
-from vramsweep.analysis.model.observe import AXES, UNITS
+from vramsweep.analysis.model.observe import AXES, NOUNS, UNITS
+
+LONGEST = 1e6  # tokens or samples, where nothing says how many there were
+Piece = tuple[float, float, float]  # a + b x + c x²
 
 
-def equation(curve: Curve, metric: Metric) -> str:
-    """`y = 2.9598x + 8163.2190 (MiB)`; several pieces as their maximum, or apart, each where it holds."""
-    decimals = 4 if metric.memory else 8
+def equation(curve: Curve, metric: Metric, axis: str = "seq_len", longest: float = LONGEST) -> str:
+    """`y = 2.9598x + 8163.2190 (MiB)`; several pieces as their maximum, or apart, each where it holds.
+
+    A coefficient that adds nothing to these digits up to the `longest` x is not shown.
+    """
+    decimals = _decimals(metric)
     pieces = []
     for piece in curve.pieces:
-        a, b, c = (value / metric.scale for value in piece)
-        slope = round(b, decimals) + 0.0  # not -0.0000
+        a, b, c = (value / metric.scale for value in _shown(piece, metric, longest))
         if c:
             pieces.append(f"{c:.6g}x² {_signed(b, decimals)}x {_signed(a, decimals)}")
         elif b:
+            slope = round(b, decimals) + 0.0  # not -0.0000
             pieces.append(f"{slope:.{decimals}f}x {_signed(a, decimals)}")
         else:
-            pieces.append(f"{a:.{decimals}f}")
+            pieces.append(f"{round(a, decimals) + 0.0:.{decimals}f}")
     if curve.edges:
-        spans = [_span(start, stop).removesuffix(", ") for start, stop, *_ in curve.lines()]
+        spans = [_span(start, stop, UNITS[axis]).removesuffix(", ") for start, stop, *_ in curve.lines()]
         return "; ".join(f"{span} y = {one}" for span, one in zip(spans, pieces, strict=True)) + f" ({metric.unit})"
     whole = pieces[0] if len(pieces) == 1 else f"max({', '.join(pieces)})"
     return f"y = {whole} ({metric.unit})"
 
 
+def _decimals(metric: Metric) -> int:
+    return 4 if metric.memory else 8
+
+
+def _shown(piece: Piece, metric: Metric, longest: float) -> Piece:
+    """The piece without what rounds to nothing up to there."""
+    a, b, c = piece
+    least = 0.5 * 10.0 ** -_decimals(metric) * metric.scale
+    return a, b if abs(b) * longest >= least else 0.0, c if abs(c) * longest**2 >= least else 0.0
+
+
 def _signed(value: float, decimals: int) -> str:
-    return f"{'-' if value < 0 else '+'} {abs(value):.{decimals}f}"
+    rounded = round(value, decimals)
+    return f"{'-' if rounded < 0 else '+'} {abs(rounded):.{decimals}f}"
 
 
 def explain(fit: Fit) -> list[str]:
@@ -45,20 +63,13 @@ def explain(fit: Fit) -> list[str]:
     for key, curve in model.curves.items():
         where = ""
         if model.modulus:
-            where = f"lengths divisible by {model.modulus}: " if key else f"lengths not divisible by {model.modulus}: "
+            where = f"{NOUNS[fit.axis][1]} {'' if key else 'not '}divisible by {model.modulus}: "
         bounds = fit.intervals[key]
         pieces = curve.lines()
         for i, (start, stop, a, b, c) in enumerate(pieces):
             low, high = max(start, fit.range[0]), min(stop, fit.range[1])  # of the piece, as far as it was measured
-            middle = (low + high) / 2
-            rise = abs(b * (high - low) + c * (high**2 - low**2))
-            flat = rise < 0.01 * float(np.abs(fit.points.y).max())
-            if flat:
-                line = f"flat at {fit.metric.show(a + b * middle + c * middle**2)}"
-            elif c:
-                line = _parabola(fit, (a, b, c))
-            else:
-                line = _line(fit, a, b, bounds.get(f"b{i + 1}"))
+            piece = _shown((a, b, c), fit.metric, fit.range[1])
+            flat, line = _piece(fit, piece, low, high, bounds.get(f"b{i + 1}"))
             sentences.append(where + _span(start, stop, unit) + line + _dominates(fit, i, len(pieces), flat))
         for i, knot in enumerate(curve.knots, 1):
             low, high = bounds[f"k{i}"]
@@ -70,7 +81,16 @@ def explain(fit: Fit) -> list[str]:
     return sentences
 
 
-def _span(start: float, stop: float, unit: str = "tokens") -> str:
+def _piece(fit: Fit, piece: Piece, low: float, high: float, interval: tuple[float, float] | None) -> tuple[bool, str]:
+    """Whether the piece is flat between these x, and what it is; `interval` is its slope's."""
+    a, b, c = piece
+    middle = (low + high) / 2
+    if abs(b * (high - low) + c * (high**2 - low**2)) < 0.01 * float(np.abs(fit.points.y).max()):
+        return True, f"flat at {fit.metric.show(a + b * middle + c * middle**2)}"
+    return False, _parabola(fit, piece) if c else _line(fit, a, b, interval)
+
+
+def _span(start: float, stop: float, unit: str) -> str:
     if np.isfinite(start) and np.isfinite(stop):
         return f"from {start:,.0f} to {stop:,.0f} {unit}, "
     if np.isfinite(stop):
@@ -82,7 +102,8 @@ def _jump(fit: Fit, curve: Curve, number: int) -> str:
     """What happens where two lines that do not meet change over."""
     x = curve.edges[number - 1]
     before, after = (a + b * x + c * x * x for a, b, c in curve.pieces[number - 1 : number + 1])
-    return f"it {'drops' if after < before else 'jumps'} by {fit.metric.show(abs(after - before))} at {x:,.0f} tokens"
+    way = "drops" if after < before else "jumps"
+    return f"it {way} by {fit.metric.show(abs(after - before))} at {x:,.0f} {UNITS[fit.axis]}"
 
 
 def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | None) -> str:
@@ -106,8 +127,8 @@ def _seconds(value: float) -> str:
     return f"{value * 1e6:,.4g} µs"
 
 
-def _parabola(fit: Fit, numbers: tuple[float, float, float]) -> str:
-    a, b, c = numbers
+def _parabola(fit: Fit, piece: Piece) -> str:
+    a, b, c = piece
     each = UNITS[fit.axis].removesuffix("s")
     _, high = fit.range
     if fit.metric.memory:
@@ -128,9 +149,10 @@ def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
         return f"; the {phase} phase has the largest peak there in most rows"
     if pieces == 1:
         return ""
+    noun = NOUNS[fit.axis][0]
     if flat:
-        return "; length does not matter there: weights, gradients and optimizer state dominate"
-    return "; activations and other tensors that grow with length dominate"
+        return f"; {noun} does not matter there: weights, gradients and optimizer state dominate"
+    return f"; activations and other tensors that grow with {noun} dominate"
 
 
 def rests_on(fit: Fit) -> list[str]:
@@ -167,7 +189,7 @@ def _residual(fit: Fit) -> str:
     assert fit.residual is not None
     low, high = fit.range
     at = np.array([low, high])
-    over = fit.predictor.value(at) - fit.predictor.base.value(at)  # type: ignore[attr-defined]
+    over = fit.predictor.value(at) - fit.residual.predicted.value(at)
     low_end, high_end = (float(v) for v in over)
     same = abs(high_end - low_end) <= max(0.02 * abs(high_end), 2 * MIB)
     kind = "a constant" if same else _grows(fit)
@@ -179,7 +201,7 @@ def _residual(fit: Fit) -> str:
 
 def _grows(fit: Fit) -> str:
     assert fit.residual is not None
-    return {"line": "a line in tokens"}.get(fit.residual.posterior.kinds()[0], "a constant and a share of it")
+    return {"line": "a line in tokens"}.get(fit.residual.excess.posterior.kinds()[0], "a constant and a share of it")
 
 
 def _more(value: float, metric: Metric) -> str:
@@ -192,9 +214,8 @@ def text(fit: Fit) -> str:
     low, high = fit.range
     n = len(fit.points.x)
     unit = UNITS[fit.axis]
-    different = f"{fit.lengths:,} lengths" if fit.axis == "seq_len" else f"{fit.lengths:,} of them different"
     lines = [
-        f"{metric.label} against {AXES[fit.axis]}, {fit.label}: {n:,} rows, {different}, "
+        f"{metric.label} against {AXES[fit.axis]}, {fit.label}: {n:,} rows, {fit.lengths:,} {NOUNS[fit.axis][1]}, "
         f"{low:,.0f} to {high:,.0f} {unit}" + (", Huber loss" if fit.robust else "")
     ]
     width = max(len(c.model.name) for c in fit.candidates)
@@ -202,9 +223,9 @@ def text(fit: Fit) -> str:
         mark = "*" if candidate is fit.chosen else " "
         lines.append(f"  {mark} {candidate.model.name:<{width}}  {_quality(candidate, metric)}")
         if candidate is fit.chosen or candidate.model.kind in PLAIN:
-            for key, curve in candidate.model.curves.items():
+            for key in candidate.model.curves:
                 own = f", RMS {_number(_rms_of(fit, candidate, key), metric)}" if candidate.model.modulus else ""
-                lines.append(f"      {class_name(candidate, key)}{equation(curve, metric)}{own}")
+                lines.append(f"      {of_class(fit, candidate, key)}{own}")
     lines.append(f"  * chosen: {fit.why}")
     lines += [f"    {sentence}" for sentence in explain(fit)]
     lines += [f"    {sentence}" for sentence in rests_on(fit)]
@@ -223,20 +244,22 @@ def _rms_of(fit: Fit, candidate: Candidate, key: bool) -> float:
     return float(np.sqrt(np.mean(left**2))) if len(left) else float("nan")
 
 
-def class_name(candidate: Candidate, key: bool) -> str:
+def class_name(candidate: Candidate, key: bool, axis: str = "seq_len") -> str:
     """Which lengths a curve is for; empty when for all."""
     if candidate.model.modulus is None:
         return ""
-    return f"length % {candidate.model.modulus} {'==' if key else '!='} 0: "
+    return f"{NOUNS[axis][0]} % {candidate.model.modulus} {'==' if key else '!='} 0: "
+
+
+def of_class(fit: Fit, candidate: Candidate, key: bool) -> str:
+    """The equation of one of a candidate's curves, after what it is for."""
+    curve = candidate.model.curves[key]
+    return class_name(candidate, key, fit.axis) + equation(curve, fit.metric, fit.axis, fit.range[1])
 
 
 def number(value: float, metric: Metric) -> str:
     """A size in the metric's one unit, for columns of them."""
     return f"{_number(value, metric)} {metric.unit}"
-
-
-def _rms(fit: Fit) -> str:
-    return f"RMS {number(fit.chosen.rms, fit.metric)}"
 
 
 def _number(value: float, metric: Metric) -> str:
@@ -254,15 +277,12 @@ def _quality(candidate: Candidate, metric: Metric) -> str:
 
 def as_json(fit: Fit) -> dict[str, Any]:
     """The fit as plain data; numbers in the column's own unit (bytes, seconds, tokens/s), NaN and infinity as null."""
-    intervals = fit.intervals
-    _low, high = fit.range
-    ahead = fit.predict(np.array([high, 2 * high]))
     return {
         "metric": fit.metric.column,
         "unit": "bytes" if fit.metric.memory else fit.metric.unit,
         "settings": {k: _plain(v) for k, v in fit.settings.items()},
         "rows": len(fit.points.x),
-        "lengths": len(np.unique(fit.points.x)),
+        "lengths": fit.lengths,
         "censored": len(fit.points.bound_x),
         "range_tokens": list(fit.range),
         "robust": fit.robust,
@@ -272,43 +292,44 @@ def as_json(fit: Fit) -> dict[str, Any]:
         "identified": fit.identified,
         "rests_on": rests_on(fit),
         "next": fit.next_x,
-        "predicted": [
-            {
-                "x": float(x),
-                "value": _plain(value),
-                "new_run": [_plain(below), _plain(above)],
-                "extrapolated": bool(beyond),
-            }
-            for x, value, below, above, beyond in zip(
-                ahead.x, ahead.value, ahead.new_low, ahead.new_high, ahead.extrapolated, strict=True
-            )
-        ],
+        "predicted": _predicted(fit),
         "why": fit.why,
         "explanation": explain(fit),
         "warnings": list(fit.warnings),
-        "candidates": [
-            {
-                "model": c.model.name,
-                "kind": c.model.kind,
-                "modulus": c.model.modulus,
-                "rms": _plain(c.rms),
-                "worst": _plain(c.worst),
-                "probability": _plain(c.probability),
-                "curves": [
-                    {
-                        "class": class_name(c, key).rstrip(": ") or None,
-                        "equation": equation(curve, fit.metric),
-                        "rms": _plain(_rms_of(fit, c, key)),
-                        "parameters": {name: _plain(value) for name, value in curve.parameters.items()},
-                        "intervals": {n: [_plain(v) for v in ends] for n, ends in intervals[key].items()}
-                        if c is fit.chosen
-                        else None,
-                    }
-                    for key, curve in c.model.curves.items()
-                ],
-            }
-            for c in fit.candidates
-        ],
+        "candidates": [_candidate(fit, candidate) for candidate in fit.candidates],
+    }
+
+
+def _predicted(fit: Fit) -> list[dict[str, Any]]:
+    """A new run at the longest x and at twice it."""
+    _low, high = fit.range
+    ahead = fit.predict(np.array([high, 2 * high]))
+    each = zip(ahead.x, ahead.value, ahead.new_low, ahead.new_high, ahead.extrapolated, strict=True)
+    return [
+        {"x": float(x), "value": _plain(value), "new_run": [_plain(low), _plain(high)], "extrapolated": bool(beyond)}
+        for x, value, low, high, beyond in each
+    ]
+
+
+def _candidate(fit: Fit, candidate: Candidate) -> dict[str, Any]:
+    def of_curve(key: bool, curve: Curve) -> dict[str, Any]:
+        intervals = fit.intervals[key] if candidate is fit.chosen else None
+        return {
+            "class": class_name(candidate, key, fit.axis).rstrip(": ") or None,
+            "equation": equation(curve, fit.metric, fit.axis, fit.range[1]),
+            "rms": _plain(_rms_of(fit, candidate, key)),
+            "parameters": {name: _plain(value) for name, value in curve.parameters.items()},
+            "intervals": intervals and {name: [_plain(v) for v in ends] for name, ends in intervals.items()},
+        }
+
+    return {
+        "model": candidate.model.name,
+        "kind": candidate.model.kind,
+        "modulus": candidate.model.modulus,
+        "rms": _plain(candidate.rms),
+        "worst": _plain(candidate.worst),
+        "probability": _plain(candidate.probability),
+        "curves": [of_curve(key, curve) for key, curve in candidate.model.curves.items()],
     }
 
 
@@ -322,9 +343,7 @@ def summary(fits: Sequence[Fit]) -> str:
     """One line a fit, for the end of a sweep."""
     lines = []
     for fit in fits:
-        equations = "; ".join(
-            class_name(fit.chosen, key) + equation(curve, fit.metric) for key, curve in fit.chosen.model.curves.items()
-        )
+        equations = "; ".join(of_class(fit, fit.chosen, key) for key in fit.chosen.model.curves)
         lines.append(
             f"{fit.metric.label}, {fit.label}: {equations}, RMS {_number(fit.chosen.rms, fit.metric)} {fit.metric.unit}"
         )
