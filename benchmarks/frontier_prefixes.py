@@ -3,7 +3,8 @@
     python benchmarks/frontier_prefixes.py ROWS [--columns ...] [--set ...] [--axis seq_len|micro_batch]
 
 The first rows of a sweep, all of them or eight, and a memory size that a later row exceeds: does the 95 % interval hold
-the largest value that fits? Prints how often, and how far off the curve is (median).
+the largest value that fits? Prints how often, also of those questions alone for which both ends are known (an end of which
+nothing is said cannot miss), how often every row up to the lower end fits, and how far off the curve is (median).
 """
 
 from __future__ import annotations
@@ -26,18 +27,33 @@ REACH = 4  # as frontier.REACH
 
 @dataclass(frozen=True)
 class Asked:
-    """One question and its answer: `low` and `high` are null where the fit knows no such end."""
+    """One question and its answer: `low` and `high` are null where the fit knows no such end.
+
+    `truth`: the longest row of those that fit without exception, and the largest value that may be said to fit: one
+    less than `first_over`, the first row that did not, or, where rows waver, the last that did.
+    """
 
     upto: float
     gib: float
     truth: tuple[float, float]
+    first_over: float
     low: float | None
     value: float | None
     high: float | None
 
     @property
+    def open(self) -> bool:
+        """Whether an end is not known."""
+        return self.low is None or self.high is None
+
+    @property
+    def safe(self) -> bool:
+        """Whether every row up to the lower end fits."""
+        return self.low is None or self.low < self.first_over
+
+    @property
     def holds(self) -> bool:
-        """Whether some value that is right lies in the interval: rows that waver make more than one right."""
+        """Whether some right value lies in the interval: rows that waver, and gaps, make more than one right."""
         low = -np.inf if self.low is None else self.low
         high = np.inf if self.high is None else self.high
         return low <= self.truth[1] and high >= self.truth[0]
@@ -65,14 +81,14 @@ def ask(table: Table, axis: str = "seq_len", counts: Sequence[int] = (0, 8), que
             if not len(over) or x[over[0]] <= upto:
                 continue
             first_over, last_ok = float(x[over[0]]), float(x[np.flatnonzero(y <= limit)[-1]])
-            truth = (float(different[np.searchsorted(different, first_over) - 1]), max(last_ok, first_over))
+            truth = (float(different[np.searchsorted(different, first_over) - 1]), max(last_ok, first_over - 1))
             taken = inside if not count else inside[np.unique(np.linspace(0, len(inside) - 1, count).astype(int))]
             gib = limit / GIB
             mask = table.frame.index.to_series().isin(frame.index[taken])
             limits = [one for one in frontier(table.where(mask), [gib], axis) if one.multiples_of is None]
             if limits:
                 one = limits[0]
-                found.append(Asked(float(upto), gib, truth, one.low, one.value, one.high))
+                found.append(Asked(float(upto), gib, truth, first_over, one.low, one.value, one.high))
     return found
 
 
@@ -90,7 +106,12 @@ def main() -> None:
         print(f"{'holds ' if one.holds else 'MISSES'} up to {one.upto:,.0f}, {one.gib:.2f} GiB: {one.truth} in "
               f"[{one.low}, {one.high}], curve {one.value}")  # fmt: skip
     off = [abs(one.value / one.truth[0] - 1) for one in found if one.value is not None]
-    print(f"{sum(one.holds for one in found)} of {len(found)} hold; the curve is off by {np.median(off):.1%} (median)")
+    closed = [one for one in found if not one.open]
+    print(
+        f"{sum(one.holds for one in found)} of {len(found)} hold, {sum(one.holds for one in closed)} of the "
+        f"{len(closed)} whose ends are both known; all rows up to the lower end fit in "
+        f"{sum(one.safe for one in found)}; the curve is off by {np.median(off):.1%} (median)"
+    )
 
 
 if __name__ == "__main__":

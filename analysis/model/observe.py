@@ -17,6 +17,9 @@ SEED = 20_240_917
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 AXES = {"seq_len": "sequence length", "micro_batch": "micro-batch", "tokens": "tokens"}  # what curves are along
 UNITS = {"seq_len": "tokens", "micro_batch": "samples", "tokens": "tokens"}
+NOUNS = {
+    "seq_len": ("length", "lengths"), "micro_batch": ("batch", "batches"), "tokens": ("token count", "token counts")
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 
 from vramsweep.analysis import cli
 from vramsweep.analysis.data.load import from_frame
-from vramsweep.analysis.data.metrics import MIB
+from vramsweep.analysis.data.metrics import METRICS, MIB
 from vramsweep.analysis.data.ranks import over_ranks, spread
+from vramsweep.analysis.model.curves import Curve
 from vramsweep.analysis.model.steps import jumps
+from vramsweep.analysis.model.words import equation
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -137,7 +140,20 @@ def test_from_the_beginning_of_a_sweep_the_interval_holds_what_fits() -> None:
     for file, columns, settings, axis in cases:
         found = frontier_prefixes.ask(open_rows(file, columns, None, settings)[0], axis, questions=15)
         assert len(found) >= 12
-        assert sum(one.holds for one in found) >= 0.9 * len(found), file
+        closed = [one for one in found if not one.open]
+        for of, holds in ((found, "holds"), (closed, "holds"), (found, "safe")):
+            assert len(of) >= 8 and sum(getattr(one, holds) for one in of) >= 0.9 * len(of), (file, holds)
+
+
+def test_a_value_that_did_not_fit_is_no_answer_and_an_open_end_is_counted() -> None:
+    import frontier_prefixes
+
+    one = frontier_prefixes.Asked(100, 24, (200, 299), 300, 200, 210, 250)
+    assert (one.holds, one.safe, one.open) == (True, True, False)
+    assert not replace(one, low=300).holds and not replace(one, low=300, high=None).safe
+    assert replace(one, high=None).open and replace(one, low=None, high=None).holds
+    wavering = replace(one, truth=(200, 500), low=400)
+    assert wavering.holds and not wavering.safe
 
 
 def test_ranks_that_are_not_known_are_left_out() -> None:
@@ -187,3 +203,31 @@ def test_an_end_at_0_is_one_and_rows_that_tried_again_did_not_run_out(
         assert cli.main(["fit", str(file), *flags]) == 2
         out, err = capsys.readouterr()
         assert not out.startswith("\n") and ("nothing could be fitted" if flags[1] == "0" else "takes a number") in err
+
+
+def test_along_the_batch_the_words_are_of_batches_and_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    batches = np.arange(1, 65)
+    reserved = 1000 + 36 * batches + np.where(batches >= 30, 700, 0) + random.integers(0, 4, 64)
+    active = 1000 + 37 * batches + np.where(batches % 8, 300, 0) + random.integers(0, 4, 64)
+    np.savetxt(tmp_path / "x.csv", np.array([batches, active, reserved]).T, delimiter=",", fmt="%d")
+    words = ("--columns", "micro_batch,peak_active_mib,peak_reserved_mib", "--set", "seq_len=512")
+    text = said(capsys, "fit", tmp_path / "x.csv", *words, "--axis", "micro_batch")
+    assert re.search(r"it jumps by \S+ MiB at 30 samples", text) and "up to 30 samples y =" in text
+    assert "batch % 8 == 0: y =" in text and "batches not divisible by 8: " in text
+    assert "tensors that grow with batch dominate" in text and "64 rows, 64 batches" in text
+    assert "length" not in text.replace("sequence length", "") and "tokens" not in text
+    json_text = said(capsys, "fit", tmp_path / "x.csv", *words, "--axis", "micro_batch", "--json")
+    assert '"class": "batch % 8 == 0"' in json_text and "tokens" not in json_text.replace("range_tokens", "")
+
+
+def test_what_rounds_to_nothing_is_not_shown() -> None:
+    metric = METRICS["peak_active_bytes"]
+    line = Curve("quadratic", ((2148.0 * MIB, 2.0 * MIB, -4e-19 * MIB),))
+    assert equation(line, metric) == equation(line, metric, longest=700) == "y = 2.0000x + 2148.0000 (MiB)"
+    assert equation(Curve("linear", ((-1.0, -1e-9, 0.0),)), metric) == "y = 0.0000 (MiB)"
+    small = Curve("quadratic", ((0.0, -1.0, 1e-6 * MIB),))
+    assert equation(small, metric, longest=100) == "y = 1e-06x² + 0.0000x + 0.0000 (MiB)"
+    assert equation(small, metric, longest=1) == "y = 0.0000 (MiB)"
