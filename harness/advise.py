@@ -37,6 +37,7 @@ from vramsweep.harness.trial import Trial
 MIB = 1 << 20
 GOALS = {"fastest": None, "longest": "seq_len", "largest-batch": "micro_batch"}  # and the axis that each is about
 MOST_POSITIONS = 1 << 17  # of a model that does not say how many it has
+SECONDS = ("calibrated_step_s", "estimated_step_s")  # times that are compared are of one kind: the run's as it is
 BYTES_A_PARAMETER = 16  # fp32 weights, gradients and two values of Adam's: Rajbhandari et al., arXiv:1910.02054, 3.1
 HELP = """\
 which changes make a run fit on a card, from predictions: each alone, then together, and what to take
@@ -114,6 +115,7 @@ class Asked:
         self.base, self.trial, self.folder, self.launcher, self.axis = base, base.trial, folder, launcher, axis
         self.settings = dataclasses.replace(settings, report=False)
         self.limit = self.trial.memory_limit()
+        self.seconds = SECONDS[0]
         self._earlier: list[Planned] = []
 
     @property
@@ -160,7 +162,11 @@ class Asked:
                 lambda total: Told(total, names, self.limit, len(self._earlier)),
             )
             self._earlier += todo
-        return [option(remedies, item, rows.get(item.trial_id)) for item, remedies in zip(planned, taken, strict=True)]
+        found = [rows.get(item.trial_id) for item in planned]
+        if () in taken:
+            base = found[taken.index(())] or {}
+            self.seconds = next((name for name in SECONDS if base.get(name)), SECONDS[0])
+        return [option(*one, self.seconds) for one in zip(taken, planned, found, strict=True)]
 
     def reach(self, options: Sequence[Option]) -> list[Reached]:
         """How far each of these gets along the goal's axis."""
@@ -221,8 +227,8 @@ class Told(Counts):
         """Nothing."""
 
 
-def option(remedies: tuple[Remedy, ...], item: Planned, row: Row | None) -> Option:
-    """What a row says of these remedies; `row` is None where there is none."""
+def option(remedies: tuple[Remedy, ...], item: Planned, row: Row | None, seconds: str = SECONDS[0]) -> Option:
+    """What a row says of these remedies, with the times of this column; `row` is None where there is none."""
     if item.trial is None or row is None:
         return Option(remedies, None, None, item.reason or "there is no answer")
     need, tokens = needed(row), item.trial.tokens_per_step()
@@ -230,7 +236,7 @@ def option(remedies: tuple[Remedy, ...], item: Planned, row: Row | None) -> Opti
     reason = str(row["reason"]) if need is None or row["outcome"] == Outcome.HOST_OOM else None
     if need is None:
         return Option(remedies, None, None, reason, full)
-    step = row.get("calibrated_step_s") or row.get("estimated_step_s")
+    step = row.get(seconds)
     work = ((row.get("estimated_flops") or 0) / tokens, (row.get("estimated_launches") or 0) / tokens)
     return Option(remedies, need, step and step / tokens, reason, full, work)
 

@@ -86,7 +86,7 @@ def changes(table: Table) -> Found:
             said = " ".join(f"{axis}={value}" for axis, value in more.items())
             lines.append({"change": said or "as it is", **_cells(row, center, rows.seconds), "card": card})
         times = "measured" if rows.measured else "estimated"
-        notes += [f"{label(center)}, {card}. time: of a token, {times}."]
+        notes += [f"{label(center)}; {card}. time: of a token, {times}."]
         notes += [_load(center, table.others.get(str(center["trial_id"]), {}))]
     return folded(pd.DataFrame(lines), "card")[0], notes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, tiny
+from conftest import ROOT, SETTINGS, tiny
 from rich.console import Console
 
 from vramsweep.harness import advise, plan, reach, trial
@@ -67,6 +67,8 @@ def test_rows_become_options() -> None:
           "calibrated_step_s": 3.0, "reason": None}  # fmt: skip
     assert advise.option((FULL,), item, ok) == Option((FULL,), 7, 3.0 / 1000)
     assert advise.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None}).need == 9
+    assert advise.option((), item, ok | {"calibrated_step_s": None}).seconds is None  # another kind is no substitute
+    assert advise.option((), item, ok, "estimated_step_s").seconds == 2.0 / 1000
     full = {"outcome": "oom", "unlimited_peak_reserved_bytes": 11, "peak_reserved_bytes": None, "reason": "too small"}
     assert advise.option((), item, full) == Option((), 11, None, full=True)
     host = {"outcome": "host_oom", "unlimited_peak_reserved_bytes": 11, "reason": "a node's 64 GiB are too few"}
@@ -76,6 +78,23 @@ def test_rows_become_options() -> None:
     assert (crash.need, crash.reason) == (None, "it broke")
     invalid = plan.Planned("x", {}, None, "needs compute capability 8.0")
     assert advise.option((), invalid, None).reason == "needs compute capability 8.0"
+
+
+@pytest.mark.parametrize(("calibrated", "ratio"), [(4.0, None), (None, 0.5)])
+def test_times_are_of_the_kind_that_the_run_as_it_is_has(
+    calibrated: float | None, ratio: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(todo: Any, *_: Any) -> tuple[dict[str, Any], int]:
+        base = {"outcome": "ok", "peak_reserved_bytes": 7, "estimated_step_s": 2.0, "calibrated_step_s": calibrated}
+        other = base | {"estimated_step_s": 1.0, "calibrated_step_s": None}
+        return {item.trial_id: other if item.trial.checkpointing == "full" else base for item in todo}, 0
+
+    monkeypatch.setattr(advise.sweep, "run", rows)
+    settings = plan.Settings(**(SETTINGS | {"results": str(tmp_path)}))
+    asked = advise.Asked(planned(), settings, tmp_path, None)  # type: ignore[arg-type] # no worker is started
+    [base] = asked.predict([()])
+    [full] = asked.predict([(FULL,)])
+    assert base.seconds and (full.seconds and full.seconds / base.seconds) == ratio
 
 
 def test_what_is_said() -> None:
