@@ -3,8 +3,8 @@
     python benchmarks/frontier_prefixes.py ROWS [--columns ...] [--set ...] [--axis seq_len|micro_batch]
 
 The first rows of a sweep, all of them or eight, and a memory size that a later row exceeds: does the 95 % interval hold
-the largest value that fits? Prints how often, also of those questions alone for which both ends are known (an end of which
-nothing is said cannot miss), how often every row up to the lower end fits, and how far off the curve is (median).
+the largest value that fits? Prints how often, also of those questions alone for which both ends are known (an end of
+which nothing is said cannot miss), how often every row up to the lower end fits, and how far off the curve is (median).
 """
 
 from __future__ import annotations

@@ -83,6 +83,37 @@ class _Part:
     curves: _Curves | None
 
 
+@dataclass(frozen=True)
+class _Proof:
+    """Measured rows on both sides of a limit: the largest within it and the smallest that needed more; their trials."""
+
+    largest_ok: int | None
+    smallest_over: int | None
+    ids: tuple[str, ...]
+
+    @property
+    def torn(self) -> bool:
+        """Whether a larger one ran than one that did not."""
+        return self.largest_ok is not None and self.smallest_over is not None and self.largest_ok > self.smallest_over
+
+    @property
+    def proven(self) -> int | None:
+        """What fits, as nothing smaller did not."""
+        ok, over = self.largest_ok, self.smallest_over
+        return ok if ok is None or over is None or ok < over else None
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What is said of one limit beside the rows that prove it; as in `Limit`."""
+
+    value: int | None = None
+    low: int | None = None
+    high: int | None = None
+    remark: str = ""
+    extrapolated: bool = False
+
+
 def frontier(
     table: Table,
     sizes: Sequence[float] = SIZES,
@@ -152,72 +183,69 @@ def _limit(part: _Part, group: Group, axis: str, gib: float, fit: Fit | None, me
     card = smallest(gib)
     usable = gib * GIB if card is None else memory_limit(card)
     limit = usable + (CONTEXT_BYTES if metric == "device_used_bytes" else 0)  # which counts the context too
-    largest_ok, smallest_over, ids = _proof(part.frame, axis, usable, limit, metric)
+    proof = _proof(part.frame, axis, usable, limit, metric)
+    said = _ends(part, proof, limit, fit)
+    return Limit(
+        label=group.label, settings=group.settings, axis=axis, gib=gib, usable_gib=usable / GIB, value=said.value,
+        low=said.low, high=said.high, extrapolated=said.extrapolated, largest_ok=proof.largest_ok,
+        smallest_too_large=proof.smallest_over, basis=METRICS[metric].label, remark=said.remark, trial_ids=proof.ids,
+        multiples_of=part.multiples_of, rests_on=fit.basis if fit else "", group=group.id,
+    )  # fmt: skip
+
+
+def _ends(part: _Part, proof: _Proof, limit: float, fit: Fit | None) -> _Ends:
+    """The curve's value and the ends of its interval, where no row contradicts them."""
     step = part.multiples_of or 1
+    proven, over = proof.proven, proof.smallest_over
+    if proven is not None and over == proven + step:
+        return _Ends(proven, proven, proven)
+    if fit is None or part.curves is None:
+        return _Ends(remark="fewer than three different values, so no curve")
 
-    proven = largest_ok if smallest_over is None or largest_ok is None or largest_ok < smallest_over else None
-    torn = largest_ok is not None and smallest_over is not None and largest_ok > smallest_over
-
-    def whole(x: float | None) -> int | None:
+    def whole(x: float | None, most: int | None) -> int | None:
         """Downwards to what there is, within what the rows prove."""
         if x is None:
             return None
         at = int(np.floor(x / step + 1e-9)) * step
-        if torn and largest_ok is not None:
-            at = min(at, largest_ok)
-        elif smallest_over is not None:
-            at = min(at, smallest_over - step)
+        at = at if most is None else min(at, most)
         return max(at, proven) if proven is not None else at if at > 0 else None
 
-    value = low = high = None
-    extrapolated = False
-    remark = "fewer than three different values, so no curve" if fit is None else ""
-    if proven is not None and smallest_over == proven + step:
-        value = low = high = proven
-        remark = ""
-    elif fit is not None and part.curves is not None:
-        shortest, longest = fit.range
-        one = part.curves
-        crossing, endless = _crossing(one.x, one.middle, limit)
-        value = whole(crossing)
-        low = whole(_crossing(one.x, one.above, limit)[0])
-        high = None if fit.one_sided else whole(_crossing(one.x, one.below, limit)[0])
-        if torn and low is not None and smallest_over is not None:
-            low = min(low, smallest_over - step)
-        if value is None and proven is not None and not endless:
-            value = proven
-        if value is not None:
-            extrapolated = value > longest and (smallest_over is None or value > smallest_over)
-            remark = "extrapolated beyond the measured range" if extrapolated else ""
-            if not torn and smallest_over is not None and crossing is not None and crossing >= smallest_over:
-                remark = f"the curve is too low: {smallest_over:,} did not fit"
-            if proven is not None and (crossing is None or crossing < proven):
-                remark = f"the curve is too high: {proven:,} fitted"
-        elif endless and smallest_over is None:
-            remark, extrapolated = f"more than {REACH * longest:,.0f}", True
-            low = low if low is not None else largest_ok
-        elif endless:
-            value = low = proven
-            remark = f"the curve is too low: {smallest_over:,} did not fit"
-        else:
-            remark = f"not even {shortest:,.0f} fits"
-        if torn:
-            remark = f"from {smallest_over:,} to {largest_ok:,} it went either way"
-    return Limit(
-        label=group.label, settings=group.settings, axis=axis, gib=gib, usable_gib=usable / GIB, value=value, low=low,
-        high=high, extrapolated=extrapolated, largest_ok=largest_ok, smallest_too_large=smallest_over,
-        basis=METRICS[metric].label, remark=remark, trial_ids=ids, multiples_of=part.multiples_of,
-        rests_on=fit.basis if fit else "", group=group.id,
-    )  # fmt: skip
+    one = part.curves
+    short = None if over is None else over - step
+    most = proof.largest_ok if proof.torn else short
+    crossing, endless = _crossing(one.x, one.middle, limit)
+    value = whole(crossing, most)
+    low = whole(_crossing(one.x, one.above, limit)[0], short)
+    high = None if fit.one_sided else whole(_crossing(one.x, one.below, limit)[0], most)
+    if endless and over is None:
+        low = proof.largest_ok if low is None else low
+        return _Ends(None, low, high, f"more than {REACH * fit.range[1]:,.0f}", extrapolated=True)
+    if endless:
+        value = low = proven
+    elif value is None:
+        value = proven
+    extrapolated = value is not None and value > fit.range[1] and (over is None or value > over)
+    return _Ends(value, low, high, _remark(proof, crossing, endless, value, extrapolated, fit.range[0]), extrapolated)
 
 
-def _proof(
-    frame: pd.DataFrame, axis: str, usable: float, limit: float, metric: str
-) -> tuple[int | None, int | None, tuple[str, ...]]:
-    """Measured rows on both sides: the largest that stayed within the limit, the smallest that needed more.
+def _remark(
+    proof: _Proof, crossing: float | None, endless: bool, value: int | None, extrapolated: bool, shortest: float
+) -> str:
+    """Where rows contradict the curve, or each other."""
+    proven, over = proof.proven, proof.smallest_over
+    if proof.torn:
+        return f"from {over:,} to {proof.largest_ok:,} it went either way"
+    if value is None and not endless:
+        return f"not even {shortest:,.0f} fits"
+    if proven is not None and not endless and (crossing is None or crossing < proven):
+        return f"the curve is too high: {proven:,} fitted"
+    if over is not None and (endless or (crossing is not None and crossing >= over)):
+        return f"the curve is too low: {over:,} did not fit"
+    return "extrapolated beyond the measured range" if extrapolated else ""
 
-    A row that ran out of memory proves something only for devices whose allocator has as much as its own or less.
-    """
+
+def _proof(frame: pd.DataFrame, axis: str, usable: float, limit: float, metric: str) -> _Proof:
+    """A row that ran out of memory proves something only for devices whose allocator has as much as its own or less."""
     known = frame[np.isfinite(along(frame, axis))]
     values = known[metric].to_numpy(float, na_value=np.nan)
     ok = (known["outcome"] == "ok").to_numpy(bool, na_value=False) & (values <= limit)
@@ -227,7 +255,7 @@ def _proof(
     ids = known["trial_id"].to_numpy()
     at_ok = int(np.argmax(np.where(ok, x, -np.inf))) if ok.any() else None
     at_over = int(np.argmin(np.where(over, x, np.inf))) if over.any() else None
-    return (
+    return _Proof(
         int(x[at_ok]) if at_ok is not None else None,
         int(x[at_over]) if at_over is not None else None,
         tuple(str(ids[at]) for at in (at_ok, at_over) if at is not None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -95,3 +96,18 @@ def test_a_row_out_of_memory_below_a_length_that_ran_is_said_and_neither_contrad
     assert "from 256 to 8,192 it went either way" in limit.remark
     assert limit.low is None or limit.low < 256
     assert "256 did not" in text([limit])
+
+
+def test_a_foreign_row_out_of_memory_below_a_length_that_ran(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text(
+        "seq_len,peak_reserved_mib,device_total_gib\n128,1000,80\n256,OOM,80\n512,1160,80\n1024,1240,80\n2048,1500,80\n"
+    )
+    assert cli.main(["frontier", str(file), "--gib", "80"]) == 0
+    assert "2,048 tokens ran within; 256 did not; from 256 to 2,048 it went either way" in capsys.readouterr().out
+    file.write_text(file.read_text().replace("256,OOM", "1,OOM"))  # and nothing shorter is safe
+    assert cli.main(["frontier", str(file), "--gib", "80", "--json"]) == 0
+    (limit,) = json.loads(capsys.readouterr().out)
+    assert (limit["low"], limit["largest_ok"], limit["smallest_too_large"]) == (None, 2048, 1)
