@@ -576,20 +576,22 @@ def _candidates(points: Points, found: _Estimated) -> tuple[list[Candidate], Can
         ways.append((found.modulus, found.posteriors))
     logs = np.array([sum(p.log for p in posteriors.values()) for _, posteriors in ways])
     for (modulus, posteriors), share in zip(ways, np.exp(logs - logs.max()), strict=True):
-        for name in NAMES:
-            if not all(name in p.probability for p in posteriors.values()):
+        best = {key: p.kinds()[0] for key, p in posteriors.items()}
+        alike = [dict.fromkeys(posteriors, name) for name in NAMES]
+        for names in alike if best in alike else [*alike, best]:
+            if not all(name in posteriors[key].probability for key, name in names.items()):
                 continue
-            curves = {key: _curve_of(p, name) for key, p in posteriors.items()}
-            if name in PLAIN:
-                inside = members(points.x, modulus).items()
-                curves = {key: _least_squares(name, points, at, found.weights) for key, at in inside}
+            curves = {key: _curve_of(posteriors[key], name) for key, name in names.items()}
+            inside = members(points.x, modulus)
+            plain = {key: name for key, name in names.items() if name in PLAIN}
+            curves |= {key: _least_squares(name, points, inside[key], found.weights) for key, name in plain.items()}
             model = Model(curves, modulus)
             left = points.y - model.predict(points.x)
             known = len(np.unique(points.x)) // len(posteriors)
-            through = any(sum(map(len, p.best(name).kind.pieces)) >= known for p in posteriors.values())
-            if name not in PLAIN and through and any(p.kinds()[0] != name for p in posteriors.values()):
+            numbers = max(sum(map(len, posteriors[key].best(name).kind.pieces)) for key, name in names.items())
+            if numbers >= known and names != best and not plain:
                 continue  # as many numbers as lengths go through everything: worth a line only where most probable
-            probable = float(share * np.prod([p.probability[name] for p in posteriors.values()]))
+            probable = float(share * np.prod([posteriors[key].probability[name] for key, name in names.items()]))
             candidates.append(Candidate(model, probable, float(np.sqrt(np.mean(left**2))), float(np.abs(left).max())))
     total = float(np.exp(logs - logs.max()).sum())
     candidates = [replace(c, probability=c.probability / total) for c in candidates]

@@ -428,3 +428,13 @@ def test_each_phase_stands_on_its_own_prediction() -> None:
     found = fit.predict(np.array([768.0, 1536, 2048]))
     assert found.value == pytest.approx(exact, rel=0.005)
     assert ((found.new_low <= exact) & (exact <= found.new_high)).all()
+
+
+def test_classes_may_be_of_different_kinds() -> None:
+    x = np.arange(16.0, 1600, 9)
+    noise = np.random.default_rng(5).normal(0, 3e6, len(x))
+    hinge, bowl = 4e9 + 2e6 * np.maximum(0, x - 600), 4e9 + 1.2e6 * np.maximum(0, x - 400) + 900 * x**2
+    fit = fitted(x, np.where(x % 8 == 0, hinge, bowl) + noise)
+    kinds = {key: curve.kind for key, curve in fit.chosen.model.curves.items()}
+    assert fit.chosen.model.modulus == 8 and kinds[True] == "hinge" and kinds[False] != "linear"
+    assert fit.chosen.probability > 0.3 and " and " in fit.chosen.model.name
