@@ -246,6 +246,10 @@ class OfPhases:
         """The largest phase, drawn."""
         return self.phases.draws(*self._where(x))
 
+    def of(self, name: str, x: Array) -> Array:
+        """The most probable peak of one phase."""
+        return self.phases.of(name, *self._where(x))
+
     def largest(self, x: Array) -> list[str]:
         """The phase that makes the peak, for each."""
         return self.phases.largest(*self._where(x))
@@ -257,17 +261,17 @@ class OfPhases:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted rows: as they are, and between and beyond them as `fit` has it. `phases` are theirs, if known."""
+    """Predicted rows: as they are, and beyond them as `curve` has it. `phases` are theirs, if known."""
 
     x: Array
     y: Array
-    fit: Predictor
-    phases: OfPhases | None
+    curve: Callable[[Array], Array]
+    phases: OfPhases | None = None
 
     def value(self, x: Array) -> Array:
-        """Linear between rows; beyond them the fit's shape from the last row on."""
+        """Linear between rows; beyond them the curve's shape from the last row on."""
         edge = np.clip(x, self.x[0], self.x[-1])
-        return np.asarray(np.interp(edge, self.x, self.y) + self.fit.value(x) - self.fit.value(edge))
+        return np.asarray(np.interp(edge, self.x, self.y) + self.curve(x) - self.curve(edge))
 
     def unseen(self, x: Array, seen: Array) -> Array:
         """What runs at these other x do not tell of it: what it differs by from the nearest of them, and all where a
@@ -349,6 +353,11 @@ class Knows:
 
     whole: Whole | None = None
     predicted: Whole | None = None
+
+    @property
+    def phases(self) -> Phases | None:
+        """Of the group's own rows; made when first asked for."""
+        return self.whole.phases if self.whole else None
 
 
 @dataclass(frozen=True)
@@ -620,8 +629,7 @@ class _Better:
 
 def _better(points: Points, metric: Metric, group: Group | None, axis: str, knows: Knows) -> _Better:
     """What a fit rests on."""
-    phases = knows.whole.phases if knows.whole else None
-    if group is None or points.rows is None or (phases is None and knows.predicted is None):
+    if group is None or points.rows is None or (knows.predicted is None and knows.phases is None):
         return _Better("nothing is predicted of the same settings, and the peaks of the phases are not known of them")
     if axis == "tokens":
         return _Better("along tokens, rows of several batches and lengths are one curve")
@@ -643,7 +651,7 @@ def _better(points: Points, metric: Metric, group: Group | None, axis: str, know
         return _Better(f"{why}, and phases say nothing of time")
     if group.resident and metric.column != "peak_allocated_bytes":
         return _Better(f"{why}, and phases say nothing of a resident set")
-    return _on_phases(points, metric, group, axis, per_x, phases, why)
+    return _on_phases(points, metric, group, axis, per_x, knows.phases, why)
 
 
 def _on_prediction(
@@ -657,10 +665,11 @@ def _on_prediction(
             return None
         timed = OfParts(found_parts, points.x, points.y)
         return _Better(_these(found_parts.x, axis), "prediction", timed, timed.posterior.identified)
-    base = _predicted(same, whole.phases, metric, axis, per_x)
+    phases = None if whole.phases is None else OfPhases(whole.phases, axis, per_x)
+    base = _predicted(same, phases, metric, axis)
     if base is None:
         return None
-    parts_of_it = _each_phase(points, own, same, metric, axis, per_x)
+    parts_of_it = _each_phase(points, own, same, phases, metric, axis, per_x) if phases else ()
     parts_of_it = parts_of_it or (_above(points.x, points.y, base, metric, per_x),)
     at = np.append(np.unique(points.x), 2 * points.x[-1])
     most = np.argmax([part.value(at) for part in parts_of_it], axis=0)
@@ -678,7 +687,7 @@ def _above(x: Array, y: Array, base: Predicted, metric: Metric, per_x: float) ->
 
 
 def _each_phase(
-    points: Points, own: pd.DataFrame, same: Whole, metric: Metric, axis: str, per_x: float
+    points: Points, own: pd.DataFrame, same: Whole, phases: OfPhases, metric: Metric, axis: str, per_x: float
 ) -> tuple[Standing, ...]:
     """Each phase on its own prediction, where both sides know all that make the peak: one may be off by more than
     another, and a few rows tell of each. Empty where they do not."""
@@ -690,10 +699,12 @@ def _each_phase(
     if not {told[name] for name in PHASES[1:]} <= set(both) or np.any(peaks.max(axis=1) < points.y - metric.resolution):
         return ()
     found = []
-    for column, y in zip(both, peaks.T, strict=True):
-        base = _predicted(same, None, replace(metric, column=column), axis, per_x)
-        if base is None:
+    for (name, column), y in zip(((n, c) for n, c in told.items() if c in both), peaks.T, strict=True):
+        if name not in phases.phases.posteriors:
             return ()
+        own_points = observations(same.frame, replace(metric, column=column), axis=axis)
+        x, first = np.unique(own_points.x, return_index=True)
+        base = Predicted(x, own_points.y[first], partial(phases.of, name))
         found.append(_above(points.x, y, base, metric, per_x))
     return tuple(found)
 
@@ -722,20 +733,18 @@ def _on_phases(
     return _Better(why, "phases", standing, known and over.posterior.identified)
 
 
-def _predicted(same: Whole, peaks: Phases | None, metric: Metric, axis: str, other: float) -> Predicted | None:
-    """The predicted rows of this batch (or length) as a base, `peaks` their phases; None with fewer than three."""
+def _predicted(same: Whole, phases: OfPhases | None, metric: Metric, axis: str) -> Predicted | None:
+    """The predicted rows of this batch (or length) as a base; None with fewer than three."""
     own = observations(same.frame, metric, axis=axis)
     known = own.y > 0
     own = replace(own, x=own.x[known], y=own.y[known])
     x, first = np.unique(own.x, return_index=True)
     if len(x) < FEWEST:
         return None
-    phases = None if peaks is None else OfPhases(peaks, axis, other)
     if phases is not None and metric.column == "peak_allocated_bytes":
-        return Predicted(x, own.y[first], phases, phases)
-    posteriors = _posterior(own, metric, np.ones(len(own.x)), None)
-    shape = OfPoints(posteriors, None, Model({True: _curve_of(posteriors[True])}))
-    return Predicted(x, own.y[first], shape, phases)
+        return Predicted(x, own.y[first], phases.value, phases)
+    curve = _curve_of(_posterior(own, metric, np.ones(len(own.x)), None)[True])
+    return Predicted(x, own.y[first], curve.predict, phases)
 
 
 def _intervals(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, float]]:

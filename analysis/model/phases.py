@@ -51,6 +51,10 @@ class Phases:
         each = [_best(posterior, batch * length, features) for posterior in self._each()]
         return np.asarray(np.maximum.reduce(each) + float(np.median(self.beyond)))
 
+    def of(self, name: str, batch: Array, length: Array) -> Array:
+        """The most probable peak of one phase, (n,)."""
+        return _best(self.posteriors[name], batch * length, self._features(batch, length))
+
     def largest(self, batch: Array, length: Array) -> list[str]:
         """The phase that makes the peak, for each (n,)."""
         features = self._features(batch, length)
