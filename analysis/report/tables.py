@@ -44,13 +44,13 @@ def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
     """One line per fitted curve."""
     lines = []
     for fit in fits:
-        for key, curve in fit.chosen.model.curves.items():
+        for key in fit.chosen.model.curves:
             lines.append(
                 {
                     "quantity": fit.metric.label,
                     "settings": fit.label,
                     "model": fit.chosen.model.name,
-                    "curve": words.class_name(fit.chosen, key) + words.equation(curve, fit.metric),
+                    "curve": words.of_class(fit, fit.chosen, key),
                     "RMS": words.number(fit.chosen.rms, fit.metric),
                     "probability": f"{fit.chosen.probability:.2f}",
                     "values rest on": fit.basis,
