@@ -176,7 +176,7 @@ def _predict(
     except UserError as error:
         return unknown(str(error))
     kind, reason = outcome.classify(done.evidence)
-    limit = gpus.memory_limit(card)
+    limit = trial.memory_limit()
     values = (done.evidence.result or {}).get("values", {})
     if kind is Outcome.OOM:
         needed = values.get("unlimited_peak_reserved_bytes")
