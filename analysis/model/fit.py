@@ -34,7 +34,7 @@ from vramsweep.analysis.model.estimate import DRAWS, SEED, Component, Data, Post
 from vramsweep.analysis.model.observe import UNITS, Mask, Model, Points, along, members, observations
 from vramsweep.analysis.model.phases import PHASES, Phases, fit_phases
 from vramsweep.analysis.model.standing import OVERHEAD, RESIDUAL, Bounded, Excess, Largest, Predictor, Standing, excess
-from vramsweep.analysis.model.steps import Jump, jumps
+from vramsweep.analysis.model.steps import Jump, Wavering, jumps, wavering
 from vramsweep.analysis.model.times import CLOCK, OfParts, parts
 
 MODULI = (8, 16, 64)
@@ -119,6 +119,7 @@ class Fit:
     residual: Residual | None = field(default=None, repr=False)
     ranks: Spread | None = None
     jumps: tuple[Jump, ...] = ()
+    wavering: tuple[Wavering, ...] = ()
 
     @property
     def range(self) -> tuple[float, float]:
@@ -420,6 +421,7 @@ def fit_points(
     warnings = [*points.warnings, *_censoring_remarks(predictor, points, metric)]
     if robust and basis != "points":
         warnings.append(f"--robust is of the curves through the points; what values rest on here, {basis}, is not")
+    left = points.y - chosen.model.predict(points.x)
     why = f"{chosen.probability:.0%} of the probability of all kinds" + found.remark
     samples = _samples(group.ok("tokens_per_s", "step_median_s", "seq_len")) if group and not metric.memory else None
     return Fit(
@@ -443,7 +445,8 @@ def fit_points(
         group=group.id if group else "",
         residual=residual,
         ranks=spread(group.frame, metric.column, along(group.frame, axis)) if group and metric.memory else None,
-        jumps=tuple(jumps(points.x, points.y - chosen.model.predict(points.x), points.y)) if metric.limited else (),
+        jumps=tuple(jumps(points.x, left, points.y)) if metric.limited else (),
+        wavering=tuple(wavering(points.x, left, points.y)) if metric.limited else (),
     )
 
 

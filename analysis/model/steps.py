@@ -1,8 +1,8 @@
-"""Where a quantity jumps: reserved memory comes in blocks, and from one length to the next a whole layer's may go.
+"""Where a quantity jumps or wavers: reserved memory comes in blocks, and from one length to the next a layer's may go.
 
 No curve has a jump, so they are looked for in what a curve leaves: the median of the lengths after a place against that
 of the lengths before it. A jump is one that stands out of all such differences, is more than 2 % of the value, and has
-its two sides apart: single lengths, and short runs of them, waver by as much and come back.
+its two sides apart. Single lengths, and short runs of them, that go as far and come back are told as what they are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy import ndimage
 
 from vramsweep.analysis.model.curves import Array
 
@@ -18,6 +19,7 @@ FEWEST = 40  # lengths
 WINDOW = 15  # lengths on each side, as many as there are
 ENDS = 8  # lengths that there must be at least
 APART = 0.5  # of the jump, which must lie between the quarters of the two sides that are nearest to each other
+MANY = 8  # lengths that waver, below which it is not said
 OUT = 5.0  # robust standard deviations (median absolute deviation, Hampel 1974)
 
 
@@ -48,6 +50,32 @@ def jumps(x: Array, left: Array, y: Array, most: int = 4) -> list[Jump]:
         if not near and _apart(left, place, window, size):
             found.append(Jump(float(different[_sharpest(left, place, window, size)]), size))
     return sorted(found, key=lambda one: one.x)
+
+
+@dataclass(frozen=True)
+class Wavering:
+    """`count` lengths from `start` to `stop` that lie off those around them, the middle one by `size` (unit of y)."""
+
+    start: float
+    stop: float
+    count: int
+    size: float
+
+
+def wavering(x: Array, left: Array, y: Array) -> list[Wavering]:
+    """Where many single lengths lie off their neighbours' median: as `jumps`."""
+    different, first = np.unique(x, return_index=True)
+    left, y = left[first], y[first]
+    if len(different) < FEWEST:
+        return []
+    off = left - ndimage.median_filter(left, 2 * WINDOW + 1, mode="nearest")
+    out = np.flatnonzero(np.abs(off) > np.maximum(OUT * 1.4826 * float(np.median(np.abs(off))), LEAST * y))
+    runs = np.split(out, np.flatnonzero(np.diff(out) > 6 * WINDOW) + 1)
+    return [
+        Wavering(float(different[run[0]]), float(different[run[-1]]), len(run), float(np.median(off[run])))
+        for run in runs
+        if len(run) >= MANY
+    ]
 
 
 def _apart(left: Array, place: int, window: int, size: float) -> bool:

@@ -173,6 +173,12 @@ def rests_on(fit: Fit) -> list[str]:
     for jump in fit.jumps:
         way = "drops" if jump.size < 0 else "jumps"
         found.append(f"it {way} by {fit.metric.show(abs(jump.size))} at {jump.x:,.0f} {unit}")
+    for part in fit.wavering:
+        side = "below" if part.size < 0 else "above"
+        found.append(
+            f"{part.count} {NOUNS[fit.axis][1]} from {part.start:,.0f} to {part.stop:,.0f} {unit} lie "
+            f"{fit.metric.show(abs(part.size))} {side} those around them (median)"
+        )
     if fit.ranks is not None:
         one = fit.ranks
         sizes = ", ".join(

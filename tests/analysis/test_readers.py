@@ -18,7 +18,7 @@ from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.data.metrics import METRICS, MIB
 from vramsweep.analysis.data.ranks import over_ranks, spread
 from vramsweep.analysis.model.curves import Curve
-from vramsweep.analysis.model.steps import jumps
+from vramsweep.analysis.model.steps import jumps, wavering
 from vramsweep.analysis.model.words import equation
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -73,6 +73,7 @@ def test_reserved_jumps_where_lengths_on_either_side_stay_apart_and_not_where_si
     places = {int(at.replace(",", "")): (way, unit) for way, _, unit, at in found}
     assert places.pop(513, None) in (None, ("drops", "MiB"))  # of the curve itself, where that is two lines
     assert places == {314: ("drops", "MiB"), 565: ("jumps", "MiB"), 718: ("jumps", "MiB")}
+    assert "lengths from 1,416 to 1,696 tokens lie 923.3 MiB above those around them" in text  # which ends at 1,696
     for at, size in ((314, -310), (565, 303), (718, 373)):  # as in the file, less what 15 lengths make
         after, before = peak[at - 1 : at + 14], peak[at - 16 : at - 1]
         assert np.median(after) - np.median(before) == pytest.approx(size, abs=60)
@@ -184,6 +185,17 @@ def test_a_jump_is_found_where_it_is_and_noise_has_none() -> None:
     flips = 20 * np.sin(x) + np.where((x > 150) & (x < 220) & (x % 7 < 4) | (x > 297), 1000, 0)
     assert jumps(x, flips, 10_000 + 10 * x) == []  # they come back, and the last three lengths tell nothing
     assert jumps(x[:30], noise[:30], x[:30]) == []
+
+
+def test_lengths_that_waver_are_told_and_noise_is_not() -> None:
+    random = np.random.default_rng(3)
+    x = np.arange(1.0, 601)
+    noise = random.normal(0, 20, 600)
+    high = (x > 300) & (x < 401) & (x % 10 < 3)
+    (found,) = wavering(x, noise + np.where(high, 900, 0), 10_000 + 10 * x)
+    assert (found.start, found.stop, found.count) == (301, 400, int(high.sum()))
+    assert found.size == pytest.approx(900, rel=0.05)
+    assert wavering(x, noise, 10_000 + 10 * x) == [] and wavering(x[:30], noise[:30], x[:30]) == []
 
 
 def test_an_end_at_0_is_one_and_rows_that_tried_again_did_not_run_out(
