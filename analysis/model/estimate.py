@@ -358,19 +358,20 @@ def _component(
     edges = tuple(float((ends[c - 1] + ends[min(c, len(ends) - 1)]) / 2) for c in cuts)
     component = Component(kind, cuts, noise, 0.0, edges, tuple(best))
     witnesses = _witnesses(data, cuts, starts, places) if kind.joined and len(kind.pieces) > 1 else None
-    tries = TRIES
-    while True:  # few hold where a bound is far off: then it takes more of them
+    tries, thin = TRIES, _thin(component, different)
+    while True:  # few hold where a bound is far off, or are likely where a piece is thin: then it takes more of them
         sizes = random.choice(known, tries, p=chances)
         draws = [run.draw(sizes, random) for run in runs]
         share = _allowed(data, kind, draws, witnesses) * _bounded(data, component, draws, sizes)
         total = float(share.sum())
-        enough = total**2 >= FEWEST_DRAWS * float(np.sum(share**2))
-        if not len(data.at_least) or (enough and total) or tries >= MOST_TRIES:
+        chance = share * _anywhere(data, component, draws, different, starts) if thin else share
+        enough = total and float(chance.sum()) ** 2 >= FEWEST_DRAWS * float(np.sum(chance**2))
+        if enough or tries >= MOST_TRIES or not (len(data.at_least) or (thin and total)):
             break
         tries *= 8
     if total < 1e-12:
         return None
-    kept = random.choice(tries, TRIES, p=share / total)
+    kept = random.choice(tries, TRIES, p=chance / chance.sum())
     mine = [d[kept] for d in draws]
     counts = np.diff([0, *cuts, len(different)])
     known_pieces = all(n >= len(columns) for n, columns in zip(counts, kind.pieces, strict=True))
@@ -402,6 +403,31 @@ def _bounded(data: Data, component: Component, draws: Sequence[Array], sizes: Ar
     spread = sizes[:, None] * (np.maximum(relative, 1e-300) if component.noise == "proportional" else 1.0)
     each = special.ndtr((values - data.at_least) / spread)
     return np.asarray(np.prod(OTHERWISE + (1 - OTHERWISE) * each, axis=1))
+
+
+def _thin(component: Component, different: Array) -> bool:
+    """Whether the last of several pieces has fewer different x than numbers."""
+    kind, cuts = component.kind, component.cuts
+    return bool(cuts) and kind.joined and kind.fixed is None and len(different) - cuts[-1] < len(kind.pieces[-1])
+
+
+def _anywhere(data: Data, component: Component, draws: Sequence[Array], different: Array, starts: Array) -> Array:
+    """What makes the knot before a thin last piece equally likely anywhere in its gap, and the rise behind it of any
+    order of magnitude: a weight of each draw, (draws,).
+
+    The regression's prior is flat in the piece's a and b. With its knot k instead of a that is b db dk: of all rises
+    that pass through one observation the steepest that the prior allows would be the most likely. 1 / b² makes it
+    db / b dk. Which of the kinds and cuts is how probable stays as it is.
+    """
+    cut = component.cuts[-1]
+    nearest = int(np.argmin(data.bounds_axis)) if cut == len(different) else None  # a bound is all that speaks of it
+    after = data.features[starts[cut]] if nearest is None else data.bounds[nearest]
+    values = pieces(component.kind, draws, np.vstack([data.features[starts[cut - 1]], after]))
+    over = values[-1] - values[-2]
+    rise = np.maximum(over[:, 1] - over[:, 0], data.resolution)
+    if nearest is not None:  # less explains nothing: it is as likely as the least that does
+        rise = np.maximum(rise, data.at_least[nearest] - values[-2][:, 1])
+    return np.asarray((float(rise.min()) / rise) ** 2)
 
 
 def _middle(draws: Sequence[Array]) -> int:
