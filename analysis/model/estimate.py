@@ -44,8 +44,9 @@ SEED = 20_240_917
 class Data:
     """Observations in order of `axis` (n,): `features` (n, m), `y` (n,), and how small a difference means anything.
 
-    `given_scales` (m,) replace the prior's own. `bounds` (k, m), `bounds_axis` and `at_least` (k,): where the value was
-    not seen but is at least that. `weights` (n,) are of the observations, 1 where they count in full.
+    `given_scales` (m,) replace the prior's own, `given_sizes` (SIZES,) the noise's; `size_odds` (SIZES,) are the log
+    of the prior odds of those, if they are not equal. `bounds` (k, m), `bounds_axis` and `at_least` (k,): where the
+    value was not seen but is at least that. `weights` (n,) are of the observations, 1 where they count in full.
     """
 
     axis: Array
@@ -58,6 +59,8 @@ class Data:
     weights: Array | None = None
     noises: tuple[str, ...] = NOISES
     given_scales: Array | None = None
+    given_sizes: Array | None = None
+    size_odds: Array | None = None
 
     @functools.cached_property
     def scales(self) -> Array:
@@ -74,6 +77,8 @@ class Data:
     def sizes(self, noise: str) -> Array:
         """Sizes of noise at the largest value, up to the size of the values: at the smallest value, too, not less than
         what rounding to the resolution makes."""
+        if self.given_sizes is not None:
+            return self.given_sizes
         top = max(float(np.abs(self.y).max()), 4 * self.resolution)
         least = self.resolution / np.sqrt(12) / float(self.shape(noise).min())
         return np.geomspace(min(least, top / 4), top, SIZES)
@@ -121,7 +126,8 @@ class Run:
 class Component:
     """A kind with its cuts and shape of noise. `log` is the logarithm of its weight, up to a common constant.
 
-    `draws` hold each piece's coefficients, (draws, parameters of the piece); `size` the noise of each draw (draws,).
+    `chances` are of each size of noise, (SIZES,). `draws` hold each piece's coefficients, (draws, parameters of the
+    piece); `size` the noise of each draw (draws,).
     """
 
     kind: Kind
@@ -130,6 +136,7 @@ class Component:
     log: float
     edges: tuple[float, ...]
     best: tuple[Array, ...]
+    chances: Array
     draws: tuple[Array, ...] = ()
     size: Array = field(default_factory=lambda: np.empty(0))
 
@@ -177,6 +184,13 @@ class Posterior:
         counts = [b - a for a, b in pairwise(edges)]
         enough = all(n >= len(p) for n, p in zip(counts, best.kind.pieces, strict=True))
         return self.probability[name] >= 0.95 and enough
+
+    @property
+    def sizes(self) -> Array:
+        """How probable each size of noise is, (SIZES,), of data with one shape of it."""
+        logs = np.array([c.log for c in self.components])
+        shares = np.exp(logs - logs.max())
+        return np.asarray(shares @ np.array([c.chances for c in self.components]) / shares.sum())
 
     def draws(self, axis: Array, features: Array) -> tuple[Array, Array]:
         """The curve at each point (draws, n), and the standard deviation of a new observation's noise there.
@@ -276,12 +290,13 @@ class _Weighed:
         self.starts = np.append(first_of, len(data.y))  # where the observations of each different x begin
         weights = np.ones(len(data.y)) if data.weights is None else data.weights
         common = float(np.log(kind.weight / len(data.noises) / SIZES) - weights @ np.log(data.shape(noise)))
+        odds = np.zeros(SIZES) if data.size_odds is None else data.size_odds
         self.tried: dict[tuple[int, ...], Array] = {}
         beyond = bool(len(data.at_least)) or kind.fixed is not None
         for candidates in _ways_to_cut(len(self.different), len(kind.pieces) - 1, beyond, self.tried):
             for cuts in candidates:
                 if cuts not in self.tried and self._long_enough(cuts):
-                    self.tried[cuts] = sum((run.evidence for run in self.cut(cuts)), np.full(SIZES, common))
+                    self.tried[cuts] = sum((run.evidence for run in self.cut(cuts)), common + odds)
         each = list(self.tried)
         logs = _log_sum(np.array(list(self.tried.values()))) if each else np.empty(0)
         self.order = [(each[i], float(logs[i])) for i in np.argsort(-logs)]
@@ -356,7 +371,7 @@ def _component(
     best = [run.mean(likely) for run in runs]
     ends = [*different, data.bounds_axis.max(initial=0.0)]
     edges = tuple(float((ends[c - 1] + ends[min(c, len(ends) - 1)]) / 2) for c in cuts)
-    component = Component(kind, cuts, noise, 0.0, edges, tuple(best))
+    component = Component(kind, cuts, noise, 0.0, edges, tuple(best), chances)
     witnesses = _witnesses(data, cuts, starts, places) if kind.joined and len(kind.pieces) > 1 else None
     tries, thin = TRIES, _thin(component, different)
     while True:  # few hold where a bound is far off, or are likely where a piece is thin: then it takes more of them

@@ -33,7 +33,16 @@ from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, STEP, Array, C
 from vramsweep.analysis.model.estimate import DRAWS, SEED, Component, Data, Posterior, estimate
 from vramsweep.analysis.model.observe import UNITS, Mask, Model, Points, along, members, observations
 from vramsweep.analysis.model.phases import PHASES, Phases, fit_phases
-from vramsweep.analysis.model.standing import OVERHEAD, RESIDUAL, Bounded, Excess, Largest, Predictor, Standing, excess
+from vramsweep.analysis.model.standing import (
+    OVERHEAD,
+    RESIDUAL,
+    Bounded,
+    Excess,
+    Largest,
+    Predictor,
+    Standing,
+    excesses,
+)
 from vramsweep.analysis.model.steps import Jump, Wavering, jumps, wavering
 from vramsweep.analysis.model.times import CLOCK, OfParts, parts
 
@@ -673,7 +682,7 @@ def _on_prediction(
     if base is None:
         return None
     parts_of_it = _each_phase(points, own, same, phases, metric, axis, per_x) if phases else ()
-    parts_of_it = parts_of_it or (_above(points.x, points.y, base, metric, per_x),)
+    parts_of_it = parts_of_it or _above(points.x, [(points.y, base)], metric, per_x)
     at = np.append(np.unique(points.x), 2 * points.x[-1])
     most = np.argmax([part.value(at) for part in parts_of_it], axis=0)
     level = [float(np.ptp(part.base.value(at))) < 1e-3 * float(base.value(at).max()) for part in parts_of_it]
@@ -683,10 +692,14 @@ def _on_prediction(
     return _Better(_these(base.x, axis), "prediction", predictor, identified, residual)
 
 
-def _above(x: Array, y: Array, base: Predicted, metric: Metric, per_x: float) -> Standing:
-    """Measured y at x on predictions."""
-    found = excess(x * per_x, y, base.value(x), metric.resolution, RESIDUAL, small=True)
-    return Standing(base, found, per_x, False, partial(base.unseen, seen=np.unique(x)))
+def _above(x: Array, on: Sequence[tuple[Array, Predicted]], metric: Metric, per_x: float) -> tuple[Standing, ...]:
+    """Measured values at x, each on its prediction."""
+    found = excesses(x * per_x, [(y, base.value(x)) for y, base in on], metric.resolution, RESIDUAL, small=True)
+    seen = np.unique(x)
+    return tuple(
+        Standing(base, over, per_x, False, partial(base.unseen, seen=seen))
+        for (_, base), over in zip(on, found, strict=True)
+    )
 
 
 def _each_phase(
@@ -708,8 +721,8 @@ def _each_phase(
         own_points = observations(same.frame, replace(metric, column=column), axis=axis)
         x, first = np.unique(own_points.x, return_index=True)
         base = Predicted(x, own_points.y[first], partial(phases.of, name))
-        found.append(_above(points.x, y, base, metric, per_x))
-    return tuple(found)
+        found.append((y, base))
+    return _above(points.x, found, metric, per_x)
 
 
 def _these(x: Array, axis: str) -> str:
@@ -731,7 +744,7 @@ def _on_phases(
     base = group.take(metric.above)[metric.above].to_numpy(float, na_value=np.nan)[points.rows]
     if not (base > 0).all():
         return _Better(f"{why}, and what it stands on is not known of all rows")
-    over = excess(points.x * per_x, points.y, base, metric.resolution, OVERHEAD)
+    (over,) = excesses(points.x * per_x, [(points.y, base)], metric.resolution, OVERHEAD)
     standing = Bounded(Standing(phases, over, per_x, True), points.bound_x, points.bound_y)
     return _Better(why, "phases", standing, known and over.posterior.identified)
 

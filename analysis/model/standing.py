@@ -8,14 +8,14 @@ statistics call a difference estimator, and Monte Carlo methods a control variat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from vramsweep.analysis.model.curves import Array, Kind
-from vramsweep.analysis.model.estimate import DRAWS, FEWEST_DRAWS, SEED, Data, Posterior, estimate
+from vramsweep.analysis.model.estimate import DRAWS, FEWEST_DRAWS, SEED, SIZES, Data, Posterior, estimate
 
 # Features: 1, tokens, the base.
 OVERHEAD = (
@@ -71,24 +71,41 @@ def _features(tokens: Array, base: Array, relative: bool) -> Array:
     return np.asarray(found / base[:, None] if relative else found)
 
 
-def excess(
-    tokens: Array, y: Array, base: Array, resolution: float, kinds: tuple[Kind, ...], small: bool = False
-) -> Excess:
-    """The excess of y over its base, both (n,), at these tokens in ascending order. `small`: the base is as good as
-    right, so that what grows with it is a few percent."""
-    over = y - base
-    size = float(np.abs(base).max())
+def excesses(
+    tokens: Array, over: Sequence[tuple[Array, Array]], resolution: float, kinds: tuple[Kind, ...], small: bool = False
+) -> list[Excess]:
+    """The excess of each y over its base, both (n,), at these tokens in ascending order: of one quantity, or of the
+    phases of the same runs, whose spread tells of each other's. `small`: the base is as good as right, so that what
+    grows with it is a few percent."""
+    plain = _alike([_data(tokens, y, base, resolution, small, False) for y, base in over], kinds)
+    shares = _alike([_data(tokens, y, base, resolution, small, True) for y, base in over], kinds)
+    stretch = sum(float(np.sum(np.log(base))) for _, base in over)
+    relative = sum(found.log for found in shares) - stretch > sum(found.log for found in plain)
+    return [Excess(found, relative) for found in (shares if relative else plain)]
+
+
+def _data(tokens: Array, y: Array, base: Array, resolution: float, small: bool, relative: bool) -> Data:
+    over, size = y - base, float(np.abs(base).max())
     scales = None
     if small:
         constant = max(2 * float(np.abs(over).max()), resolution)
         scales = np.array([constant, SMALL * size / float(tokens.max()), SMALL])
-    plain = Data(tokens, _features(tokens, base, False), over, resolution, noises=("constant",), given_scales=scales)
-    shares = Data(
-        tokens, _features(tokens, base, True), over / base, resolution / size, noises=("constant",), given_scales=scales
-    )
-    found = estimate(plain, kinds), estimate(shares, kinds)
-    relative = found[1].log - float(np.sum(np.log(base))) > found[0].log
-    return Excess(found[relative], relative)
+    if relative:
+        over, resolution = over / base, resolution / size
+    features = _features(tokens, base, relative)
+    return Data(tokens, features, over, resolution, noises=("constant",), given_scales=scales)
+
+
+def _alike(of: Sequence[Data], kinds: tuple[Kind, ...]) -> list[Posterior]:
+    """The posterior of each. Its size of noise is that of each other one or is not, with equal odds: from a few rows
+    alone it is hardly known."""
+    if len(of) == 1:
+        return [estimate(of[0], kinds)]
+    every = np.concatenate([data.sizes("constant") for data in of])
+    sizes = np.geomspace(every.min(), every.max(), SIZES)
+    of = [replace(data, given_sizes=sizes) for data in of]
+    told = [np.log((1 + SIZES * estimate(data, kinds).sizes) / 2) for data in of]
+    return [estimate(replace(data, size_odds=sum(told) - own), kinds) for data, own in zip(of, told, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from vramsweep.analysis.model.curves import KINDS, Array, Curve, powers
 from vramsweep.analysis.model.estimate import Data, estimate
 from vramsweep.analysis.model.fit import Fit, Knows, Whole, Wholes, fit_points, fit_table
 from vramsweep.analysis.model.observe import Points, observations
+from vramsweep.analysis.model.standing import RESIDUAL, excesses
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import fit_cover
@@ -344,8 +345,9 @@ def test_three_lengths_of_a_public_run_and_its_prediction_tell_the_other_sevente
     assert off.median() < 0.005 and off.max() < 0.02  # of lengths that 8 divides the prediction has another class
     inside = (found.new_low <= others["measured"]) & (others["measured"] <= found.new_high)
     assert inside[others["seq_len"] % 8 != 0].mean() >= 0.9
-    lone = fit_points(fit.points, fit.metric)
-    assert lone is not None and abs(lone.value(np.array([2048.0]))[0] / 14790164480 - 1) > 0.1  # the points alone
+    lone, longest = fit_points(fit.points, fit.metric), np.array([2048.0])
+    assert lone is not None and abs(lone.value(longest)[0] / 14790164480 - 1) > 0.03  # the points alone
+    assert lone.predict(longest).new_low[0] < 14790164480
     assert "measured is predicted plus " in words.text(fit)
 
 
@@ -438,3 +440,29 @@ def test_classes_may_be_of_different_kinds() -> None:
     kinds = {key: curve.kind for key, curve in fit.chosen.model.curves.items()}
     assert fit.chosen.model.modulus == 8 and len(set(kinds.values())) == 2, kinds
     assert fit.chosen.probability > 0.3 and " and " in fit.chosen.model.name
+
+
+def test_a_knot_that_one_length_tells_of_lies_anywhere_in_its_gap() -> None:
+    """A third of a gigabyte at the last of seven lengths: neither the steepest rise nor the flattest is likelier."""
+    x = np.array([128.0, 256, 512, 768, 1024, 1536, 2048])
+    fit = fitted(x, np.where(x > 2000, 8.3e9, 8e9))
+    low, high = fit.intervals[True]["k1"]
+    assert low == pytest.approx(1536 + 0.025 * 512, abs=25) and 1980 < high < 2048 - 0.025 * 512
+    beyond = fit.predict(np.array([2560.0]))  # at least as steep as if the rise began at 1,536
+    assert beyond.new_low[0] == pytest.approx(8.6e9, rel=0.005) and beyond.value[0] < 9.5e9
+
+
+def test_what_one_phase_wavers_tells_of_another() -> None:
+    """Three runs: by chance one phase's lie within 1 MiB of a line. The others say that they will not again."""
+    tokens, base = np.array([256.0, 768, 2048]), np.array([8e9, 9e9, 12e9])
+    chance = base * 1.01 + np.array([1.0, -1, 0]) * MIB
+    shares = ((0.01, 0.028, 0.004), (0.02, 0.003, 0.026), (0.03, 0.012, 0.02))
+    loose = [(base * (1 + np.array(share)), base) for share in shares]
+    exact = [(base * share, base) for share in (0.98, 0.99, 1.02)]
+
+    def spread(others: list[tuple[Array, Array]]) -> float:
+        found = excesses(tokens, [(chance, base), *others], 512, RESIDUAL, small=True)[0]
+        return float(np.median(found.draws(tokens, base)[1]))
+
+    assert spread(loose) > 50 * MIB > 10 * MIB > spread(exact)
+    assert spread([]) < 10 * MIB
