@@ -38,6 +38,7 @@ def test_a_multirun_with_lists_ranges_and_groups() -> None:
     assert {t["allocator"]["conf"] for t in trials} == {"", "expandable_segments:True"}  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "count"), [("allocator", 7), ("precision", 7), ("protocol", 4)])
 def test_every_option_of_a_group_composes_and_can_run_on_cuda(group: str, count: int) -> None:
     names = [p.stem for p in sorted((ROOT / "conf" / group).glob("*.yaml")) if p.stem != "custom"]
@@ -47,12 +48,14 @@ def test_every_option_of_a_group_composes_and_can_run_on_cuda(group: str, count:
     assert not {reason for reason in reasons - {"None"} if "pip install 'torchao" not in reason}  # fp8, without it
 
 
+@pytest.mark.slow
 def test_the_trainer_s_own_batch_is_the_default_and_can_be_overridden() -> None:
     assert planned("runner=trainer", "device=cpu")[0]["trial"]["micro_batch"] == 8  # type: ignore[index]
     assert planned("runner=trainer", "device=cpu", "micro_batch=2")[0]["trial"]["micro_batch"] == 2  # type: ignore[index]
     assert planned("runner=torch", "device=cpu")[0]["trial"]["micro_batch"] == 1  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_options_of_a_runner_and_a_free_allocator_text() -> None:
     (one,) = planned("runner=deepspeed", "device=cuda", "+runner.options.zero_optimization.overlap_comm=false")
     assert one["trial"]["runner"]["options"] == {"zero_optimization": {"overlap_comm": False}}  # type: ignore[index]
@@ -64,6 +67,7 @@ def test_options_of_a_runner_and_a_free_allocator_text() -> None:
     assert "nonsense" in str(bad["reason"])
 
 
+@pytest.mark.slow
 def test_presets() -> None:
     assert len(planned("-m", "sweep=lengths", "model=tiny", "device=cpu")) == 187
     assert len(planned("-m", "sweep=cpu", "model=tiny", "device=cpu")) == 24
@@ -266,6 +270,7 @@ def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert "vramsweep cards" in said and "rtx2070-8gb 6.9" in said
 
 
+@pytest.mark.slow
 def test_what_only_prints_imports_nothing_heavy() -> None:
     """Each of these is answered at once; what trains, fits or draws takes seconds to import."""
     code = """
@@ -286,6 +291,7 @@ assert not {"hydra", "omegaconf"} & light
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_console_script_is_the_same_command(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "vramsweep"
     if not script.exists():
@@ -352,6 +358,7 @@ def test_configuration_files_have_a_comment_for_their_reader() -> None:
         assert path.parent.name == "device" or "# " in text.replace("# @package", ""), path
 
 
+@pytest.mark.slow
 def test_names_of_version_0_1_are_understood_on_the_command_line() -> None:
     same = ("-m", "runner=deepspeed", "device=cuda", "predict=false")
     old = planned(*same, "runner.zero_stage=1,3", "runner.world_size=2")
@@ -362,6 +369,7 @@ def test_names_of_version_0_1_are_understood_on_the_command_line() -> None:
     assert fsdp["trial_id"] == planned("sharding=fsdp2", "device=cuda", "world_size=8", "predict=false")[0]["trial_id"]
 
 
+@pytest.mark.slow
 def test_values_of_version_0_1_are_understood_on_the_command_line() -> None:
     same = ("-m", "model=tiny", "device=simulated")
     old = planned(*same, "optimizer=adamw,adamw_fused", "gradient_checkpointing=true")

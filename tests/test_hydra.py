@@ -84,6 +84,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, A
     return [t["trial"] for t in trials]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_a_file_of_the_user_s_chooses_the_device(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--config-dir", str(files)]
@@ -97,6 +98,7 @@ def test_a_file_of_the_user_s_chooses_the_device(files: Path, capsys: pytest.Cap
     assert {(t["seq_len"], t["device"]["name"]) for t in both} == {(77, "cpu"), (78, "simulated")}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_the_preset_of_make_sweep_is_that_of_the_file_s_device(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config-dir", str(files), "-m", "device=auto", "sweep=auto", "model=tiny"]
@@ -105,6 +107,7 @@ def test_the_preset_of_make_sweep_is_that_of_the_file_s_device(files: Path, caps
     assert {t["seq_len"] for t in planned(capsys, *words)} >= {2048}
 
 
+@pytest.mark.slow
 def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     card = machine.Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", "580.1", 80 << 30, 1 << 20, ())
     for cards, build, device in (([card], "13.0", "cuda"), ([], "13.0", "simulated"), ([card], None, "simulated")):

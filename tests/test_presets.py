@@ -62,12 +62,14 @@ def test_a_preset_of_cases_is_one_sweep(preset: Path, capsys: pytest.CaptureFixt
     assert "4 trials, 4 finished before, 0 to do" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_case_is_the_trial_of_the_same_words(preset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither the preset's cases nor its answer are of the trial."""
     alone = planned(capsys, "model=tiny", "seq_len=64", "device=simulated", "protocol=brief")
     assert alone == [t for t in planned(capsys, *of_preset(preset)) if t["seq_len"] == 64]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "different"),
     [
@@ -124,6 +126,7 @@ def test_make_leaves_the_model_to_the_preset() -> None:
     assert "-m model=gpt2 device=auto sweep=claims" in words("SWEEP=claims", "MODEL=gpt2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.stem)
 def test_every_preset_can_be_planned(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -29,6 +29,7 @@ def written(rows: list[Row], folder: Path, answer: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_report_of_a_question_begins_with_its_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written(timed(0.3), tmp_path / "claims", "claims")
     assert cli.main(["report", str(folder), "--images", "none"]) == 0
@@ -48,6 +49,7 @@ def test_the_report_of_a_question_begins_with_its_answer(tmp_path: Path, capsys:
     assert (folder / "paper" / "tables" / "answer.tex").exists()
 
 
+@pytest.mark.slow
 def test_no_question_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = written(timed(0.3), tmp_path / "sweep", None)
     assert cli.main(["report", str(folder), "--images", "none", "--answer", "claims"]) == 0
@@ -70,6 +72,7 @@ def test_the_names_are_those_that_a_sweep_may_ask_for() -> None:
     assert answers.NAMES == registry.ANSWERS
 
 
+@pytest.mark.slow
 def test_files_of_others_beside_rows_stay(tmp_path: Path) -> None:
     folder = written(timed(0.3), tmp_path / "sweep", None)
     assert cli.main(["report", str(folder), "--images", "none"]) == 0
@@ -108,6 +111,7 @@ def test_rows_of_which_little_is_known_stop_no_answer(name: str) -> None:
     assert len(found.frame) and "<NA>" not in said and not re.search(r"\b(nan|inf|None)\b", said)
 
 
+@pytest.mark.slow
 def test_what_fits() -> None:
     def one(gib: float, fits: bool, **values: Any) -> Row:
         peak = "peak_reserved_bytes" if fits else "unlimited_peak_reserved_bytes"
@@ -144,6 +148,7 @@ def test_what_fits() -> None:
     assert list(both["card"]) == ["measured: NVIDIA L4", "predicted: h100-80gb", "predicted: h100-80gb"]
 
 
+@pytest.mark.slow
 def test_what_tells_runs_apart_is_no_line_s_secret() -> None:
     def one(outcome: str, **other: Any) -> Row:
         size = "peak_reserved_bytes" if outcome == "ok" else "unlimited_peak_reserved_bytes"
@@ -186,6 +191,7 @@ def test_curves_that_differ_in_something_are_called_differently() -> None:
     assert "zero_init=false" in frame["configuration"][1]
 
 
+@pytest.mark.slow
 def test_what_a_curve_says() -> None:
     def curve(fitting: dict[int, int], out: tuple[int, ...], axis: str, **values: Any) -> list[Row]:
         fits = [row(peak_reserved_bytes=gib * GIB, **{axis: x}, **values) for x, gib in fitting.items()]

@@ -152,6 +152,7 @@ def test_a_part_that_no_row_has_is_not_known_and_neither_are_steps_with_it() -> 
     assert pd.isna(fitted["simulated-1-16384-0-bf16"])
 
 
+@pytest.mark.slow
 def test_pairs_are_of_equal_settings_on_the_same_card() -> None:
     assert len(pairs(table(sweep(lengths=(128,), batches=(1,))))) == 1
     for over in ({"gpu_name": "NVIDIA A100-SXM4-80GB"}, {"gpu_name": "NVIDIA Nonesuch"}, {"gpu_name": None},
@@ -212,6 +213,7 @@ def test_a_setting_that_only_one_side_varies_is_named() -> None:
     assert notes == ["trial.lookahead varies in one of the two sets of rows only and is not looked at"]
 
 
+@pytest.mark.slow
 def test_a_report_says_estimated_wherever_it_shows_one() -> None:
     content = collect(table(sweep(0.01)))
     [sentence] = [s for s in content.findings if s.startswith("Estimated (roofline, not measured): at most ")]

@@ -142,6 +142,7 @@ def test_every_claim_is_tested_here() -> None:
     assert all(claim.source.startswith("https://") for claim in claims.CLAIMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "confirming", "number", "refuting", "other"), CASES, ids=[c[0] for c in CASES])
 def test_rows_decide(name: str, confirming: list[Row], number: float, refuting: list[Row], other: float) -> None:
     yes, no = card(name, *confirming), card(name, *refuting)
@@ -155,6 +156,7 @@ def test_rows_decide(name: str, confirming: list[Row], number: float, refuting: 
     assert nothing.text() == "no rows of a GPU, and none predicted, that can be compared so"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "confirming", "_", "refuting", "__"), CASES, ids=[c[0] for c in CASES])
 def test_measured_rows_win_over_predicted_ones(
     name: str, confirming: list[Row], _: float, refuting: list[Row], __: float
@@ -172,6 +174,7 @@ def test_measured_rows_win_over_predicted_ones(
     assert found.text().endswith("measured: NVIDIA H100")
 
 
+@pytest.mark.slow
 def test_rows_that_differ_in_something_else_too_are_not_compared() -> None:
     one, other = timed(0.3)
     assert card("checkpointing-costs", one, {**other, "seq_len": 512}).verdict == "not tested"
@@ -187,6 +190,7 @@ def test_a_setting_named_like_the_axis_is_a_setting(setting: str) -> None:
     assert card("checkpointing-costs", one, {**other, setting: value}).verdict == "not tested"
 
 
+@pytest.mark.slow
 def test_rows_of_other_limits_are_no_repeats_and_a_row_that_died_is_of_its_curve() -> None:
     one, other = timed(0.3)
     limit = {"memory_limit_bytes": 77 * GIB}
@@ -197,6 +201,7 @@ def test_rows_of_other_limits_are_no_repeats_and_a_row_that_died_is_of_its_curve
     assert [len(part) for part in alike.alike(table(one, died).frame, "checkpointing")] == [2]
 
 
+@pytest.mark.slow
 def test_one_comparison_that_does_not_hold_refutes_and_comes_first() -> None:
     rows = [*timed(0.3), *({**one, "model": "b"} for one in timed(0.1))]
     found = card("checkpointing-costs", *rows)
@@ -220,6 +225,7 @@ def test_a_card_that_ran_out_of_memory_and_cannot_say_what_it_needs_refutes() ->
     assert found.text().startswith("out of memory (made-up") and "inf" not in found.text()
 
 
+@pytest.mark.slow
 def test_what_can_be_done_is_not_refuted_by_another_configuration() -> None:
     rows = [{**one, "sharding": "zero3"} for one in eight("oom", "oom")]
     assert card("70b-on-8", *rows).verdict == "not confirmed (predicted)"
@@ -227,6 +233,7 @@ def test_what_can_be_done_is_not_refuted_by_another_configuration() -> None:
     assert card("qlora-7b", *adapted(9, quantization="nf4")).verdict == "not confirmed (predicted)"
 
 
+@pytest.mark.slow
 def test_a_prediction_confirms_what_no_gpu_has_tried() -> None:
     measured = [{**one, "device": "cuda"} for one in eight("oom", "oom")]
     assert card("70b-on-8", *measured, *eight("ok", "ok")).verdict == "refuted"
@@ -267,6 +274,7 @@ def test_a_flat_curve_says_nothing_of_its_growth(off: tuple[int, int, int]) -> N
     assert card("eager-quadratic", *flat(*off)).verdict == "not tested"
 
 
+@pytest.mark.slow
 def test_a_peak_that_loading_has_is_no_step_s() -> None:
     phases = {"forward_peak_allocated_bytes": GIB, "backward_peak_allocated_bytes": 2 * GIB}
     loads = {"load_peak_allocated_bytes": 3 * GIB, **phases}
@@ -289,6 +297,7 @@ def test_what_ran_out_of_memory_needs_more_than_all_of_it() -> None:
     assert card("70b-on-8", *rows).verdict == "refuted (predicted)"
 
 
+@pytest.mark.slow
 def test_a_card_of_unknown_size_is_what_is_listed_by_its_name_or_none() -> None:
     unknown = {
         "device": "cuda",
@@ -305,6 +314,7 @@ def test_a_card_of_unknown_size_is_what_is_listed_by_its_name_or_none() -> None:
         assert card("70b-on-8", *rows).verdict == verdict
 
 
+@pytest.mark.slow
 def test_what_another_runner_ran_out_with_is_still_predicted() -> None:
     measured = [{**one, "device": "cuda"} for one in eight("oom", "oom")]
     for other in ({"runner": "trainer"}, {"protocol": "paper"}, {"versions": "torch 2.4"}):
@@ -324,6 +334,7 @@ def test_of_several_optimizers_the_order_is_theirs_not_the_hash_s() -> None:
     assert [where.rpartition(" ")[2] for where, _ in found.found] == ["default", "adamw_torch", "adamw_torch_fused"]
 
 
+@pytest.mark.slow
 def test_reasons_are_few_and_only_those_of_what_could_not_be_compared() -> None:
     rows = [row(outcome="oom", reason=f"too small by {n}", seq_len=n) for n in range(1, 300)]
     assert card("accumulation", *rows).text() == (
@@ -333,6 +344,7 @@ def test_reasons_are_few_and_only_those_of_what_could_not_be_compared() -> None:
     assert nothing == "no rows of a GPU, and none predicted, that can be compared so"
 
 
+@pytest.mark.slow
 def test_seconds_of_two_kinds_are_not_compared() -> None:
     one, other = timed(0.3)
     found = card("checkpointing-costs", {**one, "calibrated_step_s": 5.0}, other)
@@ -347,6 +359,7 @@ def test_rows_of_a_cpu_decide_nothing() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_table_holds_every_card() -> None:
     frame, notes = claims.make(table(*timed(0.3)))
     assert len(frame) == len(claims.CLAIMS)

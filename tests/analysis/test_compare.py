@@ -34,6 +34,7 @@ def sweep(seed: int = 0, repeats: int = 3, **fixed: Any) -> list[Row]:
     return synthetic.sweep(lengths=lengths, batches=(1,), allocators=("default",), repeats=repeats, seed=seed, **fixed)
 
 
+@pytest.mark.slow
 def test_allocators_within_one_table() -> None:
     both = split(table(synthetic.sweep()), "allocator", ["default", "expandable"])
     found = compare(*both)
@@ -71,6 +72,7 @@ def larger(rows: list[Row], **more: float) -> list[Row]:
     return [{**r, **{name: r[name] and r[name] + by for name, by in more.items()}} for r in rows]
 
 
+@pytest.mark.slow
 def test_a_byte_makes_a_difference_only_with_tolerance_0() -> None:
     rows = sweep()
     more = table(larger(rows, peak_allocated_bytes=1))
@@ -87,6 +89,7 @@ def test_a_byte_makes_a_difference_only_with_tolerance_0() -> None:
     assert "peak allocated: EQUAL: equal in 4 of 4 pairs" in text(same, along(same))
 
 
+@pytest.mark.slow
 def test_reserved_may_differ_by_a_block() -> None:
     rows = [{**r, "peak_reserved_bytes": 200 * MIB} for r in sweep()]
     for by, verdict in ((2 * MIB, "EQUAL"), (4 * MIB, "LARGER"), (-4 * MIB, "SMALLER")):
@@ -123,6 +126,7 @@ def test_verdicts_over_all_have_sizes_and_say_where() -> None:
     assert "x slower" in found.speed.reason and found.worse
 
 
+@pytest.mark.slow
 def test_nearly_all_pairs_decide_the_verdict_over_all_but_any_larger_one_the_exit_status() -> None:
     lengths = tuple(range(100, 4100, 100))
     rows = synthetic.sweep(lengths=lengths, batches=(1,), allocators=("default",), repeats=1)

@@ -58,6 +58,7 @@ def test_the_published_line(public: Table) -> None:
     assert "y = 2.9598x + 8163.2190 (MiB)" in words.text(fits[0])
 
 
+@pytest.mark.slow
 def test_the_public_data_is_explained_per_class_of_8_with_a_flat_part_and_a_knot(public: Table) -> None:
     fit = fit_table(public, ["peak_active_bytes"])[0][0]
     assert fit.chosen.model.modulus == 8 and fit.chosen.rms / MIB < 6.5
@@ -70,6 +71,7 @@ def test_the_public_data_is_explained_per_class_of_8_with_a_flat_part_and_a_knot
     assert said.count("MiB), RMS ") >= 4  # of every class
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "quadratic", "hinge", "plateau"])
 def test_a_known_truth_is_recovered_in_40_noisy_lengths(kind: str) -> None:
     truths: dict[str, Callable[[Array], Array]] = {
@@ -122,6 +124,7 @@ def test_fewer_than_six_lengths_are_bounded_on_one_side_beyond_them_and_name_the
     assert fit.next_x == round(1.5 * x[-1])
 
 
+@pytest.mark.slow
 def test_alignment_classes_are_found_when_they_explain_the_residuals() -> None:
     x = np.arange(1.0, 401)
     fit = fitted(x, 2e9 + 1e6 * x + np.where(x % 16 == 0, 0, 3e7))
@@ -175,6 +178,7 @@ def test_memory_that_differs_between_repeats_is_said() -> None:
     assert fits[1].warnings == ()
 
 
+@pytest.mark.slow
 def test_huber_resists_an_outlier_in_the_choice_too() -> None:
     random = np.random.default_rng(0)
     x = np.arange(1.0, 41) * 100
@@ -432,6 +436,7 @@ def test_each_phase_stands_on_its_own_prediction() -> None:
     assert ((found.new_low <= exact) & (exact <= found.new_high)).all()
 
 
+@pytest.mark.slow
 def test_classes_may_be_of_different_kinds() -> None:
     x = np.arange(16.0, 1600, 9)
     noise = np.random.default_rng(5).normal(0, 3e6, len(x))

@@ -20,6 +20,7 @@ def table(**options: object) -> Table:
     return from_frame(pd.DataFrame(synthetic.sweep(allocators=("default",), **options)), "test")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_largest_length_lies_between_the_rows_that_prove_it() -> None:
     limits = {(limit.label, limit.gib): limit for limit in frontier(table(), [8, 24, 400])}
     inside = limits["batch 1", 8]
@@ -51,6 +52,7 @@ def test_a_row_that_ran_out_of_memory_on_a_smaller_device_proves_nothing_about_a
     assert limits[80].smallest_too_large is None
 
 
+@pytest.mark.slow
 def test_a_size_is_what_a_card_of_it_really_leaves() -> None:
     """An 80 GiB card never has 80 GiB for tensors, and NVML's figure counts the context, which is not a tensor."""
     rows = pd.DataFrame(synthetic.sweep(allocators=("default",), batches=(1,), device_gib=200))

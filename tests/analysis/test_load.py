@@ -199,6 +199,7 @@ def test_predictions_of_another_card_are_not_taken(gpu: str) -> None:
         of_cards("h100-80gb").of(measured(gpu))
 
 
+@pytest.mark.slow
 def test_of_predictions_of_several_cards_or_trials_the_rows_must_say_which_is_theirs() -> None:
     with pytest.raises(UserError, match=r"simulated_gpu h100-80gb, a100-40gb, .* say it with --set gpu_name=\.\.\."):
         of_cards("h100-80gb", "a100-40gb").of(measured(None))

@@ -33,6 +33,7 @@ def drawn(a: list[Row], b: list[Row]) -> overlay.Figure:
     return overlay.figure(found, along(found))
 
 
+@pytest.mark.slow
 def test_both_sides_and_what_lies_between_them_are_drawn_with_the_crossover() -> None:
     figure = drawn(*sides())
     assert figure.title == "A a against B b"
@@ -85,6 +86,7 @@ def test_sides_of_which_one_ran_out_of_memory_wherever_the_other_fitted_are_no_f
         drawn(*gone)
 
 
+@pytest.mark.slow
 def test_thousands_of_pairs_are_thinned() -> None:
     rows = synthetic.sweep(lengths=range(1, 1601), batches=(1,), allocators=("default",), repeats=1)
     figure = drawn(rows, rows)

@@ -43,6 +43,7 @@ def fits(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     return {fit["metric"]: fit for fit in found}
 
 
+@pytest.mark.slow
 @needs_data
 def test_the_line_from_918_tokens_and_the_flat_part_knot_and_rms_of_each_class(
     capsys: pytest.CaptureFixture[str],
@@ -56,6 +57,7 @@ def test_the_line_from_918_tokens_and_the_flat_part_knot_and_rms_of_each_class(
     assert text.count("(MiB), RMS") == 6  # two classes each of line, parabola and what was chosen
 
 
+@pytest.mark.slow
 @needs_data
 def test_reserved_jumps_where_lengths_on_either_side_stay_apart_and_not_where_single_ones_waver(
     capsys: pytest.CaptureFixture[str],
@@ -80,6 +82,7 @@ def test_reserved_jumps_where_lengths_on_either_side_stay_apart_and_not_where_si
         assert before.min() > after.max() if size < 0 else np.percentile(after, 10) > np.percentile(before, 90)
 
 
+@pytest.mark.slow
 @needs_data
 def test_least_mean_and_largest_of_eight_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = (LLAMA / "lengths-zero3.csv", "--columns", f"seq_len,{RANKS}", "--set", "micro_batch=1")
@@ -96,6 +99,7 @@ def test_least_mean_and_largest_of_eight_gpus(capsys: pytest.CaptureFixture[str]
     assert of_mean["candidates"][0]["rms"] < of_worst["candidates"][0]["rms"]  # which rank is worst changes
 
 
+@pytest.mark.slow
 @needs_data
 def test_memory_and_seconds_per_iteration_are_linear_in_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
     found = fits(capsys, QWEN / "batches-checkpointing.csv", *BATCHES, "--axis", "micro_batch")
@@ -107,6 +111,7 @@ def test_memory_and_seconds_per_iteration_are_linear_in_the_batch(capsys: pytest
     assert found["peak_active_bytes"]["chosen"] == found["step_median_s"]["chosen"] == "straight line"
 
 
+@pytest.mark.slow
 @needs_data
 def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--columns", f"micro_batch,{RANKS}", "--set", "seq_len=2048", "--set", "device_total_gib=80")
@@ -172,6 +177,7 @@ def test_ranks_that_are_not_known_are_left_out() -> None:
     assert spread(table.frame, "peak_reserved_bytes", np.array([1.0, 2.0])) is None
 
 
+@pytest.mark.slow
 def test_a_jump_is_found_where_it_is_and_noise_has_none() -> None:
     random = np.random.default_rng(0)
     x = np.arange(1.0, 301)
@@ -217,6 +223,7 @@ def test_an_end_at_0_is_one_and_rows_that_tried_again_did_not_run_out(
         assert not out.startswith("\n") and ("nothing could be fitted" if flags[1] == "0" else "takes a number") in err
 
 
+@pytest.mark.slow
 def test_along_the_batch_the_words_are_of_batches_and_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_figure_of_the_issue_is_drawn_with_its_data_and_their_rows(folder: Path) -> None:
     names = {path.stem for path in (folder / "figures").glob("*.html")}
     assert names == {
@@ -50,6 +51,7 @@ def test_every_figure_of_the_issue_is_drawn_with_its_data_and_their_rows(folder:
         assert {one for text in ids for one in text.split()} <= known
 
 
+@pytest.mark.slow
 def test_axes_have_units_and_lines_have_markers() -> None:
     content = collect(table(synthetic.sweep()))
     for figure in content.figures:
@@ -57,6 +59,7 @@ def test_axes_have_units_and_lines_have_markers() -> None:
         assert all("(" in text or text == "measured step" for text in axes), figure.name
 
 
+@pytest.mark.slow
 def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> None:
     both = [
         *synthetic.sweep(batches=(1,), gpu_name="NVIDIA L4"),
@@ -74,6 +77,7 @@ def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> N
     assert all(fit.points.ids[0][:2] == fit.points.ids[-1][:2] for fit in content.fits)
 
 
+@pytest.mark.slow
 def test_what_is_only_predicted_says_so_on_every_figure_table_and_finding() -> None:
     rows = synthetic.sweep(lengths=(128, 256, 512, 1024), batches=(1, 2), device="simulated")
     content = collect(from_frame(pd.DataFrame(rows), "test"))
@@ -108,6 +112,7 @@ def test_the_report_says_what_was_found_and_warns(folder: Path) -> None:
     assert re.search(r"plotly\.js v\d", page)
 
 
+@pytest.mark.slow
 def test_html_in_a_model_name_is_text_everywhere() -> None:
     from vramsweep.analysis.report.page import render
 
@@ -151,6 +156,7 @@ def test_ten_thousand_groups_are_counted_and_some_are_drawn() -> None:
     assert len(content.figures) >= 5
 
 
+@pytest.mark.slow
 def test_paper_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("vramsweep.analysis.report.write.plots.images", lambda *_: ["no pdf figures: install Chromium"])
     assert cli.main(["paper", str(folder), "--out", str(tmp_path)]) == 0
@@ -160,6 +166,7 @@ def test_paper_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert json.loads((tmp_path / "environment.json").read_text())["coverage"] == {"ok": 104, "oom": 16}
 
 
+@pytest.mark.slow
 def test_without_a_browser_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def no_browser(*_: object, **__: object) -> None:
         raise RuntimeError("Chrome not found\nand much more")
@@ -187,6 +194,7 @@ def test_user_errors_are_one_line_and_exit_status_2(tmp_path: Path, capsys: pyte
     assert "nothing could be fitted" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_table_has_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["fit", str(folder)], ["frontier", str(folder)], ["compare", str(folder), "--by", "micro_batch=1,2"]):
         cli.main([*argv, "--json"])

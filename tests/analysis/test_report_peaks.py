@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pandas as pd
+import pytest
 import synthetic
 
 from vramsweep.analysis.data.groups import Group, groups
@@ -31,6 +32,7 @@ def finding(made: list[Row], start: str) -> str:
     return next(text for text in findings.findings(table, found, []) if text.startswith(start))
 
 
+@pytest.mark.slow
 def test_what_is_reserved_is_told_at_the_peak_and_only_beside_it_between_steps() -> None:
     said = finding(synthetic.sweep(batches=(1, 2), lengths=(1024, 2048, 4096), repeats=1), "Most reserved")
     assert said == (  # peak 13.44 GiB, of which 15 % and 128 MiB more are reserved; 3 GiB stay between steps
@@ -39,6 +41,7 @@ def test_what_is_reserved_is_told_at_the_peak_and_only_beside_it_between_steps()
     )
 
 
+@pytest.mark.slow
 def test_where_allocated_is_not_known_active_stands_in_for_it_and_that_is_said() -> None:
     made = synthetic.sweep(batches=(1,), allocators=("default",), foreign="somewhere", peak_allocated_bytes=None)
     made = [{**row, "reserved_unallocated_bytes": None, "backward_peak_allocated_bytes": None} for row in made]
@@ -51,6 +54,7 @@ def test_where_allocated_is_not_known_active_stands_in_for_it_and_that_is_said()
     assert figure.plot.layout.yaxis.title.text == "reserved − active (GiB)"
 
 
+@pytest.mark.slow
 def test_a_resident_set_is_no_reserve() -> None:
     made = synthetic.sweep(batches=(1,), device="cpu", memory_source="cpu_tensors_and_rss")
     table, found, _ = known(made)
@@ -58,6 +62,7 @@ def test_a_resident_set_is_no_reserve() -> None:
     assert rows.unallocated(found) is None
 
 
+@pytest.mark.slow
 def test_the_figure_of_reserve_is_of_the_peak() -> None:
     made = synthetic.sweep(batches=(1,), repeats=1)
     figure = rows.unallocated(known(made)[1])
@@ -68,6 +73,7 @@ def test_the_figure_of_reserve_is_of_the_peak() -> None:
         assert drawn["beyond_bytes"] == row["peak_reserved_bytes"] - row["peak_allocated_bytes"]
 
 
+@pytest.mark.slow
 def test_allocators_are_compared_along_length() -> None:
     said = finding(synthetic.sweep(batches=(1,)), "Allocator expandable against default")
     assert "peak reserved SMALLER (smaller in 10 of 10 pairs; geometric mean -11.05 %); the gap grows by " in said
@@ -77,6 +83,7 @@ def test_allocators_are_compared_along_length() -> None:
     assert "(smaller in 2 of 2 pairs; geometric mean -10.93 %, -400.0 MiB)" in said
 
 
+@pytest.mark.slow
 def test_two_verdicts_that_turn_at_one_place_are_said_once() -> None:
     made = synthetic.sweep(batches=(1,), lengths=range(64, 1025, 64), repeats=1, allocators=("default", "expandable"))
     for row in made:
@@ -87,11 +94,13 @@ def test_two_verdicts_that_turn_at_one_place_are_said_once() -> None:
     assert "SMALLER from about 576 tokens on" in said
 
 
+@pytest.mark.slow
 def test_no_speed_no_verdict_on_it() -> None:
     made = synthetic.sweep(batches=(1,), device="simulated", tokens_per_s=None, step_median_s=None)
     assert "speed" not in finding(made, "Allocator")
 
 
+@pytest.mark.slow
 def test_throughput_marks_what_its_fit_misses() -> None:
     made = synthetic.sweep(batches=(1,), allocators=("default",), lengths=range(128, 4097, 128), repeats=1)
     _, found, fits = known(made)
@@ -118,6 +127,7 @@ def test_throughput_marks_what_its_fit_misses() -> None:
     assert [trace.showlegend for trace in figure.plot.data if trace.mode == "markers"] == [True, False]
 
 
+@pytest.mark.slow
 def test_captions_say_what_lines_rest_on() -> None:
     made = synthetic.sweep(batches=(1,), lengths=(128, 256, 512, 1024, 2048, 4096, 8192))
     _, found, fits = known(made)
@@ -141,6 +151,7 @@ class _Endless(Fit):
         return replace(found, high=open_ended, new_high=open_ended)
 
 
+@pytest.mark.slow
 def test_bands_without_an_end_stop_outside_the_figure() -> None:
     _, found, fits = known(synthetic.sweep(batches=(1,), allocators=("default",)))
     fits = [_Endless(**{one.name: getattr(fit, one.name) for one in fields(Fit)}) for fit in fits]
@@ -154,6 +165,7 @@ def test_bands_without_an_end_stop_outside_the_figure() -> None:
             assert band.min() >= 2 * low - high and band.max() <= 2 * high - low
 
 
+@pytest.mark.slow
 def test_a_frontier_without_an_upper_end_says_so() -> None:
     made = synthetic.sweep(batches=(1,), lengths=(1024, 1536, 2048, 3072))
     hidden = [{key: None if "_peak_" in key and "reserved" not in key else v for key, v in r.items()} for r in made]
@@ -166,6 +178,7 @@ def test_a_frontier_without_an_upper_end_says_so() -> None:
         assert np.isfinite(np.asarray(trace.error_y.arrayminus, dtype=float)).all()
 
 
+@pytest.mark.slow
 def test_groups_of_one_label_stay_apart() -> None:
     made: list[Row] = []
     for model, precision in (("a · b", "c"), ("a · b", "d"), ("a", "b · c")):

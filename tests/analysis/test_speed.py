@@ -86,6 +86,7 @@ def test_another_card_goes_by_all_cards() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_all_cards_are_judged_as_if_nothing_were_known_of_the_card() -> None:
     """Two cards, the second twice as slow, of two sources each: the other source knows the card, the other card not."""
     quick = [one for title in ("a", "b") for one in published(title, gpu="a100-80gb")]

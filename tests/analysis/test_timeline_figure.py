@@ -155,6 +155,7 @@ def test_a_page_of_timelines_escapes_names(tmp_path: Path) -> None:
         draw(tmp_path / "nothing.json", out)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
 def test_the_page_in_chromium(tmp_path: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

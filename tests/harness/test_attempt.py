@@ -114,6 +114,7 @@ def test_a_process_that_is_not_the_templates_child_is_left_alone(fakes: Any) -> 
         victim.wait()
 
 
+@pytest.mark.slow
 def test_a_worker_that_outlives_being_killed_does_not_hold_up_the_trials_after_it(
     fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +184,7 @@ if "vramsweep.runners.template" in sys.orig_argv:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @pytest.mark.parametrize(
     ("code", "active", "reason"),

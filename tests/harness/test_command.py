@@ -43,6 +43,7 @@ def planned(overrides: list[str]) -> plan.Planned:
     return plan.expand([values], plan.settings([values]).repeats)[0][-1]
 
 
+@pytest.mark.slow
 def test_the_command_of_a_trial_gives_the_same_trial() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         for overrides in COMMANDS:

@@ -38,6 +38,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, A
     return [one["trial"] for one in json.loads(capsys.readouterr().out)["trials"]]
 
 
+@pytest.mark.slow
 def test_axes_that_are_left_alone_are_what_the_file_says(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     full = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 32, "fp16": {"enabled": True}, "optimizer": ADAMW}

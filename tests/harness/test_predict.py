@@ -76,6 +76,7 @@ def test_mistakes_are_one_line(
     assert not list(tmp_path.rglob("journal.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_prediction_is_a_sweep_with_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +203,7 @@ def test_what_is_planned_is_what_hydra_composes(
     assert len(found) == len(jobs)
 
 
+@pytest.mark.slow
 def test_lengths_share_one_configuration_unless_something_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 

@@ -101,12 +101,14 @@ def test_rows_of_several_ranks_are_those_of_attempts_of_their_own(
     assert [row["outcome"] for row in rows] == ["ok"] * 3
 
 
+@pytest.mark.slow
 def test_one_trial_is_an_attempt_of_its_own_and_says_that_it_was_traced(run_sweep: Run, tmp_path: Path) -> None:
     (row,) = run_sweep(simulated(), isolation="warm")
     assert (row["isolation"], row["exit_code"], row["trace_basis"]) == ("warm", 0, "traced")
     assert (tmp_path / "t" / "attempts" / row["trial_id"] / "1" / "result.json").is_file()
 
 
+@pytest.mark.slow
 def test_what_a_crash_leaves_unanswered_is_run_alone_and_has_its_evidence(
     run_sweep: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_each_fault_is_its_outcome_and_the_sweep_goes_on(
     assert not (set(psutil.Process().children(recursive=True)) - before)
 
 
+@pytest.mark.slow
 def test_finished_trials_are_skipped_and_changed_ones_run(run_sweep: Run, tmp_path: Path) -> None:
     one, two = custom("good", seed=1), custom("good", seed=2)
     first = run_sweep(one, isolation="warm")
@@ -70,6 +71,7 @@ def test_finished_trials_are_skipped_and_changed_ones_run(run_sweep: Run, tmp_pa
     assert (tmp_path / "t" / journal.NAME).read_bytes() == after
 
 
+@pytest.mark.slow
 def test_a_passing_fault_is_retried_and_both_attempts_are_rows(
     run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +293,7 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     assert any("rows of 2 systems, never fitted together: one; two" in note for note in table.warnings)
 
 
+@pytest.mark.slow
 def test_a_killed_template_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pidfile = tmp_path / "pid"
     monkeypatch.setenv("PIDFILE", str(pidfile))
@@ -319,6 +322,7 @@ def test_a_killed_template_is_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", [pytest.param("cold", marks=pytest.mark.slow), "warm"])
 def test_a_killed_parent_leaves_no_orphan_and_no_torn_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
@@ -340,6 +344,7 @@ def test_a_killed_parent_leaves_no_orphan_and_no_torn_row(
     assert journal.read(tmp_path / "t") == ([], 0)
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_ends_its_worker_and_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,6 +321,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_is_named_and_makes_the_status_1(tmp_path: Path, said: Said) -> None:
     text = f"""{HEAD}  - {{name: good, measured: [{READING}]}}
   - {{name: theirs, cannot: closed source, measured: [{READING}]}}
@@ -359,6 +360,7 @@ def test_a_version_of_two_parts_is_text() -> None:
     assert one.item.trial.versions == {"transformers": "4.50"}
 
 
+@pytest.mark.slow
 def test_mistaken_words_of_the_command_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = "".join(f"  - {{name: {n}, measured: [{READING}]}}\n" for n in range(3))
     path = str(file(tmp_path, HEAD + runs))
@@ -372,6 +374,7 @@ def test_mistaken_words_of_the_command_are_said_once(tmp_path: Path, capsys: pyt
     assert one.reason is not None and "there is no file" in one.reason
 
 
+@pytest.mark.slow
 def test_a_mistake_of_several_runs_is_said_once(tmp_path: Path, said: Said) -> None:
     bad = "".join(f"  - {{name: b{n}, overrides: [model=nothing], measured: [{READING}]}}\n" for n in range(3))
     path = file(tmp_path, f"{HEAD}  - {{name: good, measured: [{READING}]}}\n{bad}")
@@ -441,6 +444,7 @@ def test_what_had_no_answer_in_time_is_not_asked_again(tmp_path: Path, monkeypat
     assert asked == [["1", "2"]]
 
 
+@pytest.mark.slow
 def test_every_file_of_ours_can_be_read() -> None:
     files = sorted((ROOT / "benchmarks" / "published").glob("*.yaml"))
     found = [reference.read(path) for path in files]

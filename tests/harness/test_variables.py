@@ -61,6 +61,7 @@ def test_a_secret_is_passed_on_and_never_recorded(before: str, word: str, after:
     assert variables.recorded(environ) == {"NCCL_DEBUG": "INFO"}
 
 
+@pytest.mark.slow
 def test_a_row_records_what_its_worker_had_and_no_secret(
     run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -325,6 +325,7 @@ def test_quantising_keeps_and_needs_what_bitsandbytes_does(monkeypatch: pytest.M
         assert peaks[0] == peaks[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", [LORA, NF4], ids=["lora", "nf4"])
 def test_adapters_shrink_what_training_holds(tmp_path: Path, over: dict[str, Any]) -> None:
     plain, _ = traced(tmp_path)

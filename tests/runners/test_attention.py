@@ -43,6 +43,7 @@ def activations(trace: Trace) -> int:
     return sum(size for size, category in sizes if category == "activations") // 3  # of the three steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["torch", "trainer"])
 @pytest.mark.parametrize(
     ("attention", "kernels"), [("sdpa", ["flash"]), ("sdpa_flash", ["flash"]), ("sdpa_math", ["math"]), ("eager", None)]
@@ -125,6 +126,7 @@ def test_what_is_known_beforehand_is_refused_beforehand() -> None:
             trial.parse(tiny(**({"device": SIMULATED} | over)))
 
 
+@pytest.mark.slow
 def test_scores_are_stored_by_the_formula_only(tmp_path: Path) -> None:
     def made(attention: str) -> int:
         return activations(traced(tmp_path, attention=attention, model=model(HEADS), **HALF | {"seq_len": 512})[0])
@@ -193,6 +195,7 @@ def test_gradients_of_what_stands_in_have_the_shapes_of_their_tensors() -> None:
             assert all(t.grad is not None and t.grad.shape == t.shape for t in (q, k, v))
 
 
+@pytest.mark.slow
 def test_flash_attn_s_backward_pass_has_accumulators(tmp_path: Path) -> None:
     """Lengths rounded up to 128 and widths to 32, in fp32: the same bytes for torch's kernel and for flash-attn's."""
     grown: dict[str, int] = {}
@@ -210,6 +213,7 @@ def test_transformers_own_state_is_as_before(tmp_path: Path) -> None:
     assert {name: getattr(utils, name, None) for name in flash_attention.STATE} == before
 
 
+@pytest.mark.slow
 def test_the_trainer_runs_flash_attn_in_the_trace_too(tmp_path: Path) -> None:
     own, details = traced(tmp_path, runner="trainer", attention="flash_attention_2", **HALF)
     flash, _ = traced(tmp_path, runner="trainer", attention="sdpa_flash", **HALF)
@@ -248,6 +252,7 @@ def test_a_card_runs_flash_attn(run_sweep: Run) -> None:
         assert predicted[column] == pytest.approx(measured[column], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "columns"), [(136, {136}), (132, {132, 136}), (131, {131, 136})])
 def test_a_mask_is_copied_only_where_its_rows_are_not_aligned_to_8_elements(
     tmp_path: Path, length: int, columns: set[int]

@@ -85,6 +85,7 @@ def left_behind(trace: Trace) -> int:
     return sum(trace.sizes[event - 1] for event in alive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, gpt2()], ids=["qwen2", "gpt2"])
 @pytest.mark.parametrize("way", ["full", "every 2nd", "reentrant", "selective", "selective, every 2nd"])
 def test_gradients_are_those_of_a_plain_step_for_less_memory(model: dict[str, Any], way: str) -> None:
@@ -143,6 +144,7 @@ def test_deepspeed_is_predicted_to_save_the_same(run_sweep: Run) -> None:
         assert peaks[0] - peaks[way] == pytest.approx(peaks[4] - peaks[4 + way], rel=0.02), way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["torch", "trainer"])
 @pytest.mark.parametrize("way", ["full", "every 2nd", "reentrant", "selective"])
 def test_steps_are_real(tmp_path: Path, runner: str, way: str) -> None:
@@ -187,6 +189,7 @@ def test_operators_that_are_not_there_or_not_called_are_refused() -> None:
         tried(checkpointing="selective", checkpointing_reentrant=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["none", "full", "reentrant"])
 def test_offloaded_activations_give_the_same_gradients(way: str) -> None:
     """The mechanism on a CPU, whose memory is the host's: every tensor is copied away and back."""
@@ -258,6 +261,7 @@ def test_offload_that_would_do_less_than_it_says_is_refused() -> None:
             tried(activation_offload=True, **over)
 
 
+@pytest.mark.slow
 def test_no_speed_is_estimated_where_copies_over_the_bus_would_set_the_pace(tmp_path: Path) -> None:
     over: dict[str, Any] = {"device": SIMULATED, "precision": "bf16"}
     trace = traced(tmp_path, precision="bf16", activation_offload=True)

@@ -187,6 +187,7 @@ def test_the_masks_of_a_trace_are_those_of_a_real_step(tmp_path: Path) -> None:
         assert predicted - batch == pytest.approx(real, abs=64), over
 
 
+@pytest.mark.slow
 def test_text_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     """Texts that fill their samples have no padding, and transformers drops the mask; short ones keep it."""
     for name, kernel in (("long.txt", "flash"), ("short.txt", "efficient")):
@@ -209,6 +210,7 @@ def test_facts_are_of_the_samples(folder: Path) -> None:
     assert short == masks.Facts(True, frozenset({2, 3, 4}), 1, 4)
 
 
+@pytest.mark.slow
 def test_flash_attn_leaves_the_padding_out(tmp_path: Path) -> None:
     """transformers' own unpadding: what remains of the tokens is what is attended, fewer operations for it."""
 

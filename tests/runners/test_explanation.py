@@ -41,6 +41,7 @@ def alive(trace: Trace) -> Iterator[set[int]]:
         yield now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
 def test_every_phase_is_the_row_s_and_its_parts_sum(tmp_path: Path, conf: str) -> None:
     trace = traced(tmp_path, grad_accum=2)

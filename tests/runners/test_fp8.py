@@ -47,6 +47,7 @@ QWEN3 = {"model_type": "qwen3", "config": {"head_dim": 16}}
 ODD = {"config": {"intermediate_size": 168}}  # which 16 does not divide
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "over",
     [{}, {"grad_accum": 2}, {"checkpointing": "full"}, {"model": QWEN3}, {"model": ODD}, {"loss": "chunked"}],
@@ -69,6 +70,7 @@ def products(found: Trace) -> dict[str, int]:
     return {kind: sum(n * work.flops for work, n in found.kernels if work.kind == kind) for kind in ("fp8", "bf16")}
 
 
+@pytest.mark.slow
 def test_linear_layers_but_the_last_run_in_float8(tmp_path: Path) -> None:
     found, predicted = traced(tmp_path, seq_len=64)
     tokens = 2 * 64

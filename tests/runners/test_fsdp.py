@@ -41,6 +41,7 @@ def test_real_ranks_hold_what_is_predicted(name: str) -> None:
     agree(name, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["fsdp1", "fsdp2"])
 def test_the_trainer_holds_its_share_in_fp32(tmp_path: Path, sharding: str) -> None:
     """Also of a model that was loaded in bf16: accelerate casts what is trained."""
@@ -68,6 +69,7 @@ def test_what_fsdp_config_may_say(tmp_path: Path, sharding: str, config: dict[st
         made(tmp_path, under_trainer(sharding, config=config))
 
 
+@pytest.mark.slow
 def test_offloading_takes_everything_but_what_is_gathered_off_the_card(tmp_path: Path) -> None:
     found = made(tmp_path, under_trainer("fsdp2", offload_param=True))
     assert not found["parameters"] and not found["gradients"] and not found["optimizer_state"]
@@ -76,6 +78,7 @@ def test_offloading_takes_everything_but_what_is_gathered_off_the_card(tmp_path:
         trial.parse(under_trainer("fsdp2", offload_param=True, offload_optimizer=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", [trainer, torch_loop])
 def test_what_is_offloaded_is_page_locked_and_there_once(tmp_path: Path, driver: Any) -> None:
     """CPUOffloadPolicy's pin_memory is true, of parameters and of gradients (_fsdp_param.py, _fsdp_collectives.py)."""
@@ -95,6 +98,7 @@ def test_what_is_offloaded_is_page_locked_and_there_once(tmp_path: Path, driver:
     assert gradients and all(gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 def test_what_has_no_memory_yet_takes_none_while_it_is_divided(tmp_path: Path, options: dict[str, Any]) -> None:
     values = under_trainer("fsdp2", runner={"name": "torch", "options": options}, world_size=64)

@@ -41,6 +41,7 @@ def test_page_locked_blocks_are_powers_of_two_and_serve_again() -> None:
     assert (exact.pinned, exact.peak) == (9 * MIB, 9 * MIB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stored", "precision", "copied"), [
     (torch.float32, "fp32", 0), (torch.bfloat16, "fp32", 4), (torch.float32, "bf16_pure", 2),
 ])  # fmt: skip
@@ -89,6 +90,7 @@ def test_a_node_that_is_too_small_is_full_before_the_card_is(run_sweep: Run) -> 
     assert (small["outcome"], small["host_ranks"]) == ("ok", 1)
 
 
+@pytest.mark.slow
 def test_data_loader_workers_are_counted_and_not_started(tmp_path: Path) -> None:
     options = {"dataloader_num_workers": 3, "dataloader_persistent_workers": True}
     chosen = trial.parse(tiny(device=SIMULATED, runner={"name": "trainer", "options": options}))

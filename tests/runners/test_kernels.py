@@ -126,6 +126,7 @@ def test_a_step_of_gpt2_has_the_flops_of_the_formula(tmp_path: Path, precision: 
     assert flops == pytest.approx(6 * matrices * batch * length + attention, rel=0.005)
 
 
+@pytest.mark.slow
 def test_the_optimizer_s_bytes_and_launches(tmp_path: Path) -> None:
     """What AdamW moves is in the difference to SGD, which reads the weight and its gradient and writes the weight."""
 
@@ -145,6 +146,7 @@ def test_the_optimizer_s_bytes_and_launches(tmp_path: Path) -> None:
     assert foreach_launches - sgd_launches >= 7
 
 
+@pytest.mark.slow
 def test_only_the_last_step_counts_and_accumulation_multiplies_it(tmp_path: Path) -> None:
     def columns(**over: Any) -> dict[str, Any]:
         chosen, trace, _ = traced(tmp_path, **({"seq_len": 512, "micro_batch": 4} | over))
@@ -163,6 +165,7 @@ def test_only_the_last_step_counts_and_accumulation_multiplies_it(tmp_path: Path
     assert 1.2 < recomputed["estimated_flops"] / one["estimated_flops"] < 4 / 3
 
 
+@pytest.mark.slow
 def test_no_estimate_where_a_peak_is_unknown_or_others_set_the_pace(tmp_path: Path) -> None:
     chosen, trace, _ = traced(tmp_path, precision="bf16", seq_len=64)
     whole, why = simulated.speed(chosen, trace, A100)

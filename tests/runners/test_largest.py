@@ -59,6 +59,7 @@ def simulated(**over: Any) -> trial.Trial:
     return trial.parse(tiny(**{"device": {"name": "simulated", "gpu": "a100-80gb"}, **over}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True", "garbage_collection_threshold:0.8"])
 def test_the_room_that_a_trace_needs(tmp_path: Path, conf: str) -> None:
     chosen = simulated(seq_len=200, micro_batch=8, allocator={"name": "a", "conf": conf})
@@ -83,6 +84,7 @@ def test_the_room_that_a_trace_needs(tmp_path: Path, conf: str) -> None:
     assert largest.need(traced, chosen, [small], [1]) == Need(found.floor, found.floor, math.inf, False)  # no replay
 
 
+@pytest.mark.slow
 def test_a_trace_for_which_the_host_is_too_small_fits_no_card(tmp_path: Path) -> None:
     small = simulated(device={"name": "simulated", "gpu": "a100-80gb", "node_memory_gib": 0.001})
     traced, _ = tracing.trace_trial(small, gpus.named("a100-80gb"), tmp_path, torch_loop)
@@ -170,6 +172,7 @@ class Drawn:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_edge_is_what_each_prediction_says(tmp_path: Path, every: bool) -> None:
     """Of cards, shares of them, hosts and nodes; what they share is looked at once."""

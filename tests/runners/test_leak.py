@@ -34,6 +34,7 @@ def test_a_leak_is_found_with_its_operator(tmp_path: Path) -> None:
     assert "aten.repeat (forward)" in str(row["notes"]) or "aten.clone (forward)" in str(row["notes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "over"),
     [

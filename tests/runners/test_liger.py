@@ -107,6 +107,7 @@ def test_the_stand_ins_allocate_what_the_library_does(tmp_path: Path, library: A
     assert predicted.peak == expected.peak
 
 
+@pytest.mark.slow
 def test_the_norms_gradient_takes_a_row_for_each_multiprocessor(tmp_path: Path) -> None:
     """Of two cards of one generation, which otherwise trace alike."""
     large, small = gpus.named("h100-80gb"), gpus.named("h100-pcie-80gb")
@@ -124,6 +125,7 @@ def test_the_norms_gradient_takes_a_row_for_each_multiprocessor(tmp_path: Path) 
     assert len(set(keys.values())) == 3
 
 
+@pytest.mark.slow
 def test_what_it_saves(tmp_path: Path) -> None:
     """The logits, and more: the product of gate and up is all that is kept of the activation function."""
     peaks = {
@@ -135,6 +137,7 @@ def test_what_it_saves(tmp_path: Path) -> None:
     assert peaks["kernels"] - peaks["all"] > 8 * logits
 
 
+@pytest.mark.slow
 def test_transformers_is_put_back(tmp_path: Path) -> None:
     from transformers.models.qwen2 import modeling_qwen2
 

@@ -86,6 +86,7 @@ def test_a_model_that_changes_its_logits_is_refused() -> None:
         net(**batches(False)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["torch", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_real_steps(tmp_path: Path, runner: str) -> None:
     losses = []
@@ -99,6 +100,7 @@ def test_real_steps(tmp_path: Path, runner: str) -> None:
         assert found == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_chunks_cost_another_product_with_the_output_layer(tmp_path: Path) -> None:
     flops = {}
     for name in ("plain", "chunked"):
@@ -155,6 +157,7 @@ def test_what_chunks_save_is_what_they_save_on_a_cpu(run_sweep: Run) -> None:
         assert predicted == pytest.approx(measured, rel=0.01), phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["no_upcast", "chunked", "fused_linear"])
 @pytest.mark.parametrize(
     "over",

@@ -47,6 +47,7 @@ def test_a_family_is_what_length_and_batch_leave_of_a_trace_s_key(over: dict[str
     assert (tracing.trace_key(one, CARD) == tracing.trace_key(other, CARD)) is (same_family and not points)
 
 
+@pytest.mark.slow
 def test_jobs_run_so_many_at_a_time_and_late_and_dying_ones_do_not_stop_the_others(tmp_path: Path) -> None:
     def leaves(name: str, seconds: float = 0.0) -> Callable[[], object]:
         def job() -> None:

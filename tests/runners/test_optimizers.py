@@ -202,6 +202,7 @@ def test_bf16_master_trains_where_bf16_alone_rounds_every_step_away() -> None:
     assert changed("bf16_master") > 0.95 > 0.3 > changed("bf16_pure") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["default", "adamw_torch_fused", "adamw_torch_loop", "sgd", "sgd_momentum", "adafactor", "adamw_bnb_8bit"]
 )
@@ -223,6 +224,7 @@ LARGE: dict[str, Any] = {"seq_len": 16, "micro_batch": 1, "model": {"config": {"
                          "intermediate_size": 320, "num_hidden_layers": 4, "num_attention_heads": 4}}}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "over",
     [
@@ -267,6 +269,7 @@ def step_temporaries(trace: Trace) -> int:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["adamw_torch_fused", "adamw_bnb_8bit", "lion_32bit", "lion_8bit", "paged_adamw_32bit"]
 )
@@ -418,6 +421,7 @@ def test_state_through_the_trainer(tmp_path: Path, name: str, model: str) -> Non
         assert total(trace) > total(traced(tmp_path, model, optimizer=name)[0])
 
 
+@pytest.mark.slow
 def test_the_trainer_s_arguments_reach_optimizers_that_it_does_not_know(tmp_path: Path) -> None:
     seen: list[torch.optim.Optimizer] = []
     hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
@@ -594,6 +598,7 @@ def test_combinations_that_would_not_do_what_they_say(over: dict[str, Any], said
         trial.parse(tiny(**over))
 
 
+@pytest.mark.slow
 def test_the_axis_lacks_some_of_torch_s_own_and_they_are_simulated_all_the_same(tmp_path: Path) -> None:
     for name, effective in (("adagrad", "Adagrad"), ("rmsprop", "RMSprop")):
         trace, details = traced(tmp_path, runner={"name": "trainer", "options": {"optim": name}})

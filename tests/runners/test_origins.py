@@ -122,6 +122,7 @@ def test_a_module_that_fails_leaves_nothing_behind() -> None:
     assert not torch.nn.modules.module._global_forward_hooks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", [{}, {"checkpointing": "full"}, {"precision": "fp16", "grad_accum": 2}])
 def test_a_trace_is_the_same_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: Any) -> None:
     named = traced(tmp_path, **over)

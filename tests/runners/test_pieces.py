@@ -185,6 +185,7 @@ def test_a_target_that_remembers_is_left() -> None:
     assert set(found.left) == set(LENGTHS) - set(asked.points) and len(asked.points) <= MOST
 
 
+@pytest.mark.slow
 def test_a_check_that_disagrees_divides() -> None:
     """A length that is drawn as a check is unlike the others: more is asked, and nothing wrong is said."""
     checks = cover(LENGTHS, asked := of(plain))
@@ -213,6 +214,7 @@ def test_details_that_vary_and_details_that_are_known() -> None:
     assert not left.pieces
 
 
+@pytest.mark.slow
 def test_thousands_of_points_quickly() -> None:
     points = [Point(length, 1) for length in range(1, 32_769)]
     found = cover(points, asked := of(plain))

@@ -177,6 +177,7 @@ def test_a_rank_that_fails_ends_the_trial_at_once(run_sweep: Run) -> None:
     assert "DeepSpeed" in row["reason"] and "no NoSuch" in row["reason"]
 
 
+@pytest.mark.slow
 def test_what_fails_after_the_measured_steps_leaves_the_measurement(run_sweep: Run, tmp_path: Path) -> None:
     """An out of memory there would be a false frontier."""
     whole, oom, killed = run_sweep(
@@ -232,6 +233,7 @@ def test_bad_custom_targets_and_trainer_options(run_sweep: Run, tmp_path: Path) 
     assert "no_such_argument" in rows[2]["reason"]
 
 
+@pytest.mark.slow
 def test_attempts_leave_their_evidence(run_sweep: Run, tmp_path: Path) -> None:
     (row,) = run_sweep(custom("raises"), isolation="warm")
     folder = tmp_path / "t" / "attempts" / row["trial_id"] / "1"

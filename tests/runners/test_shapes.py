@@ -57,6 +57,7 @@ def apart(work: Callable[..., T], *args: Any, **over: Any) -> T:
         return pool.apply(work, args, over)
 
 
+@pytest.mark.slow
 def test_a_plain_loop_is_byte_for_byte_what_is_traced(tmp_path: Path) -> None:
     found = candidate(tmp_path, Point(77, 3))
     points = [Point(512, 2), Point(90, 7)]

@@ -38,6 +38,7 @@ def traced(folder: Path, world: int, **over: Any) -> Trace:
     return tracing.trace_trial(chosen, gpus.named("a100-80gb"), folder, torch_loop)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "precision"), [(1, "fp32"), (8, "bf16")])
 def test_fsdp_holds_its_share_of_the_state_to_the_byte(tmp_path: Path, world: int, precision: str) -> None:
     trace = traced(tmp_path, world, precision=precision)
@@ -51,6 +52,7 @@ def test_fsdp_holds_its_share_of_the_state_to_the_byte(tmp_path: Path, world: in
     assert len(set(trace.streams)) > 1
 
 
+@pytest.mark.slow
 def test_what_fsdp_gathers_is_freed_after_the_forward_pass_if_asked(tmp_path: Path) -> None:
     def gathered(**options: Any) -> int:
         trace = traced(tmp_path, 8, runner={"options": options})

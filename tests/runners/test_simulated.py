@@ -70,6 +70,7 @@ def predicted_at(batch: int, card: dict[str, Any], folder: Path) -> simulated.Pr
     return simulated.predict(chosen, trace, details)
 
 
+@pytest.mark.slow
 def test_what_would_have_fitted_does_and_hardly_more(tmp_path: Path) -> None:
     whole = predicted_at(96, {"gpu": "a100-80gb"}, tmp_path).columns["peak_reserved_bytes"]
     card = {
@@ -88,6 +89,7 @@ def test_what_would_have_fitted_does_and_hardly_more(tmp_path: Path) -> None:
     assert "are there at any length and batch" in str(predicted_at(96, none, tmp_path).error)
 
 
+@pytest.mark.slow
 def test_a_card_with_other_memory_keeps_what_is_known_of_its_speed(tmp_path: Path) -> None:
     own, smaller = (predicted_at(1, {"gpu": "h100-80gb"} | more, tmp_path) for more in ({}, {"memory_gib": 8.0}))
     assert "on h100-80gb, fp32" in smaller.columns["calibration"]
@@ -169,6 +171,7 @@ def test_a_setting_that_does_nothing_runs_with_a_note_and_a_collected_run_that_d
     assert full["unlimited_peak_reserved_bytes"] == full_plain["unlimited_peak_reserved_bytes"] > 14 << 30
 
 
+@pytest.mark.slow
 def test_custom_targets_run_as_they_are_or_say_why_not(run_sweep: Run) -> None:
     rows = run_sweep(
         target("asks_for_a_value"),
@@ -199,6 +202,7 @@ def test_phases_are_predicted_whoever_starts_the_backward_pass(tmp_path: Path, f
         assert phases == [None] * 3 and "not known" in row["notes"][0]
 
 
+@pytest.mark.slow
 def test_gpt2_with_the_trainer_s_defaults_of_transformers_4(tmp_path: Path) -> None:
     """A user's measurement on torch 2.9.1, transformers 4.57.3, whose Trainer left the key/value cache on, and whose
     GPT-2 had a mask of 1 MiB in each of its layers."""

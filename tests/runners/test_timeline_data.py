@@ -31,6 +31,7 @@ def of(trace: Trace, conf: str = "", limit: int | None = None) -> Timeline:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True", "max_split_size_mb:128"])
 def test_every_point_sums_and_the_peaks_are_the_row_s(tmp_path: Path, conf: str) -> None:
     trace = traced(tmp_path, grad_accum=2)
@@ -68,6 +69,7 @@ def test_the_largest_are_those_alive_at_the_peak(tmp_path: Path) -> None:
     assert ("model.layers.0.mlp.act_fn", "aten.silu", 2) in {(held.module, held.operator, held.step) for held in logits}
 
 
+@pytest.mark.slow
 def test_layers_can_count_as_one(tmp_path: Path) -> None:
     trace = traced(tmp_path, seq_len=512)
     peak = of(trace).peak
@@ -104,6 +106,7 @@ def test_memory_that_is_too_small_for_the_model_shows_loading(tmp_path: Path) ->
     assert [phase.phase for phase in found.phases] == ["load"]
 
 
+@pytest.mark.slow
 def test_a_long_step_keeps_its_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = traced(tmp_path)
     every = of(trace)

@@ -35,6 +35,7 @@ def total(trace: Trace, category: str) -> int:
     return sum(size for size, name in zip(trace.sizes, trace.categories, strict=True) if name == category)
 
 
+@pytest.mark.slow
 def test_the_model_s_state_is_exact_to_the_byte(tmp_path: Path) -> None:
     trace, details = traced(tmp_path)
     weights = 4 * details["parameters"]
@@ -46,6 +47,7 @@ def test_the_model_s_state_is_exact_to_the_byte(tmp_path: Path) -> None:
     assert total(fused, "optimizer_state") == 2 * weights + counters
 
 
+@pytest.mark.slow
 def test_the_stream_is_consistent(tmp_path: Path) -> None:
     trace, _ = traced(tmp_path)
     alive: set[int] = set()
@@ -75,6 +77,7 @@ def test_the_breakdown_sums_to_the_peak(tmp_path: Path, conf: str) -> None:
     assert trace.sizes[short.refused.storage] == short.refused.request > 0
 
 
+@pytest.mark.slow
 def test_checkpointing_accumulation_and_half_precision(tmp_path: Path) -> None:
     def peak(**over: Any) -> int:
         return replay(traced(tmp_path, seq_len=512, micro_batch=4, **over)[0], AllocatorConfig(), None).peak[
@@ -198,6 +201,7 @@ def test_behaviour_ends_with_its_context() -> None:
     assert "native_dropout" not in operators.names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "over",
     [
@@ -218,6 +222,7 @@ def test_cards_of_one_generation_have_one_trace(tmp_path: Path, over: dict[str, 
     assert on(alike[0], (9, 0)) == hopper and on(hopper, (12, 0)) == alike[0]
 
 
+@pytest.mark.slow
 def test_a_kept_trace_has_the_workspaces_of_the_card_that_reads_it(tmp_path: Path) -> None:
     """And its file is the same, whichever card was first."""
     files = set()
@@ -232,6 +237,7 @@ def test_a_kept_trace_has_the_workspaces_of_the_card_that_reads_it(tmp_path: Pat
     assert len(files) == 1
 
 
+@pytest.mark.slow
 def test_the_collector_runs_at_the_end_of_a_phase_whatever_else_the_process_does(tmp_path: Path) -> None:
     chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}))
     first, _ = tracing.trace_trial(chosen, A100, tmp_path, torch_loop)

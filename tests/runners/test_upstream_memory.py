@@ -64,6 +64,7 @@ def chosen(version: str, model: str, case: dict[str, bool]) -> trial.Trial:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "model"),
     [

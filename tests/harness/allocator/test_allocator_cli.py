@@ -36,6 +36,7 @@ def test_search_adds_a_grid_and_ranks(capsys):
     assert any("garbage_collection_threshold" in row["settings"] for row in rows)
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn_by_another_process(tmp_path, capsys):
     out = tmp_path / "timeline.html"
     assert main([str(SMALL), "--allocator", "expandable_segments:True", "--figure", str(out)]) == 0

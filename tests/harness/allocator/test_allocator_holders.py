@@ -77,6 +77,7 @@ def test_every_shared_recording(name):
     check(SHARED / name)
 
 
+@pytest.mark.slow
 def test_the_verb_says_who_and_what_is_unknown(tmp_path, capsys):
     out = tmp_path / "replay.html"
     assert main([str(SMALL), "--figure", str(out)]) == 0

@@ -95,6 +95,7 @@ def test_the_shipped_recording_is_exact_without_being_told_addresses():
     assert made == [(e[0], e[2]) for e in loaded.events if e[0] in SEGMENT_ACTIONS]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     OPERATIONS,

@@ -132,6 +132,7 @@ def check_invariants(simulator: Simulator) -> None:
         assert simulator.reserved <= simulator.limit
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(OPERATIONS, CONFIGS, LIMITS)
 def test_invariants_hold_and_everything_returns(operations, config, limit):
