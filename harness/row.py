@@ -157,7 +157,7 @@ COLUMNS: tuple[Column, ...] = (
         ("rank_peak_allocated_bytes", list, "B", "peak allocated of each rank; simulated: of rank 0, which holds the largest shards"),
         ("worst_rank", int, "", "the rank that every memory column is of: the one with the largest peak reserved (without it, allocated)"),
         ("rank_peak_reserved_bytes", list, "B", "peak reserved of each rank; simulated: of rank 0"),
-        ("rank_peak_active_bytes", list, "B", "foreign rows: peak active of each rank, where the file tells it"),
+        ("rank_peak_active_bytes", list, "B", "peak active of each rank; simulated: of rank 0"),
     ),
     *_columns(
         "host",

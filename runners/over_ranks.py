@@ -77,5 +77,8 @@ def over_ranks(ranks: Sequence[Columns]) -> Columns:
             row[name] = COMBINED[name](known) if known else None
     return row | {
         "worst_rank": worst,
-        **{f"rank_{name}": [c.get(name) for c in ranks] for name in ("peak_allocated_bytes", "peak_reserved_bytes")},
+        **{
+            f"rank_peak_{kind}_bytes": [columns.get(f"peak_{kind}_bytes") for columns in ranks]
+            for kind in ("allocated", "reserved", "active")
+        },
     }

@@ -155,6 +155,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
         **{f"step_peak_{c}_bytes": values for c, values in by_step.items()},
         "rank_peak_allocated_bytes": [predicted.peak["allocated"]],
         "rank_peak_reserved_bytes": [predicted.peak["reserved"]],
+        "rank_peak_active_bytes": [predicted.peak["active"]],
         "plateau": plateau(list(by_step["reserved"])),
         "alloc_retries": predicted.final.num_alloc_retries,
         "alloc_ooms": predicted.final.num_ooms,

@@ -25,7 +25,8 @@ ROWS = [
     rank(peak_reserved_bytes=120, peak_allocated_bytes=80, step_peak_reserved_bytes=[110, 120], alloc_retries=3,
          inactive_split_peak_bytes=9, forward_peak_reserved_bytes=60, gpu_uuid="b", gpu_temperature_c=70, loss_last=9.0,
          throttle_reasons=["sw_power_cap"], notes=["one"], device_total_bytes=999),
-    rank(peak_allocated_bytes=95, elapsed_s=4.0, step_times_s=[2.0, 2.0], tokens_per_s=250.0, gpu_sm_clock_mhz=1500,
+    rank(peak_allocated_bytes=95, peak_active_bytes=97, elapsed_s=4.0,
+         step_times_s=[2.0, 2.0], tokens_per_s=250.0, gpu_sm_clock_mhz=1500,
          device_used_bytes=400, device_baseline_bytes=50, gpu_uuid="c",
          throttle_reasons=["hw_slowdown", "sw_power_cap"], foreign_processes=[7], skipped_steps=1,
          notes=["one", "two"]),
@@ -43,6 +44,7 @@ def test_memory_is_of_one_rank_the_worst() -> None:
     assert {name: row[name] for name in of_memory} == of_memory
     assert row["rank_peak_reserved_bytes"] == [100, 120, 100]
     assert row["rank_peak_allocated_bytes"] == [90, 80, 95]
+    assert row["rank_peak_active_bytes"] == [None, None, 97]
 
 
 def test_speed_is_the_slowest_rank_s_and_health_the_worst_of_all() -> None:

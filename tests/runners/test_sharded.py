@@ -81,7 +81,8 @@ def test_real_ranks_hold_what_is_predicted(run_sweep: Run) -> None:
         column = f"{phase}_peak_allocated_bytes"
         # blocks are multiples of 512 bytes, and there is the pool of samples; docs/simulated.md on the backward phase
         assert predicted[column] - WORKSPACES == pytest.approx(real[column], rel=tolerance), phase
-    assert predicted["rank_peak_allocated_bytes"] == [predicted["peak_allocated_bytes"]]
+    for kind in ("allocated", "reserved", "active"):
+        assert predicted[f"rank_peak_{kind}_bytes"] == [predicted[f"peak_{kind}_bytes"]]
     assert "estimate: communication" in predicted["prediction_basis"]
     assert real["prediction_basis"] is None
 
