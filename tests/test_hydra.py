@@ -124,6 +124,7 @@ def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, caps
     launch.detect.cache_clear()
 
 
+@pytest.mark.slow
 def test_options_of_hydra_s_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(planned(capsys, "device=cpu", "-m", "model=tiny", "seq_len=8,16")) == 2
     assert len(planned(capsys, "device=cpu", "seq_len=8,16", "model=tiny", "--multirun")) == 2

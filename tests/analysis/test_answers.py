@@ -94,6 +94,7 @@ def test_every_answer_can_say_that_there_is_nothing(answer: answers.Answer) -> N
     assert found.markdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", answers.NAMES)
 def test_rows_of_which_little_is_known_stop_no_answer(name: str) -> None:
     way = {*ways._PLAIN, "outcome", "device"}

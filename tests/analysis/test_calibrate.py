@@ -113,6 +113,7 @@ def test_calibrated_rows_are_the_estimate_with_the_efficiencies() -> None:
     assert len(rows) == len(LENGTHS) * 2 + 2  # measured rows have no estimate
 
 
+@pytest.mark.slow
 def test_what_the_rows_cannot_tell_is_said() -> None:
     # one length and one batch, many models: all parts grow together
     def scaled(factor: float) -> list[Row]:
@@ -205,6 +206,7 @@ def test_two_sweeps_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
     assert cli.main(["calibrate", str(tmp_path / "nowhere"), both[1]]) == 2
 
 
+@pytest.mark.slow
 def test_a_setting_that_only_one_side_varies_is_named() -> None:
     one, other = table(sweep()), table(sweep())
     one.frame["trial.lookahead"] = "yes"

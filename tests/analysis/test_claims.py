@@ -328,6 +328,7 @@ def test_the_basis_is_of_the_cards_that_were_compared() -> None:
     assert found.basis == "predicted: h100-80gb"
 
 
+@pytest.mark.slow
 def test_of_several_optimizers_the_order_is_theirs_not_the_hash_s() -> None:
     more = [row(forward_peak_allocated_bytes=16 * P, optimizer=name) for name in ("default", "adamw_torch_fused")]
     found = card("adam-8bit", *optimizers(6), *more)

@@ -413,6 +413,7 @@ def test_nothing_falls_below_zero_and_no_length_below_one_is_asked_for() -> None
     assert fit.next_x is None or fit.next_x >= 1
 
 
+@pytest.mark.slow
 def test_each_phase_stands_on_its_own_prediction() -> None:
     """Three lengths, one alone of them made by backward; a prediction that is off by another share in each phase."""
     made = synthetic.sweep(batches=(1,), allocators=("default",), repeats=1, lengths=(128, 512, 1024))

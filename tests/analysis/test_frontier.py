@@ -33,11 +33,13 @@ def test_the_largest_length_lies_between_the_rows_that_prove_it() -> None:
     assert limits["batch 1", 400].value is None and limits["batch 1", 400].remark.startswith("more than")
 
 
+@pytest.mark.slow
 def test_nothing_fits_in_too_small_a_device() -> None:
     limit = frontier(table(batches=(1,)), [1])[0]
     assert limit.value is None and "not even 128 fits" in limit.remark
 
 
+@pytest.mark.slow
 def test_the_largest_batch_per_length() -> None:
     rows = table(batches=(1, 2, 4, 8), lengths=(1024, 2048))
     limits = frontier(rows, [12], "micro_batch")
@@ -46,6 +48,7 @@ def test_the_largest_batch_per_length() -> None:
     assert "samples" in text(limits)
 
 
+@pytest.mark.slow
 def test_a_row_that_ran_out_of_memory_on_a_smaller_device_proves_nothing_about_a_larger_one() -> None:
     limits = {limit.gib: limit for limit in frontier(table(batches=(4,)), [23, 80])}
     assert limits[23].smallest_too_large == 4096

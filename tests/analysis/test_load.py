@@ -191,6 +191,7 @@ def measured(gpu: str | None) -> groups.Group:
     return groups.groups(load.from_frame(pd.DataFrame(rows), "measured"))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-40GB", "a100-40gb"])
 def test_predictions_of_another_card_are_not_taken(gpu: str) -> None:
     found = of_cards("h100-80gb", "a100-40gb").of(measured(gpu))

@@ -243,6 +243,7 @@ def test_what_readers_concluded_of_the_public_sweep_comes_out_of_one_command(
     assert high - low < 250
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SWEEP.exists(), reason="the public data set is not beside this checkout (../shared/data)")
 def test_checkpointing_halves_the_memory_of_the_public_8b_runs(capsys: pytest.CaptureFixture[str]) -> None:
     folder = SHARED / "llama3-8b-zero3-8gpu"

@@ -176,6 +176,7 @@ def by_hydra(*overrides: str) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rest", "axes"),
     [

@@ -22,6 +22,7 @@ def test_rows_are_predictions_and_a_limit_fails_the_test(predicted: Predicted) -
     assert predicted(*WORDS, max_reserved=str(most)) and len(rows) == 2
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line(predicted: Predicted) -> None:
     with pytest.raises(UserError, match="batch"):
         predicted("model=tiny", "micro_batch=0")

@@ -77,6 +77,7 @@ def test_what_runs_is_seen_whether_it_is_an_operator_or_not() -> None:
         assert kernels.seen == {"flash", "math"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "over", "kernels"),
     [

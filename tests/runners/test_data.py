@@ -134,6 +134,7 @@ def test_steps_are_real(tmp_path: Path, runner: str, over: dict[str, Any]) -> No
         assert row["runner_config"]["use_cache"] == (over.get("use_cache") == "on")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["torch", "trainer"])
 @pytest.mark.parametrize(
     ("over", "kernel"),

@@ -84,6 +84,7 @@ def test_the_states_are_the_model_s_own(tmp_path: Path) -> None:
     assert 2 * size <= most["optimizer_state"] <= 2 * size + 8 * len(list(net.parameters()))
 
 
+@pytest.mark.slow
 def test_the_largest_are_what_the_peak_is_made_of(tmp_path: Path) -> None:
     trace = traced(tmp_path, seq_len=512)
     found = of(trace)

@@ -188,6 +188,7 @@ def test_no_estimate_where_a_peak_is_unknown_or_others_set_the_pace(tmp_path: Pa
     assert found["estimated_link"] and why is None
 
 
+@pytest.mark.slow
 def test_tf32_is_faster_than_fp32_by_its_matrix_products_only(tmp_path: Path) -> None:
     chosen, trace, _ = traced(tmp_path, seq_len=512, micro_batch=4)
     tf32 = chosen.model_copy(update={"precision": "tf32"})

@@ -131,6 +131,7 @@ def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path
     assert "more than any listed card of capability 8.0 or later has" in str(error)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_card_is_what_its_row_speaks_of(tmp_path: Path) -> None:
     share = {"name": "share", "conf": "per_process_memory_fraction:0.01"}
     device = {"name": "simulated", "gpu": "l4-24gb"}

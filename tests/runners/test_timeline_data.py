@@ -51,6 +51,7 @@ def test_every_point_sums_and_the_peaks_are_the_row_s(tmp_path: Path, conf: str)
     assert json.loads(json.dumps(asdict(found)))["peak"]["allocated"] == found.peak.allocated
 
 
+@pytest.mark.slow
 def test_the_largest_are_those_alive_at_the_peak(tmp_path: Path) -> None:
     trace = traced(tmp_path, seq_len=512)
     peak = of(trace).peak
@@ -83,6 +84,7 @@ def test_layers_can_count_as_one(tmp_path: Path) -> None:
     assert (single.held.module, single.count) == ("model.layers.0.self_attn.q_proj", 1)
 
 
+@pytest.mark.slow
 def test_where_memory_runs_out_the_rest_goes_on_without_the_limit(tmp_path: Path) -> None:
     trace = traced(tmp_path, seq_len=512)
     whole = of(trace)
@@ -99,6 +101,7 @@ def test_where_memory_runs_out_the_rest_goes_on_without_the_limit(tmp_path: Path
     assert whole.failure is None and whole.limit is None
 
 
+@pytest.mark.slow
 def test_memory_that_is_too_small_for_the_model_shows_loading(tmp_path: Path) -> None:
     found = of(traced(tmp_path), limit=1 << 20)
     assert found.step is None

@@ -64,6 +64,7 @@ def test_the_stream_is_consistent(tmp_path: Path) -> None:
     assert set(trace.categories) <= set(CATEGORIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True", "max_split_size_mb:128"])
 def test_the_breakdown_sums_to_the_peak(tmp_path: Path, conf: str) -> None:
     trace, _ = traced(tmp_path)
