@@ -27,7 +27,8 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.metrics import METRICS, MIB
-from vramsweep.analysis.model.fit import Fit, Knows, Whole, fit_points
+from vramsweep.analysis.model.bases import Knows, Whole
+from vramsweep.analysis.model.fit import Fit, fit_points
 from vramsweep.analysis.model.observe import Points, observations
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -19,8 +19,9 @@ import plotly.io
 
 from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.data.metrics import GIB, MIB
+from vramsweep.analysis.model.bases import BASES
 from vramsweep.analysis.model.curves import Array
-from vramsweep.analysis.model.fit import BASES, Fit
+from vramsweep.analysis.model.fit import Fit
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")

@@ -21,8 +21,9 @@ import pandas as pd
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import GIB, METRICS, show_bytes
+from vramsweep.analysis.model.bases import Knows, Wholes
 from vramsweep.analysis.model.curves import Array
-from vramsweep.analysis.model.fit import Fit, Knows, Wholes, fit_points
+from vramsweep.analysis.model.fit import Fit, fit_points
 from vramsweep.analysis.model.observe import UNITS, Mask, allocator_limits, along, members, observations
 from vramsweep.harness.gpus import CONTEXT_BYTES, GPUS, memory_limit, smallest
 

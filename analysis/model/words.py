@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from vramsweep.analysis.data.metrics import MIB, Metric, show_bytes
+from vramsweep.analysis.model.bases import BASES
 from vramsweep.analysis.model.curves import Curve
-from vramsweep.analysis.model.fit import BASES, PLAIN, Candidate, Fit
+from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observe import AXES, NOUNS, UNITS
+from vramsweep.analysis.model.on_points import PLAIN, Candidate
 
 LONGEST = 1e6  # tokens or samples, where nothing says how many there were
 Piece = tuple[float, float, float]  # a + b x + c x²

@@ -17,9 +17,10 @@ from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.analysis.data.metrics import METRICS, MIB
 from vramsweep.analysis.model import words
+from vramsweep.analysis.model.bases import Knows, Whole, Wholes
 from vramsweep.analysis.model.curves import KINDS, Array, Curve, powers
 from vramsweep.analysis.model.estimate import Data, estimate
-from vramsweep.analysis.model.fit import Fit, Knows, Whole, Wholes, fit_points, fit_table
+from vramsweep.analysis.model.fit import Fit, fit_points, fit_table
 from vramsweep.analysis.model.observe import Points, observations
 from vramsweep.analysis.model.standing import RESIDUAL, excesses
 
