@@ -63,6 +63,11 @@ class Data:
     size_odds: Array | None = None
 
     @functools.cached_property
+    def ahead(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which bounds lie beyond the last observation, (k,)."""
+        return np.asarray(self.bounds_axis > self.axis.max(initial=-np.inf))
+
+    @functools.cached_property
     def scales(self) -> Array:
         """Standard deviations of the prior of each feature's coefficient: twice the largest value at its largest."""
         if self.given_scales is not None:
@@ -292,7 +297,7 @@ class _Weighed:
         common = float(np.log(kind.weight / len(data.noises) / SIZES) - weights @ np.log(data.shape(noise)))
         odds = np.zeros(SIZES) if data.size_odds is None else data.size_odds
         self.tried: dict[tuple[int, ...], Array] = {}
-        beyond = bool(len(data.at_least)) or kind.fixed is not None
+        beyond = bool(np.any(data.ahead)) or kind.fixed is not None
         for candidates in _ways_to_cut(len(self.different), len(kind.pieces) - 1, beyond, self.tried):
             for cuts in candidates:
                 if cuts not in self.tried and self._long_enough(cuts):
@@ -435,7 +440,8 @@ def _anywhere(data: Data, component: Component, draws: Sequence[Array], differen
     db / b dk. Which of the kinds and cuts is how probable stays as it is.
     """
     cut = component.cuts[-1]
-    nearest = int(np.argmin(data.bounds_axis)) if cut == len(different) else None  # a bound is all that speaks of it
+    alone = cut == len(different)  # no observation: a bound is all that speaks of the piece
+    nearest = int(np.argmin(np.where(data.ahead, data.bounds_axis, np.inf))) if alone else None
     after = data.features[starts[cut]] if nearest is None else data.bounds[nearest]
     values = pieces(component.kind, draws, np.vstack([data.features[starts[cut - 1]], after]))
     over = values[-1] - values[-2]

@@ -473,3 +473,16 @@ def test_what_one_phase_wavers_tells_of_another() -> None:
 
     assert spread(loose) > 50 * MIB > 10 * MIB > spread(exact)
     assert spread([]) < 10 * MIB
+
+
+def test_a_row_that_did_not_fit_among_others_says_nothing_of_a_rise_beyond_them() -> None:
+    x, y = np.array([128.0, 256, 512, 768, 1024, 1536]), np.full(6, 8000.0 * MIB)
+    inside = fit_points(points(x, y, np.array([700.0]), np.array([7990.0 * MIB])), RESERVED)
+    assert inside is not None and inside.chosen.model.kind == "linear"
+    beyond = np.array([2048.0]), np.array([9000.0 * MIB])
+    alone = fit_points(points(x, y, *beyond), RESERVED)
+    both = fit_points(points(x, y, np.append(700.0, beyond[0]), np.append(7990.0 * MIB, beyond[1])), RESERVED)
+    assert alone is not None and both is not None
+    at = np.array([3072.0])
+    assert both.predict(at).new_low == pytest.approx(alone.predict(at).new_low, rel=0.02)
+    assert both.value(at) == pytest.approx(alone.value(at), rel=0.02)
