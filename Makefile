@@ -39,9 +39,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# The optional packages that measure techniques; the long tests compare with them.
+# The optional packages that measure techniques, and those that users' scripts train with; the long tests need them.
 $(VENV)/.techniques: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,techniques]'
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,techniques,scripts]'
 	@touch $@
 
 setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt

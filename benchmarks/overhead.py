@@ -91,7 +91,7 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
     from vramsweep.harness import trial as trials
     from vramsweep.runners import build
     from vramsweep.runners.instruments import Clock
-    from vramsweep.runners.measure import Meter
+    from vramsweep.runners.measure import Gauges, Meter, asked
 
     protocol = {"name": "x", "warmup_steps": 1, "measured_steps": rounds * steps}
     trial = trials.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))
@@ -110,10 +110,10 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
 
     clock = Clock(place)
     with tempfile.TemporaryDirectory() as scratch:
-        meter = Meter(trial, Path(scratch), place, 0)
+        meter = Meter(asked(trial), Path(scratch), Gauges(place), 0)
         meter.built(dict)
         for index in range(trial.steps()):
-            timed = meter.plan[index] is meter.measured
+            timed = meter.step() is meter.measured
             if timed:
                 clock.mark()
             meter.step_begin()

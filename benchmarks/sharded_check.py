@@ -275,6 +275,8 @@ class Rests:
             self.apart = self.live.live - self.apart + offloaded()  # ids and counters, and what is not the device's
             self.sent.__enter__()
 
+    def fed(self, batch: Any) -> None: ...
+
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         if self.index == 2:
             self.mark("optimizer")

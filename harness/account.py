@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import machine, outcome, plan, registry, variables
+from vramsweep.harness import interpreter, machine, outcome, plan, registry, variables
 from vramsweep.harness.attempt import ENDED, Attempted
 from vramsweep.harness.flags import flags
 from vramsweep.harness.plan import Planned
@@ -22,7 +22,7 @@ from vramsweep.harness.trial import Trial
 def before(item: Planned) -> Row:
     """What every attempt's row of the trial says, whatever comes of it."""
     known: Row = machine.facts() | plan.axes(item)
-    return known if item.trial is None else known | _provenance(item.trial, cards(item.trial))
+    return known if item.trial is None else known | _facts(item.trial) | _provenance(item.trial, cards(item.trial))
 
 
 def begun(number: int) -> Row:
@@ -88,8 +88,9 @@ def system_here(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tuple
     """The system that a trial would be measured on now, with the GPUs seen here, as `row.system` says it of rows."""
     if item.trial is None:
         return ()
-    device = item.trial.device.name
-    return system(facts | _provenance(item.trial, seen if device == "cuda" else []) | {"device": device})
+    device, runner = item.trial.device.name, item.trial.runner.name
+    known = facts | _facts(item.trial) | _provenance(item.trial, seen if device == "cuda" else [])
+    return system(known | {"device": device, "runner": runner})
 
 
 def attempts(folder: Path) -> int:
@@ -106,6 +107,11 @@ def _measured(evidence: outcome.Evidence) -> Row:
     """The columns that the worker filled; what it does not know the parent may."""
     values: Row = (evidence.result or {}).get("values", {})
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _facts(trial: Trial) -> Row:
+    """What differs from this process's own facts: a script may run in another Python."""
+    return {} if trial.runner.command is None else dict(interpreter.facts(trial.runner.command))
 
 
 def _provenance(trial: Trial, seen: Sequence[machine.Gpu]) -> Row:

@@ -18,6 +18,12 @@ def _sweep(argv: Sequence[str]) -> int:
     return launch.main(argv)
 
 
+def _run(argv: Sequence[str]) -> int:
+    from vramsweep.harness import run
+
+    return run.main(argv)
+
+
 def _plan(argv: Sequence[str]) -> int:
     from vramsweep.harness import launch
 
@@ -219,6 +225,7 @@ def _validate(argv: Sequence[str]) -> int:
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sweep": _sweep,
+    "run": _run,
     "plan": _plan,
     "predict": _predict,
     "status": _status,

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vramsweep.harness import account, outcome, plan, registry
+from vramsweep.harness import account, lengths, outcome, plan, registry
 from vramsweep.harness.attempt import LARGEST, LOGS, Launcher, environment
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.plan import Planned, Settings
@@ -98,6 +98,9 @@ def _attempted(
 
 def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> tuple[str | None, Sequence[int]]:
     """Why there is nothing to look at, and the values to look at: those asked for, or all that the model takes."""
+    if lengths.named(trial.data) or trial.runner.command is not None:
+        what = f"data={trial.data}" if trial.runner.command is None else "a command"
+        return f"{what} has no edge that a formula finds; predict its trials themselves: {axis}=512,1024,...", ()
     positions = trial.model.max_positions if axis == "seq_len" else MOST_BATCH
     if values is None and positions is None:
         return f"how many positions {trial.model.name} has is not known; give {axis}=1..8192", ()

@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from vramsweep.harness import ds_config, machine, mistakes, overrides, plan, preview, sweep, techniques
+from vramsweep.harness import ds_config, machine, mistakes, overrides, plan, preview, script, sweep, techniques
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
@@ -268,6 +268,11 @@ def _target(target: str | None) -> str:
     return f"{Path(path).stem}.{function}" if path else "target"
 
 
+def _program(command: str | None) -> str:
+    """A command as a model's name: its script's."""
+    return script.program(command or "")
+
+
 def _said(axis: str, otherwise: Any, *, _root_: Any) -> Any:
     """What the trial's ds_config says of an axis that is left alone; a file that is no such has nothing to say here."""
     path = _root_.get("ds_config")
@@ -280,6 +285,7 @@ def _said(axis: str, otherwise: Any, *, _root_: Any) -> Any:
 OmegaConf.register_new_resolver("vramsweep.device", _detected, replace=True)
 OmegaConf.register_new_resolver("vramsweep.said", _said, replace=True)
 OmegaConf.register_new_resolver("vramsweep.target", _target, replace=True)
+OmegaConf.register_new_resolver("vramsweep.program", _program, replace=True)
 
 
 def _preset(args: argparse.Namespace) -> list[str]:

@@ -19,7 +19,7 @@ MIB = 1 << 20
 # Anonymous memory of a process after the runner's imports (`vramsweep.runners.worker.preload`), by
 # benchmarks/host_check.py: torch 2.13.0+cpu, transformers 5.23.0, accelerate 1.15.0, deepspeed 0.19.8, Python 3.11.
 # What a CUDA build and its context take on the host is not in it: no card was at hand to measure it.
-PROCESS = {"torch": 279 * MIB, "custom": 279 * MIB, "trainer": 294 * MIB, "deepspeed": 333 * MIB}
+PROCESS = {"torch": 279 * MIB, "custom": 279 * MIB, "script": 279 * MIB, "trainer": 294 * MIB, "deepspeed": 333 * MIB}
 # What a data loader's worker has for itself, the rest being its rank's pages, after 200 batches of token ids; the same
 # script. A data set that reads and decodes more takes more.
 LOADER_WORKER = 16 * MIB

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vramsweep.harness import mistakes, outcome, registry, techniques, upgrade
+from vramsweep.harness import mistakes, outcome, registry, script, techniques, upgrade
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
@@ -199,6 +199,8 @@ def axes(planned: Planned) -> Row:
         "unproven": (techniques.unproven(planned.trial) or None) if planned.trial else None,
         "trial": _plain(flat),
     }
+    if planned.trial is not None and planned.trial.runner.command is not None:
+        values |= dict.fromkeys(script.unseen(planned.trial) & BY_NAME.keys())
     return {name: value for name, value in values.items() if _fits(name, value)}
 
 

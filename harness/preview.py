@@ -129,7 +129,7 @@ def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
 
     found: dict[str, Planned] = {}
     for p in todo:
-        if p.trial is not None and p.trial.device.name == "cuda":
+        if p.trial is not None and p.trial.device.name == "cuda" and not registry.runner(p.trial.runner.name).starts:
             axes = p.trial.model_dump(mode="json", exclude={"seq_len", "micro_batch", "seed", "repeat"})
             key = json.dumps(axes, sort_keys=True)
             if key not in found or size(p) > size(found[key]):

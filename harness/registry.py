@@ -78,7 +78,9 @@ class Runner:
     `measurement` is raised when what it measures changes: old rows then no longer count as finished. `shardings` are
     those it supports, `simulated` those of them that can be predicted. `owned` maps an option (dotted) to the axis that
     says the same, which it therefore must not contradict; `options` are the only ones it takes (None: its library's).
-    `rules` say what it cannot do, each with the way out.
+    `rules` say what it cannot do, each with the way out. `starts`: the training is a process that it starts, so the
+    module's function is `run(trial, folder)`, and what the axes mean is that process's business; `traced` is the module
+    that runs it where it is simulated.
     """
 
     name: str
@@ -91,6 +93,8 @@ class Runner:
     owned: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] | None = ()
     rules: tuple[Rule, ...] = ()
+    starts: bool = False
+    traced: str | None = None
 
 
 FSDP = ("fsdp1", "fsdp2")
@@ -365,6 +369,18 @@ RUNNERS = (
         simulated=("none", "ddp", *FSDP),
         options=None,
     ),
+    Runner(
+        "script",
+        "a command of your own, as it is (docs/script.md); options are placeholders of your own",
+        module="vramsweep.runners.script",
+        preload=(),
+        measurement=1,
+        shardings=(),
+        simulated=(),
+        options=None,
+        starts=True,
+        traced="vramsweep.runners.traced_script",
+    ),
 )
 _RUNNERS = {runner.name: runner for runner in RUNNERS}
 _SHARDINGS = {sharding.name: sharding for sharding in SHARDINGS}
@@ -373,6 +389,12 @@ _SHARDINGS = {sharding.name: sharding for sharding in SHARDINGS}
 def runner(name: str) -> Runner:
     """The entry of this runner. Raises KeyError for a name that is not there."""
     return _RUNNERS[name]
+
+
+def module(trial: Trial) -> str:
+    """The module that runs a trial, measured or traced."""
+    entry = _RUNNERS[trial.runner.name]
+    return entry.traced if entry.traced and trial.device.name == "simulated" else entry.module
 
 
 def sharding(name: str) -> Sharding:
@@ -411,6 +433,8 @@ def rules(trial: Trial) -> Iterator[str | None]:
     entry = _RUNNERS.get(trial.runner.name)
     if entry is None:
         yield f"runner {trial.runner.name}: there is no such runner; runners: {', '.join(_RUNNERS)}"
+        return
+    if entry.starts:
         return
     yield _ds_config(trial)
     yield _supported(trial, entry)

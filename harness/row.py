@@ -83,7 +83,7 @@ COLUMNS: tuple[Column, ...] = (
         ("allocator", str, "", "name of the allocator configuration"),
         ("allocator_conf", str, "", "PYTORCH_CUDA_ALLOC_CONF as asked for, in canonical form"),
         ("allocator_conf_effective", str, "", "the settings that took effect, read back in the worker; null on CPU"),
-        ("runner", str, "", "who drives the loop: torch, trainer, deepspeed or custom"),
+        ("runner", str, "", "who drives the loop: torch, trainer, deepspeed, custom, script (a command as it is), watch (vramsweep.watch)"),
         ("sharding", str, "", "how ranks divide the work: none, ddp, fsdp2, zero0 to zero3"),
         ("device", str, "", "cuda or cpu (measured), simulated (predicted)"),
         ("simulated_gpu", str, "", "the card that is simulated; null where nothing is"),
@@ -101,7 +101,7 @@ COLUMNS: tuple[Column, ...] = (
         ("trainable_parameters", int, "", "number of parameters that are trained, counted on the built model; null in rows that never counted"),
         ("unproven", list, "", "techniques among the axes, beyond the defaults, that no card has been seen to run as predicted"),
         ("weights", str, "", "random or pretrained"),
-        ("data", str, "", "synthetic, or the text data set's name"),
+        ("data", str, "", "synthetic, what lengths are drawn from (lengths:...), or the text data set's name"),
         ("protocol", str, "", "name of the protocol"),
         ("seed", int, "", "seed of weights and data"),
         ("repeat", int, "", "repeat index, from 0"),
@@ -138,8 +138,14 @@ COLUMNS: tuple[Column, ...] = (
         ("backward_peak_reserved_bytes", int, "B", "peak reserved in the backward phase of the probe step"),
         ("optimizer_peak_allocated_bytes", int, "B", "peak allocated after the last backward of the probe step"),
         ("optimizer_peak_reserved_bytes", int, "B", "peak reserved after the last backward of the probe step"),
+        ("part_peak_allocated_bytes", dict, "B", "protocol=job: peak allocated of each part of the job that was seen: load, resume, first_step, steps, evaluation, save"),
+        ("part_peak_reserved_bytes", dict, "B", "protocol=job: the same of reserved; null on a CPU"),
+        ("largest_part", str, "", "protocol=job: the part that has the largest peak allocated, of reserved where that is not known"),
         ("step_peak_allocated_bytes", list, "B", "peak allocated of each measured step"),
         ("step_peak_reserved_bytes", list, "B", "peak reserved of each measured step"),
+        ("step_allocated_bytes", list, "B", "allocated at the end of each measured step; simulated: where lengths vary"),
+        ("step_reserved_bytes", list, "B", "reserved at the end of each measured step, as above"),
+        ("step_tokens", list, "tokens", "where lengths vary (data=lengths:...): tokens of each measured step on this rank, padding counted"),
         ("step_growth_bytes", int, "B", "the least by which a step ended with more allocated than the one before it: above 0 every step leaves something behind; measured from three steps on, simulated of the last step, and notes say of what"),
         ("plateau", bool, "", "true if no step in the second half of the measured ones raised the peak reserved, and simulated ones leave nothing behind"),
         ("alloc_retries", int, "", "allocations that only succeeded after cached blocks were released"),
@@ -187,10 +193,13 @@ COLUMNS: tuple[Column, ...] = (
         ("compile_s", float, "s", "time that torch.compile took until the last measured step, most of it in the first warm-up step, with what its caches on disk held; null where nothing was compiled"),
         ("step_median_s", float, "s", "median of step_times_s"),
         ("step_iqr_s", float, "s", "interquartile range of step_times_s"),
-        ("tokens_per_s", float, "tokens/s", "micro_batch x seq_len x grad_accum x world_size x measured_steps / elapsed_s"),
+        ("tokens_per_s", float, "tokens/s", "micro_batch x seq_len x grad_accum x world_size x measured_steps / elapsed_s; where lengths vary the tokens of the measured steps, padding counted / elapsed_s"),
         ("samples_per_s", float, "samples/s", "micro_batch x grad_accum x world_size x measured_steps / elapsed_s"),
         ("skipped_steps", int, "", "measured steps whose update was skipped for an overflow (fp16); null where it is not known"),
         ("padding_fraction", float, "", "share of the counted tokens that is padding"),
+        ("shortest_document", int, "tokens", "data=lengths:...: the shortest document of the measured steps, of all ranks, cut to what its sample holds of it"),
+        ("mean_document", float, "tokens", "data=lengths:...: their mean length"),
+        ("longest_document", int, "tokens", "data=lengths:...: the longest of them"),
         ("model_flops_per_token", float, "FLOP", "3 x the counted forward FLOPs of a step / its tokens (backward is twice the forward); where weights are frozen, or the loss is Liger's, all counted FLOPs but recomputed ones; null where they cannot be told, with a note"),
         ("hardware_flops_per_token", float, "FLOP", "all counted FLOPs of a step, recomputation included / its tokens; null where an operator has no formula, with a note"),
         ("peak_flops", float, "FLOP/s", "published dense peak of this GPU at this precision; null if unknown"),
@@ -285,9 +294,15 @@ def complete(values: Mapping[str, Any]) -> Row:
 
 
 def system(row: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """The system under test, as values of `SYSTEM`: the GPU on cuda, the CPU on cpu, neither where it is simulated."""
+    """The system under test, as values of `SYSTEM`: the GPU on cuda, the CPU on cpu, neither where it is simulated.
+
+    Whether a script uses DeepSpeed is known only when it has run, so that is no part of its system.
+    """
     where = {"cuda": "gpu_name", "cpu": "cpu_name"}.get(str(row.get("device")))
-    return tuple(None if name in ("gpu_name", "cpu_name") and name != where else row.get(name) for name in SYSTEM)
+    out = {"gpu_name", "cpu_name"} - {where}
+    if row.get("runner") == "script":
+        out.add("deepspeed_version")
+    return tuple(None if name in out else row.get(name) for name in SYSTEM)
 
 
 def encodable(values: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from vramsweep.harness import differences, gpus, links, registry, techniques
+from vramsweep.harness import differences, gpus, lengths, links, registry, script, techniques
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS, Capability, Gpu
@@ -35,6 +35,9 @@ LEFT_OUT: dict[tuple[str, ...], Any] = {
     ("grad_accum",): 1,
     ("allocator", "conf"): "",
     ("runner", "target"): None,
+    ("runner", "command"): None,
+    ("runner", "stop"): True,
+    ("protocol", "job"): False,
     ("sharding",): "none",
     ("world_size",): 1,
     ("offload_optimizer",): False,
@@ -100,11 +103,14 @@ class RunnerAxis(_Frozen):
 
     `options` overrides TrainingArguments (trainer), the ds config (deepspeed) or arguments of what divides the model
     (torch; Sharding.options); those that an axis says are rejected. `target` is the custom runner's
-    path/to/file.py:function.
+    path/to/file.py:function. `command` is the script runner's, with placeholders (script.py); `stop` ends it once the
+    protocol's steps are over.
     """
 
     name: str
     target: str | None = None
+    command: str | None = None
+    stop: bool = True
     options: dict[str, Any] = {}
 
 
@@ -154,11 +160,15 @@ def _dotted(capability: Capability) -> str:
 
 
 class ProtocolAxis(_Frozen):
-    """How many steps: `warmup_steps`, then one untimed probe step, then `measured_steps`."""
+    """How many steps: `warmup_steps`, then one untimed probe step, then `measured_steps`.
+
+    `job`: the whole of it instead, to its end, with the peak of each part (runners/measure.py: PARTS).
+    """
 
     name: str
     warmup_steps: int = Field(ge=1)
     measured_steps: int = Field(ge=1)
+    job: bool = False
 
 
 class Trial(_Frozen):
@@ -206,6 +216,7 @@ class Trial(_Frozen):
     no_sync: bool = True
     padding: float = Field(default=0.0, ge=0, lt=1)
     padding_side: str = "right"
+    padding_to: str = "longest"
     packing: str = "none"
     use_cache: str = "default"
     weights: Literal["random", "pretrained"] = "random"
@@ -214,6 +225,11 @@ class Trial(_Frozen):
     record: bool = False
     repeat: int = Field(default=0, ge=0)
     fingerprints: dict[str, str] = {}
+
+    @field_validator("padding_to", mode="before")
+    @classmethod
+    def _multiple(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value
 
     def memory_limit(self) -> int:
         """What the allocator may have of the simulated card, in bytes: as much of it as its setting allows a process.
@@ -242,6 +258,8 @@ class Trial(_Frozen):
 
     def label(self) -> str:
         """Short text for progress lines."""
+        if self.runner.command is not None:
+            return self._command_label()
         parts = [self.model.name, self.runner.name, f"seq {self.seq_len}", f"batch {self.micro_batch}", self.precision]
         if self.sharding != "none":
             parts.insert(2, f"{self.sharding} x {self.world_size}")
@@ -258,6 +276,18 @@ class Trial(_Frozen):
         if self.allocator.conf:
             parts.append(self.allocator.name)
         return " · ".join(parts)
+
+    def _command_label(self) -> str:
+        """What a script is called and told."""
+        told = script.names(str(self.runner.command))
+        parts = [self.model.name]
+        for name, words in (("seq_len", "seq"), ("micro_batch", "batch")):
+            parts += [f"{words} {getattr(self, name)}"] * (name in told)
+        others = [name for name in script.UNSAID if name in told - {"seq_len", "micro_batch"}]
+        parts += [f"{name}={techniques.text(getattr(self, name))}" for name in others]
+        parts += [f"{name}={techniques.text(value)}" for name, value in self.runner.options.items()]
+        parts += [f"x {self.world_size}"] * (self.world_size > 1)
+        return " · ".join([*parts, *([self.allocator.name] if self.allocator.conf else [])])
 
 
 def trial_id(resolved: Mapping[str, Any]) -> str:
@@ -285,6 +315,8 @@ def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
             return None
         if at in FILES and isinstance(value, str):
             return _by_content(value, content)
+        if at == ("runner", "command") and content:
+            return {"words": value, "files": sorted(content.values())}
         return {"null": None} if value is None else value
 
     kept = {key: p for key, v in resolved.items() if key != "fingerprints" and (p := pruned(v, (key,))) is not None}
@@ -293,6 +325,8 @@ def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _by_content(name: str, content: Mapping[str, Any]) -> Any:
     """A file's digest, or those of the files in a folder, in place of its name; the name where it has none."""
+    if (lengths_file := lengths.file(name)) is not None:
+        return [lengths.PREFIX, content.get(str(lengths_file), str(lengths_file))]
     path, colon, function = name.rpartition(":")
     if colon and str(Path(path)) in content:
         return [content[str(Path(path))], function]
@@ -346,28 +380,28 @@ def parse(values: Mapping[str, Any]) -> Trial:
 
 
 def _fingerprints(trial: Trial) -> dict[str, str]:
-    named = []
+    named = script.files(trial) if trial.runner.command else []
     if trial.runner.target:
         named.append(Path(trial.runner.target.rpartition(":")[0]))
     if trial.model.path:
         named.append(Path(trial.model.path) / "config.json")
-        if trial.data != "synthetic":
+        if trial.data != "synthetic" and not lengths.named(trial.data):
             named.append(Path(trial.model.path) / "tokenizer.json")
     if trial.data != "synthetic":
-        named.append(Path(trial.data))
+        named.append(lengths.file(trial.data) or Path(trial.data))
     if trial.ds_config is not None:
         named.append(Path(trial.ds_config))
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in named if path.is_file()}
 
 
 def _model(trial: Trial) -> str | None:
-    if trial.runner.name == "custom":
+    if trial.runner.name in techniques.OWN:
         return None
     if (trial.model.model_type is None) == (trial.model.path is None):
         return "model: give either a shipped architecture or model.path (a local directory or hub id)"
     if trial.weights == "pretrained" and trial.model.path is None:
         return "weights=pretrained needs model.path (a local directory or hub id): model=hub model.path=..."
-    if trial.data != "synthetic" and trial.model.path is None:
+    if trial.data != "synthetic" and not lengths.named(trial.data) and trial.model.path is None:
         return (
             "a text data set needs a tokenizer, so model.path (a local directory or hub id): model=hub model.path=..."
         )
@@ -376,7 +410,7 @@ def _model(trial: Trial) -> str | None:
 
 def _positions(trial: Trial) -> str | None:
     limit = trial.model.max_positions
-    if limit is not None and trial.runner.name != "custom" and trial.seq_len > limit:
+    if limit is not None and trial.runner.name not in techniques.OWN and trial.seq_len > limit:
         return f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions"
     return None
 
@@ -393,7 +427,8 @@ def _device(trial: Trial) -> str | None:
         return (
             f"allocator {trial.allocator.name}: the CUDA allocator is not in use on device=cpu; use allocator=default"
         )
-    if trial.precision == "fp16" and trial.sharding not in registry.ZERO:
+    own = trial.runner.name == "script"
+    if trial.precision == "fp16" and trial.sharding not in registry.ZERO and not own:
         return "precision fp16 (autocast with GradScaler) is not supported on device=cpu; use bf16"
     return None
 
@@ -454,11 +489,38 @@ def _custom(trial: Trial) -> str | None:
     return None
 
 
+def _job(trial: Trial) -> str | None:
+    if not trial.protocol.job:
+        return None
+    if trial.device.name == "simulated":
+        return (
+            "protocol=job cannot be simulated: loading, evaluation and checkpoints are measured on device=cuda or cpu"
+        )
+    if trial.runner.name not in ("script", "trainer"):
+        return f"protocol=job is for runner=trainer and scripts (vramsweep run), not runner={trial.runner.name}"
+    if trial.runner.name == "trainer" and trial.sharding != "none":
+        return f"protocol=job with sharding={trial.sharding} is for scripts: vramsweep run protocol=job ..."
+    return None
+
+
+def _script(trial: Trial) -> str | None:
+    if trial.runner.name == "script":
+        return next(script.wrong(trial), None)
+    if not trial.runner.stop:
+        return (
+            f"runner.stop belongs to runner=script, not {trial.runner.name}: the others end with the protocol's steps"
+        )
+    return f"runner.command belongs to runner=script, not {trial.runner.name}" if trial.runner.command else None
+
+
 RULES: tuple[Callable[[Trial], str | None], ...] = (
     _model,
     _positions,
     _device,
     _allocator,
     _custom,
+    _script,
+    _job,
+    lengths.wrong,
     differences.rule,
 )

@@ -7,13 +7,16 @@ The share `padding` of every synthetic sample's tokens is padding, the same numb
 documents are joined, an end-of-text token after each, and cut at the sequence length, whatever is left over is dropped;
 packing=documents also starts the positions anew with each document, whose tokens see no other. A synthetic sample
 holds `DOCUMENTS` documents of one length, the last perhaps shorter.
+
+Samples whose lengths vary (harness/lengths.py) are padded batch by batch, as a collator does, or packed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +24,47 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vramsweep.harness import lengths
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import places, techniques
 from vramsweep.runners.techniques import attention
-from vramsweep.runners.techniques.bnb import label
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 BF16_WEIGHTS = ("bf16_pure", "bf16_master")  # and no autocast
 POOL = 64  # distinct samples; steps cycle through them
 DOCUMENTS = 4  # in a packed synthetic sample
 IGNORED = -100  # a label that the loss leaves out
-Samples = list[dict[str, torch.Tensor]]
+Sample = dict[str, torch.Tensor]
+Samples = Sequence[Sample]
 
 
 @dataclass(frozen=True)
 class Data:
-    """Samples of `seq_len` token ids each, on the host, and the share of their tokens that is padding.
+    """Samples of `seq_len` token ids each, on the host, and the row's columns on them, `padding_fraction` among them.
 
-    With `pinned`, batches are in page-locked memory: a copy from pageable memory would wait for the device.
+    Where lengths vary the samples are as long as they are, and `alike` makes those of a batch equally long. With
+    `pinned`, batches are in page-locked memory: a copy from pageable memory would wait for the device.
     """
 
     samples: Samples
-    padding_fraction: float
+    columns: Mapping[str, Any]
     pinned: bool = False
+    alike: Callable[[list[Sample]], list[Sample]] = field(default=lambda samples: samples)
 
     def batch(self, index: int, size: int) -> dict[str, torch.Tensor]:
-        """Micro-batch number `index`: tensors of shape (size, seq_len).
+        """Micro-batch number `index`: tensors of shape (size, seq_len), or narrower where lengths vary.
 
         It is made of as many tensors, of samples that repeat too: what an operator moves is told by its tensors.
         """
-        chosen = [self.samples[(index * size + i) % len(self.samples)] for i in range(size)]
-        with _disable_current_modes():
-            rows = {key: [sample[key].detach() for sample in chosen] for key in chosen[0]}
-        batch = {key: torch.stack(tensors) for key, tensors in rows.items()}
+        batch = self.collate([self.samples[(index * size + i) % len(self.samples)] for i in range(size)])
         return {key: value.pin_memory() for key, value in batch.items()} if self.pinned else batch
+
+    def collate(self, samples: list[Sample]) -> Sample:
+        """The batch of these samples."""
+        with _disable_current_modes():
+            chosen = self.alike(samples)
+            rows = {key: [sample[key].detach() for sample in chosen] for key in chosen[0]}
+        return {key: torch.stack(tensors) for key, tensors in rows.items()}
 
 
 def prepare(trial: Trial) -> None:
@@ -175,15 +185,66 @@ def data(trial: Trial) -> Data:
 
 
 def _samples(trial: Trial) -> Data:
-    samples = _synthetic(trial) if trial.data == "synthetic" else _text(trial)
+    if lengths.named(trial.data):
+        return _of_lengths(trial)
+    samples: Samples = _synthetic(trial) if trial.data == "synthetic" else _text(trial)
     masks = [sample["attention_mask"] for sample in samples if "attention_mask" in sample]
     padding = 1 - float(torch.stack(masks).float().mean()) if masks else 0.0
-    return Data(samples, padding, trial.device.name == "cuda")
+    return Data(samples, {"padding_fraction": padding}, trial.device.name == "cuda")
+
+
+def _of_lengths(trial: Trial) -> Data:
+    """As many samples as the trial's steps see. What they are like is known without a trace: there nothing is said."""
+    drawn = lengths.documents(trial, trial.steps() * trial.samples_per_step())
+    simulated = trial.device.name == "simulated"
+    columns = {"padding_fraction": None} if simulated else lengths.seen(trial)
+    samples = _Drawn(_ids(trial), drawn, trial.packing)
+    alike = partial(_padded, to=trial.padding_to, seq_len=trial.seq_len, left=trial.padding_side == "left")
+    whole = trial.packing != "none"
+    return Data(samples, columns, trial.device.name == "cuda", **({} if whole else {"alike": alike}))
+
+
+@dataclass(frozen=True)
+class _Drawn(Sequence[Sample]):
+    """Samples of documents of these lengths, made when they are asked for; `ids` are a pool of `seq_len` each."""
+
+    ids: torch.Tensor
+    documents: Sequence[tuple[int, ...]]
+    packing: str
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: Any) -> Any:
+        with _disable_current_modes():  # on the host, whatever is counted or traced
+            return self._made(number, self.documents[number])
+
+    def _made(self, number: int, documents: tuple[int, ...]) -> Sample:
+        ids = self.ids[number % len(self.ids)][: sum(documents)]
+        if self.packing == "documents":
+            return _packed(ids, torch.cat([torch.arange(length) for length in documents]))
+        return {"input_ids": ids, "labels": ids} if self.packing == "wrapped" else _masked(ids, torch.ones_like(ids))
+
+
+def _padded(samples: list[Sample], to: str, seq_len: int, left: bool) -> list[Sample]:
+    width = lengths.width(max(len(sample["input_ids"]) for sample in samples), to, seq_len)
+    fill = {"labels": IGNORED}
+
+    def one(key: str, row: torch.Tensor) -> torch.Tensor:
+        missing = width - len(row)
+        return torch.nn.functional.pad(row, (missing, 0) if left else (0, missing), value=fill.get(key, 0))
+
+    return [{key: one(key, row) for key, row in sample.items()} for sample in samples]
+
+
+def _ids(trial: Trial) -> torch.Tensor:
+    """A pool of token ids: `POOL` samples of `seq_len` each."""
+    generator = torch.Generator().manual_seed(trial.seed)
+    return torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)
 
 
 def _synthetic(trial: Trial) -> Samples:
-    generator = torch.Generator().manual_seed(trial.seed)
-    ids = torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)
+    ids = _ids(trial)
     if trial.packing == "documents":
         positions = torch.arange(trial.seq_len) % -(-trial.seq_len // DOCUMENTS)
         return [_packed(row, positions) for row in ids]
@@ -263,43 +324,3 @@ def _lines(name: str) -> list[str]:
         if len(texts) == POOL:
             break
     return texts
-
-
-def parameters(net: torch.nn.Module, trained: bool = False) -> int:
-    """Number of parameters, or of those that are trained; shared ones once; under ZeRO-3 the whole ones, not shards.
-
-    Packed weights count as those that they stand for.
-    """
-    modules: list[Any] = list(net.modules())
-    packed = {id(m.weight): m.in_features * m.out_features for m in modules if hasattr(m, "quant_state")}
-    found = [p for p in net.parameters() if p.requires_grad or not trained]
-    total: int = sum(packed.get(id(p), getattr(p, "ds_numel", p.numel())) for p in found)
-    buffers: int = sum(m.in_features * m.out_features for m in modules if "qweight" in m._buffers)  # GPTQ's
-    return total if trained else total + buffers
-
-
-def counts(net: Any) -> dict[str, Any]:
-    """Columns about the parameters of a model, which must be whole, or divided in a way that still tells."""
-    return {"parameters": parameters(net), "trainable_parameters": parameters(net, trained=True)}
-
-
-def describe(net: Any, optim: Any) -> dict[str, Any]:
-    """Columns about what was really built."""
-    return {
-        **counts(net),
-        "attention_effective": getattr(getattr(net, "config", None), "_attn_implementation", None),
-        "optimizer_effective": optimizer_name(optim),
-    }
-
-
-def optimizer_name(optim: Any) -> str:
-    """Class of the optimizer (a stand-in's: the class it stands for), with that of the one inside in parentheses.
-
-    bitsandbytes' classes serve several values of the axis, so their state's kind is said too.
-    """
-    inner, name = getattr(optim, "optimizer", None), type(optim).__name__
-    if isinstance(inner, torch.optim.Optimizer):
-        return f"{name}({optimizer_name(inner)})"
-    if type(optim).__module__.startswith("bitsandbytes."):
-        return label(name, optim.args.optim_bits, optim.is_paged)
-    return str(getattr(optim, "stands_for", name))

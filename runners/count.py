@@ -11,7 +11,6 @@ import time
 import torch
 
 from vramsweep.harness.gpus import peak_flops
-from vramsweep.harness.trial import Trial
 from vramsweep.runners.dispatch import FlopCount, SdpaKernels
 from vramsweep.runners.instruments import Compiler, backward_boundaries
 from vramsweep.runners.over_ranks import Columns
@@ -27,13 +26,16 @@ class Count:
 
     The model's are 3 x the forward passes' where all weights are trained. Frozen ones need no gradients, and Liger's
     fused loss computes its gradients in the forward pass: there they are all that was counted but for what was computed
-    twice.
+    twice. `tokens` are those that the step has on this rank, whose FLOPs are counted; None where they are not known.
     """
 
     purpose = "counts FLOPs"
 
-    def __init__(self, compiler: Compiler, trial: Trial) -> None:
-        self.compiler, self.trial = compiler, trial
+    def __init__(
+        self, compiler: Compiler, tokens: int | None, precision: str | None, world_size: int, fused_loss: bool
+    ) -> None:
+        self.compiler, self.tokens, self.precision = compiler, tokens, precision
+        self.world_size, self.fused_loss = world_size, fused_loss
         self.spent = 0.0
         self.compiled = False
         self.forward: int | None = None  # up to the start of each backward pass
@@ -77,16 +79,14 @@ class Count:
 
     def columns(self, row: Columns) -> Columns:
         """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
-        trial = self.trial
         frozen = row.get("trainable_parameters") != row.get("parameters")
-        fused = trial.loss == "fused_linear" or (trial.loss == "default" and trial.kernels == "liger")
-        model, hardware, found = self._trusted(row.get("attention_effective"), frozen or fused)
+        model, hardware, found = self._trusted(row.get("attention_effective"), frozen or self.fused_loss)
         notes = [*(row.get("notes") or ()), *found]
-        tokens = trial.micro_batch * trial.grad_accum * trial.seq_len  # of this rank, whose FLOPs were counted
-        of_model = None if model is None else model / tokens
-        of_hardware = None if hardware is None else hardware / tokens
-        peak = peak_flops(row["gpu_name"], trial.precision) if row["gpu_name"] else None
-        used = None if peak is None else row["tokens_per_s"] / (peak * trial.world_size)
+        of_model = None if model is None or not self.tokens else model / self.tokens
+        of_hardware = None if hardware is None or not self.tokens else hardware / self.tokens
+        peak = peak_flops(row["gpu_name"], self.precision) if row["gpu_name"] and self.precision else None
+        speed = row["tokens_per_s"]
+        used = None if peak is None or speed is None else speed / (peak * self.world_size)
         return {
             "model_flops_per_token": of_model,
             "hardware_flops_per_token": of_hardware,

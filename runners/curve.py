@@ -39,6 +39,11 @@ class Curve:
         trace, details, basis = found
         return on(trace, trial.device.card.capability), details, basis
 
+    def formulas(self, where: Point) -> SymbolicTrace | None:
+        """The formulas that are true of a point; None where it was traced itself, or is not known."""
+        found = next((one for one in self.symbolic if one.holds(where)), None)
+        return found or self.cover.formulas(where)
+
     def _known(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
         where = point(trial)
         for one in self.symbolic:
@@ -71,8 +76,8 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
         rest = [where for where in rest if not found.holds(where)]
 
     @cache
-    def padding(seq_len: int) -> float:  # the same for every batch
-        return build.data(anyone.model_copy(update={"seq_len": seq_len})).padding_fraction
+    def padding(seq_len: int) -> Any:  # the same for every batch
+        return build.data(anyone.model_copy(update={"seq_len": seq_len})).columns["padding_fraction"]
 
     def known(where: Point) -> dict[str, Any]:
         return {"padding_fraction": padding(where.seq_len)} if anyone.padding else {}

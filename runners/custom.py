@@ -7,7 +7,8 @@ The contract: `build(trial)` takes the `harness.trial.Trial` and returns `(model
 - With sharding=ddp, fsdp1 or fsdp2 the process group is there when `build` is called, which divides the model itself
   (`DistributedDataParallel(model)`, `FullyShardedDataParallel(model)`, `fully_shard`); batches are each rank's own.
 - `batches(index)` returns what `step` is called with; without it a batch is {"input_ids", "labels"}, long tensors of
-  shape (micro_batch, seq_len) on the trial's device, when the trial has a model with a vocabulary, else None.
+  shape (micro_batch, seq_len) on the trial's device, when the trial has a model with a vocabulary, else None; with
+  data=lengths:... as wide as its samples ask for, with an "attention_mask".
 
 Everything of precision, checkpointing and accumulation is up to the target; the trial's axes tell it what is asked for.
 """
@@ -16,16 +17,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from vramsweep.harness import lengths
 from vramsweep.harness.registry import FSDP
 from vramsweep.harness.trial import DeviceAxis, InvalidTrial, Trial
-from vramsweep.runners import build, ranks, shardings
+from vramsweep.runners import build, described, ranks, shardings
 from vramsweep.runners.measure import StepMeter
 
 
@@ -57,14 +59,19 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
                 f"{trial.runner.target}: the optimizer has none of the model's parameters; make it after "
                 f"{'fully_shard' if trial.sharding == 'fsdp2' else 'FullyShardedDataParallel'}"
             )
+    if len(made) == 4 and lengths.named(trial.data):
+        raise InvalidTrial(f"{trial.runner.target} makes batches of its own, data={trial.data} says nothing of them: "
+                           "return (model, optimizer, step), or leave data= out")  # fmt: skip
     batches = made[3] if len(made) == 4 else _token_batches(trial, device, meter.rank)
     whole = net.module if isinstance(net, DistributedDataParallel) else net
     # FSDP1 leaves each rank's part of flattened weights, of which nobody can tell how many there were
     counts = dict.fromkeys(("parameters", "trainable_parameters")) if trial.sharding == "fsdp1" else {}
-    meter.built(lambda: build.describe(whole, optimizer) | counts | {"padding_fraction": None})
+    meter.built(lambda: described.describe(whole, optimizer) | counts | {"padding_fraction": None})
     for index in range(trial.steps()):
         meter.step_begin()
-        loss = step(batches(index))
+        batch = batches(index)
+        meter.fed(batch if isinstance(batch, Mapping) else {})
+        loss = step(batch)
         meter.step_end(loss if isinstance(loss, torch.Tensor) else None)
 
 

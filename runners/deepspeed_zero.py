@@ -14,7 +14,7 @@ import torch
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import build, ranks, shardings
+from vramsweep.runners import build, described, ranks, shardings
 from vramsweep.runners.measure import StepMeter
 from vramsweep.runners.shardings import zero
 
@@ -43,9 +43,9 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     zero.checked(trial, engine)
     meter.built(
         lambda: {
-            **build.describe(net, optimizer),
+            **described.describe(net, optimizer),
             **zero.told(engine),
-            "padding_fraction": data.padding_fraction,
+            **data.columns,
             "runner_config": config,
         },
         functools.partial(zero.skipped, engine),
@@ -56,6 +56,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         for _ in range(trial.grad_accum):
             index = micro * trial.world_size + meter.rank
             batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
+            meter.fed(batch)
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()

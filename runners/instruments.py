@@ -33,6 +33,7 @@ class Memory(Protocol):
 
     name: str
     held: int | None  # what was allocated at the last call of `take`; None where it is not counted
+    held_reserved: int | None  # the same of reserved
 
     def take(self) -> Peaks:
         """The peaks since the last call; a counter that this source does not fill is None."""
@@ -53,10 +54,11 @@ class CudaMemory:
         self.counters = COUNTERS if native else ("allocated", "active", "reserved")
         self.native = native
         self.held: int | None = None
+        self.held_reserved: int | None = None
 
     def take(self) -> Peaks:
         stats = torch.cuda.memory_stats_as_nested_dict()
-        self.held = stats["allocated_bytes"]["all"]["current"]
+        self.held, self.held_reserved = (stats[f"{c}_bytes"]["all"]["current"] for c in ("allocated", "reserved"))
         torch.cuda.reset_peak_memory_stats()
         return {c: stats[f"{c}_bytes"]["all"]["peak"] if c in self.counters else None for c in COUNTERS}
 
@@ -78,19 +80,22 @@ class Process:
 
     The kernel remembers the largest resident set, which mapped files and pages of others are part of; unknown where it
     cannot be told to start anew (gVisor's). What cannot be given back, anonymous and shared memory, is looked at by a
-    thread from `watch` to `rest`, every `LOOK_S`; `peak` is the largest seen.
+    thread from `watch` to `rest`, every `LOOK_S`; `peak` is the largest seen. One that has `begun` long ago keeps what
+    it has, and has no baseline.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begun: bool = False) -> None:
+        self._anew = True
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: it would remember the parent's peak
-            self._anew = True
+            if not begun:
+                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: it would remember the parent's peak
         except OSError:
             self._anew = False
         self._status = os.open("/proc/self/status", os.O_RDONLY)  # read at every step, for the process's life
         self._done = threading.Event()
-        self.resident_baseline = self.resident_peak()
-        self.baseline = self.peak = self.held()
+        self.resident_baseline = None if begun else self.resident_peak()
+        self.peak = self.held()
+        self.baseline = None if begun else self.peak
 
     def _counted(self, *names: bytes) -> int | None:
         text = os.pread(self._status, 1 << 14, 0)
@@ -168,6 +173,7 @@ class HostMemory:
     def __init__(self, process: Process) -> None:
         self.live: LiveBytes | None = None
         self.held: int | None = None  # of every step it would have to be counted, which slows them down
+        self.held_reserved: int | None = None  # nothing is reserved
         self._process = process
 
     def take(self) -> Peaks:
@@ -272,9 +278,12 @@ _REASONS = {
 }
 
 
-def ours(pids: Iterable[int]) -> set[int]:
-    """Those of the processes that belong to this attempt: to the worker's session, or started by one of it."""
-    session = os.getsid(0)
+def ours(pids: Iterable[int], worker: int | None = None) -> set[int]:
+    """Those of the processes that belong to this attempt: to the worker's session, or started by one of it.
+
+    The worker may be another process than this, one of its parents.
+    """
+    session = os.getsid(worker or 0)
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError, psutil.Error):  # it has ended, or the number is not of this container

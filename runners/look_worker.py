@@ -48,7 +48,7 @@ def of_trial(question: str, trial: Trial, traces: Path, trace: bool) -> Answer:
     card = trial.device.card
     if not trace and not (traces / f"{tracing.trace_key(trial, card)}.json").is_file():
         return None
-    runner = importlib.import_module(registry.runner(trial.runner.name).module)
+    runner = importlib.import_module(registry.module(trial))
     with tempfile.TemporaryDirectory() as folder:
         traced, _ = tracing.kept(trial, card, Path(folder), runner, traces)
     return QUESTIONS[question](traced, trial)

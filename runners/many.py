@@ -16,9 +16,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from vramsweep.harness import lengths
 from vramsweep.harness.attempt import PREDICTIONS
-from vramsweep.harness.trial import Trial
-from vramsweep.runners import result, simulated, tracing, worker
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import result, simulated, tracing, varying, worker
 from vramsweep.runners.curve import Curve, at, curve, point
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.tracer import Job, Tracer, at_once, forked
@@ -31,22 +32,26 @@ Trials = Mapping[str, Trial]  # by id
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
     """Answer the trials of the spec as far as that goes; returns the exit status."""
     trials = {one["trial_id"]: Trial.model_validate(one["trial"]) for one in spec["trials"]}
-    grouped = families(trials)
+    of_lengths = {trial_id: trial for trial_id, trial in trials.items() if lengths.varying(trial)}
+    grouped = families({trial_id: trial for trial_id, trial in trials.items() if trial_id not in of_lengths})
     tracer = Tracer(folder, spec["timeout_s"])
     alone = [next(iter(family.values())) for family in grouped.values() if len(set(map(point, family.values()))) == 1]
     tracer.trace(alone)  # all at once; the others know better which of their points to trace
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
     for family in grouped.values():
         _predict_family(family, tracer, files, spec["timeout_s"])
+    for family in families(of_lengths).values():
+        _predict_lengths(family, tracer, files, spec["timeout_s"])
     result.values(folder, {}, complete=True)
     return 0
 
 
 def families(trials: Trials) -> dict[str, dict[str, Trial]]:
-    """The trials of each family, whose traces differ in sizes at most."""
+    """The trials of each family, whose traces differ in sizes at most; where lengths vary those of its batches."""
     found: dict[str, dict[str, Trial]] = defaultdict(dict)
     for trial_id, trial in trials.items():
-        found[tracing.family_key(trial, trial.device.card)][trial_id] = trial
+        traced = varying.standin(trial, True, point(trial)) if lengths.varying(trial) else trial
+        found[tracing.family_key(traced, trial.device.card)][trial_id] = trial
     return found
 
 
@@ -71,6 +76,41 @@ def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadl
         pass
 
 
+def _predict_lengths(family: Trials, tracer: Tracer, files: Iterator[Path], deadline_s: float) -> None:
+    """The trials of a family whose lengths vary, each in a process of its own: it has hundreds of steps."""
+    found = varying.family(list(family.values()), tracer)
+    jobs: list[Job] = []
+    for trial_id, trial in family.items():
+        error = varying.refused([trial], found, tracer)
+        if error is not None:
+            next(files).write_bytes(_answer(trial_id, error, None, None))
+        else:
+            jobs.append((_predicting_lengths(trial_id, trial, found, next(files)), deadline_s))
+    for _ in forked(jobs, at_once()):
+        pass
+
+
+def _predicting_lengths(trial_id: str, trial: Trial, found: varying.Family, file: Path) -> Callable[[], None]:
+    def predict() -> None:
+        began = time.monotonic()
+        try:
+            predicted = varying.predict(trial, found)
+        except InvalidTrial as error:
+            file.write_bytes(_answer(trial_id, worker.told(error), None, time.monotonic() - began))
+        else:
+            file.write_bytes(_told(trial_id, predicted, began))
+
+    return predict
+
+
+def _told(trial_id: str, predicted: simulated.Predicted, began: float) -> bytes:
+    told: dict[str, Any] = {"values": predicted.columns, "complete": True}
+    if predicted.error is not None:
+        told = worker.told(predicted.error)
+    last = simulated.record(*predicted.phases[-1]) if predicted.phases else None
+    return _answer(trial_id, told, last, time.monotonic() - began)
+
+
 def _predicting(trials: Trials, found: Curve, file: Path) -> Callable[[], None]:
     def predict() -> None:
         at_hand: tuple[tuple[Point, str | None], Any] | None = None
@@ -83,12 +123,7 @@ def _predicting(trials: Trials, found: Curve, file: Path) -> Callable[[], None]:
                         at_hand = where, found.at(trial)
                     if at_hand[1] is None:  # could not be traced: its own attempt will show why
                         continue
-                    predicted = simulated.predict(trial, *at_hand[1])
-                    told: dict[str, Any] = {"values": predicted.columns, "complete": True}
-                    if predicted.error is not None:
-                        told = worker.told(predicted.error)
-                    last = simulated.record(*predicted.phases[-1]) if predicted.phases else None
-                    lines.write(_answer(trial_id, told, last, time.monotonic() - began))
+                    lines.write(_told(trial_id, simulated.predict(trial, *at_hand[1]), began))
                 except Exception:
                     traceback.print_exc()
 

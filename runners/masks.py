@@ -34,18 +34,26 @@ class Facts:
     longest: int
 
 
-def facts(data: build.Data) -> Facts:
-    """What is true of these samples."""
-    lengths, documents, longest = set(), 1, 0
+def facts(data: build.Data, micro_batch: int = 1) -> Facts:
+    """What is true of these samples, in batches of so many."""
+    lengths, documents, longest, padded = set(), 1, 0, False
     with _disable_current_modes():
-        for sample in data.samples:
+        for sample in _in_batches(data, micro_batch):
             mask, positions = sample.get("attention_mask"), sample.get("position_ids")
             size = sample["input_ids"].numel()
             lengths.add(size if mask is None else int(mask.sum()))
+            padded |= mask is not None and int(mask.sum()) < size
             starts = [0] if positions is None else (positions == 0).nonzero().flatten().tolist()
             documents = max(documents, len(starts))
             longest = max(longest, *(b - a for a, b in zip(starts, [*starts[1:], size], strict=True)))
-    return Facts(data.padding_fraction > 0, frozenset(lengths), documents, longest)
+    return Facts(padded, frozenset(lengths), documents, longest)
+
+
+def _in_batches(data: build.Data, micro_batch: int) -> Iterator[build.Sample]:
+    """The samples as their batches have them."""
+    for first in range(0, len(data.samples), micro_batch):
+        every = range(first, min(first + micro_batch, len(data.samples)))
+        yield from data.alike([data.samples[number] for number in every])
 
 
 @contextlib.contextmanager
@@ -54,7 +62,7 @@ def known(trial: Trial) -> Iterator[None]:
     if trial.runner.name == "custom":
         yield
         return
-    of_trial = cache(lambda: facts(build.data(trial)))
+    of_trial = cache(lambda: _of_script(trial) if trial.runner.command else facts(build.data(trial), trial.micro_batch))
     with contextlib.ExitStack() as stack:
         for owner, name, make in REPLACED:
             if hasattr(owner, name):
@@ -63,6 +71,11 @@ def known(trial: Trial) -> Iterator[None]:
         flash_mask = {"flash_attention_2": masking_utils.flash_attention_mask}
         stack.enter_context(mock.patch.dict(mapping, flash_mask))
         yield
+
+
+def _of_script(trial: Trial) -> Facts:
+    """A script's samples are its own: they are taken to be one document each, without padding."""
+    return Facts(False, frozenset({trial.seq_len}), 1, trial.seq_len)
 
 
 Ask = Callable[[], Facts]

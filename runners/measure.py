@@ -19,20 +19,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
-from vramsweep.harness import node
+from vramsweep.harness import lengths, node
 from vramsweep.harness.attempt import RECORDING, STEPS
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.outcome import of_the_machine
-from vramsweep.harness.trial import Trial
 from vramsweep.runners.count import NO_BACKWARD, Count
 from vramsweep.runners.dispatch import LiveBytes, storages_alive
 from vramsweep.runners.instruments import (
@@ -51,13 +51,60 @@ from vramsweep.runners.instruments import (
     pinned_peak,
 )
 from vramsweep.runners.over_ranks import Columns, over_ranks
+from vramsweep.runners.shared_peaks import SharedCudaMemory
+
+if TYPE_CHECKING:  # a script of the user's own is measured where pydantic may not be installed (observer.py)
+    from vramsweep.harness.trial import Trial
 
 RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
 PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
+PARTS = ("load", "resume", "first_step", "steps", "evaluation", "save")  # of a whole job
+OF_TRAINING = ("load", "first_step", "steps")  # whose peaks are a row's
+SPEED = (
+    *("elapsed_s", "step_times_s", "step_median_s", "step_iqr_s", "warmup_step_times_s"),
+    *("tokens_per_s", "samples_per_s"),
+)
+COUNTED = "speed is not known: on a CPU every tensor of a whole job is counted, which slows it down"
 GRAPHED = ("reduce-overhead", "max-autotune")
 REPLAYED = "allocated peaks of steps and phases are not known: counters do not see what a CUDA graph replays in"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a meter is told of the training: how many steps, and what of a step cannot be seen from outside.
+
+    `tokens_per_step` and `samples_per_step` are of all ranks, padding counted. None is what is not known; without a
+    number of measured steps every further step is one, until the meter is told to `finish`.
+    """
+
+    warmup_steps: int
+    measured_steps: int | None
+    record: bool = False
+    tokens_per_step: int | None = None
+    samples_per_step: int | None = None
+    world_size: int = 1
+    precision: str | None = None
+    job: bool = False  # the parts of a whole job are told apart
+    graphed: bool = False  # torch.compile replays CUDA graphs
+    fused_loss: bool = False  # Liger's, which computes its gradients in the forward pass
+
+
+def asked(trial: Trial) -> Asked:
+    """What a trial asks of a meter."""
+    return Asked(
+        trial.protocol.warmup_steps,
+        trial.protocol.measured_steps,
+        trial.record,
+        None if lengths.named(trial.data) else trial.tokens_per_step(),
+        trial.samples_per_step(),
+        trial.world_size,
+        trial.precision,
+        trial.protocol.job,
+        trial.compile in GRAPHED,
+        trial.loss == "fused_linear" or (trial.loss == "default" and trial.kernels == "liger"),
+    )
 
 
 class StepMeter(Protocol):
@@ -76,6 +123,10 @@ class StepMeter(Protocol):
 
     def step_begin(self) -> None:
         """The next optimizer step begins."""
+        ...
+
+    def fed(self, batch: Mapping[str, Any]) -> None:
+        """The step's next forward pass gets this batch."""
         ...
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
@@ -98,45 +149,97 @@ class Step(Protocol):
 class Gauges:
     """The instruments of one rank, and the largest of all peaks that were taken with them.
 
-    The device's memory and processes are read before torch touches the device, which makes a context there.
+    The device's memory and processes are read before torch touches the device, which makes a context there. Where
+    a script's process is measured, one that `worker` has started, it has done so already; then peaks count from that
+    process's start, nothing looks at it between the steps, and `imported` are the storages that its imports had made.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.process = Process()
-        self.process.watch()
+    def __init__(
+        self, device: torch.device, worker: int | None = None, imported: Sequence[torch.UntypedStorage] = ()
+    ) -> None:
+        self.worker = worker
+        self.process = Process(begun=worker is not None)
         self.nvml = Nvml(device)
-        self.baseline = self.nvml.used()
-        self.listed = self.nvml.processes()
         self.cuda = device.type == "cuda"
-        if self.cuda:
-            try:
-                torch.cuda.set_device(device)  # makes the context
-                torch.cuda.init()
-            except RuntimeError as error:  # driver too old, error 802, memory full of others': no trial has begun
-                if not of_the_machine(str(error)):  # an allocator's setting that the driver refuses is the trial's
-                    raise
-                raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
-            torch.cuda.reset_peak_memory_stats()
-        self.memory: Memory = CudaMemory() if self.cuda else HostMemory(self.process)
-        self.imported = [] if self.cuda else storages_alive()  # a template's, of before its gc.freeze, show nowhere
+        if worker is None:
+            self.process.watch()
+            self.baseline = self.nvml.used()
+            self.listed = self.nvml.processes()
+            _begin(device)
+            imported = [] if self.cuda else storages_alive()  # a template's, of before its gc.freeze, show nowhere
+        else:
+            self.baseline = self.listed = None
+        self.imported = imported
+        self.memory: Memory = HostMemory(self.process)
+        if self.cuda and worker is None:
+            self.memory = CudaMemory()
+        elif self.cuda:
+            self.memory = SharedCudaMemory()
+            self.memory.install()
         self.clock = Clock(device)
         self.compiler = Compiler()
         self.peaks: Peaks = dict.fromkeys(COUNTERS)
+        self.part: str | None = None  # of a whole job, which is going on
+        self.parts: dict[str, Peaks] = {}
+        self._kept: Peaks = dict.fromkeys(COUNTERS)  # of the training, from before another part came in between
+
+    def release(self) -> None:
+        """Leave the script's process as it was found."""
+        if isinstance(self.memory, SharedCudaMemory):
+            self.memory.uninstall()
 
     def others(self) -> list[int] | None:
         """Compute processes on the device that are not ours; None where that cannot be told."""
         listed = self.nvml.processes()
-        return foreign(self.listed, listed, ours(listed or ()))
+        return foreign(self.listed, listed, ours(listed or (), self.worker))
 
     def take(self) -> Peaks:
-        """The peaks since the last call."""
-        peaks = self.memory.take()
+        """The peaks since the last call, without those of parts of a job that are no training."""
+        read = self._read()
+        peaks = read if self.part is None or self.part in OF_TRAINING else dict.fromkeys(COUNTERS)
+        peaks, self._kept = _larger(self._kept, peaks), dict.fromkeys(COUNTERS)
         self.peaks = _larger(self.peaks, peaks)
         return peaks
+
+    def begin_job(self, counted: bool = True) -> None:
+        """Tell the parts of a whole job apart, beginning with load; on a CPU count every tensor, if `counted`."""
+        self.part = "load"
+        if isinstance(self.memory, HostMemory) and counted:
+            self.memory.live = LiveBytes(self.imported)
+            self.memory.live.__enter__()  # to the end of the process
+
+    def enter(self, part: str | None) -> None:
+        """From now on it is this part of a job, one of PARTS; None where it is over."""
+        peaks = self._read()
+        if self.part in OF_TRAINING:
+            self._kept = _larger(self._kept, peaks)
+        self.part = part
+
+    def _read(self) -> Peaks:
+        peaks = self.memory.take()
+        if self.part is not None:
+            self.parts[self.part] = _larger(self.parts.get(self.part, peaks), peaks)
+        return peaks
+
+    def part_columns(self) -> Columns:
+        """What each part of a job took; nothing where there is none. The resident set of a process only ever rises."""
+        if not self.parts:
+            return {}
+        counters = ("allocated", "reserved") if self.cuda else ("allocated",)
+        found = {
+            c: {p: peak for p in PARTS if p in self.parts and (peak := self.parts[p][c]) is not None} for c in counters
+        }
+        known = next((peaks for peaks in found.values() if peaks), {})
+        return {
+            **{f"part_peak_{c}_bytes": peaks or None for c, peaks in found.items()},
+            "largest_part": max(known, key=lambda part: known[part], default=None),
+        }
 
     def host(self) -> Columns:
         """This rank's share of the columns on host memory, read once the measured steps are over."""
         peak, started = self.process.look(), self.process.started()
+        if self.worker is not None:  # only looked at now and then
+            peak = None
         return {
             "host_ranks": 1,
             "host_peak_bytes": None if peak is None or started is None else peak + started,
@@ -151,6 +254,20 @@ class Gauges:
         """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize()
+
+
+def _begin(device: torch.device) -> None:
+    """Make the context on a CUDA device, with its peaks at zero."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.set_device(device)
+        torch.cuda.init()
+    except RuntimeError as error:  # driver too old, error 802, memory full of others': no trial has begun
+        if not of_the_machine(str(error)):  # an allocator's setting that the driver refuses is the trial's
+            raise
+        raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
+    torch.cuda.reset_peak_memory_stats()
 
 
 class Warmup:
@@ -193,7 +310,8 @@ class Probe:
         self._began = time.perf_counter()
         memory = self.gauges.memory
         self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.graphs() > 0
-        if isinstance(memory, HostMemory) and not self._unseen:  # under a mode compiled code would not even run
+        counted = isinstance(memory, HostMemory) and memory.live is not None  # of a whole job, from its begin
+        if isinstance(memory, HostMemory) and not self._unseen and not counted:  # compiled code would not run under it
             memory.live = self._context.enter_context(LiveBytes(self.gauges.imported))
         self._context.enter_context(backward_boundaries(lambda: self._end("forward"), lambda: self._end("backward")))
         self.gauges.take()
@@ -201,7 +319,7 @@ class Probe:
     def leave(self, loss: torch.Tensor | None) -> None:
         self._end("optimizer")
         self._context.close()
-        if isinstance(self.gauges.memory, HostMemory):
+        if isinstance(self.gauges.memory, HostMemory) and self.gauges.part is None:
             self.gauges.memory.live = None
         self.spent = time.perf_counter() - self._began
         self.then()
@@ -223,11 +341,13 @@ class Probe:
 class Measured:
     """A mark of the clock and the peaks at each boundary. `then` is called when the last of the steps is over."""
 
-    def __init__(self, gauges: Gauges, trial: Trial, then: Callable[[], None]) -> None:
-        self.gauges, self.trial, self.then = gauges, trial, then
+    def __init__(self, gauges: Gauges, asked: Asked, then: Callable[[], None]) -> None:
+        self.gauges, self.asked, self.then = gauges, asked, then
         self.skipped: Callable[[], int | None] = lambda: None
         self.peaks: list[Peaks] = []
         self.held: list[int | None] = []
+        self.reserved: list[int | None] = []  # at the end of each step, as `held`
+        self.tokens: list[int | None] = []
         self.elapsed = 0.0
         self.notes: list[str] = []
         self._columns: Columns = {}
@@ -243,17 +363,20 @@ class Measured:
         self.gauges.clock.mark()
 
     def enter(self) -> None:
-        """Nothing: the boundary was the end of the step before."""
+        """The boundary was the end of the step before."""
+        self.fed: int | None = None
 
     def leave(self, loss: torch.Tensor | None) -> None:
         self.gauges.clock.mark()
         self.peaks.append(self.gauges.take())
         self.held.append(self.gauges.memory.held)
-        if len(self.peaks) == self.trial.protocol.measured_steps:
-            self._finish(loss)
-            self.then()
+        self.reserved.append(self.gauges.memory.held_reserved)
+        self.tokens.append(self.fed)
+        if len(self.peaks) == self.asked.measured_steps:
+            self.finish(loss)
 
-    def _finish(self, loss: torch.Tensor | None) -> None:
+    def finish(self, loss: torch.Tensor | None) -> None:
+        """The last of the steps is over."""
         nvml = self.gauges.nvml
         times = self.gauges.clock.times()
         self.elapsed = elapsed = sum(times)
@@ -262,6 +385,11 @@ class Measured:
         joules = None if energy is None or self._energy is None else energy - self._energy
         skipped = self.skipped()
         recompiled = self.gauges.compiler.graphs() - self._graphs
+        fed = _known(self.tokens)
+        tokens = None if fed is None else sum(fed)
+        if self.asked.tokens_per_step is not None:
+            tokens = self.asked.tokens_per_step * len(times)
+        samples = None if self.asked.samples_per_step is None else self.asked.samples_per_step * len(times)
         self.notes = [RECOMPILED.format(recompiled)] if recompiled else []
         self._columns = {
             **self.gauges.memory.summary(),
@@ -274,12 +402,13 @@ class Measured:
             "step_times_s": times,
             "compile_s": self.gauges.compiler.seconds(),
             "step_median_s": statistics.median(times),
-            "step_iqr_s": float(np.subtract(*np.percentile(times, [75, 25]))),
-            "tokens_per_s": self.trial.tokens_per_step() * len(times) / elapsed,
-            "samples_per_s": self.trial.samples_per_step() * len(times) / elapsed,
+            "step_iqr_s": _iqr(times),
+            "tokens_per_s": None if tokens is None else tokens / elapsed,
+            "samples_per_s": None if samples is None else samples / elapsed,
             "skipped_steps": None if skipped is None or self._skipped is None else skipped - self._skipped,
             "loss_last": _finite(loss),
         }
+        self.then()
 
     def columns(self) -> Columns:
         reserved = [peaks["reserved"] for peaks in self.peaks]
@@ -288,6 +417,9 @@ class Measured:
             "measured_steps": len(self.peaks),
             "step_peak_allocated_bytes": _known([peaks["allocated"] for peaks in self.peaks]),
             "step_peak_reserved_bytes": _known(reserved),
+            "step_allocated_bytes": _known(self.held),
+            "step_reserved_bytes": _known(self.reserved),
+            "step_tokens": _known(self.tokens) if self.asked.tokens_per_step is None else None,
             "step_growth_bytes": growth(self.held),
             "plateau": plateau(reserved),
         }
@@ -317,33 +449,33 @@ def alone(own: Columns) -> Columns:
 
 
 class Meter:
-    """Measures the steps of one trial on one rank, as StepMeter.
+    """Measures the steps of one trial on one rank, as StepMeter, with the rank's instruments.
 
     `publish` is called when the last measured step is over: it takes this rank's columns and returns the row's.
     """
 
     def __init__(
         self,
-        trial: Trial,
+        asked: Asked,
         folder: Path,
-        device: torch.device,
+        gauges: Gauges,
         rank: int,
         publish: Callable[[Columns], Columns] = alone,
     ) -> None:
-        self.rank, self.trial = rank, trial
-        self.gauges = Gauges(device)
+        self.rank, self.asked, self.gauges = rank, asked, gauges
         self.warmup = Warmup(self.gauges)
-        self.measured = Measured(self.gauges, trial, self._publish)
+        self.measured = Measured(self.gauges, asked, self._publish)
         self.probe = Probe(self.gauges, self.measured.start)
-        self.count = Count(self.gauges.compiler, trial)
+        of_rank = None if asked.tokens_per_step is None else asked.tokens_per_step // asked.world_size
+        self.count = Count(self.gauges.compiler, of_rank, asked.precision, asked.world_size, asked.fused_loss)
         recorded = Recorded(folder / RECORDING if rank == 0 else None)
-        self.plan: tuple[Step, ...] = (
-            *[self.warmup] * trial.protocol.warmup_steps,
-            self.probe,
-            *[self.measured] * trial.protocol.measured_steps,
-            self.count,
-            *[recorded] * trial.record,
-        )
+        warmup = [self.warmup] * asked.warmup_steps
+        self.plan: tuple[Step, ...]
+        if asked.measured_steps is None:  # the measured steps follow
+            self.plan = (*warmup, self.count, self.probe)
+        else:
+            measured = [self.measured] * asked.measured_steps
+            self.plan = (*warmup, self.probe, *measured, self.count, *[recorded] * asked.record)
         self.index = 0
         self._training = False
         self.row: Columns | None = None  # once it is published
@@ -358,18 +490,40 @@ class Meter:
         self._load = self.gauges.take()
         self._host_load = self.gauges.process.look()
         self._describe = describe
+        if self.asked.job:
+            self.gauges.enter("first_step")
         if skipped is not None:
             self.measured.skipped = skipped
         self._training = True
         self._record({"event": "train"})
 
     def step_begin(self) -> None:
-        self.plan[self.index].enter()
+        self.step().enter()
+
+    def fed(self, batch: Mapping[str, Any]) -> None:
+        step, ids = self.plan[self.index], batch.get("input_ids")
+        if self.asked.tokens_per_step is not None or not isinstance(ids, torch.Tensor):
+            return
+        if step is self.measured:
+            self.measured.fed = (self.measured.fed or 0) + ids.numel()
+        elif step is self.count:
+            self.count.tokens = (self.count.tokens or 0) + ids.numel()
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         self._record({"step": self.index, "at_s": time.perf_counter()})
-        self.plan[self.index].leave(loss)
+        self.step().leave(loss)
         self.index += 1
+        if self.asked.job and self.index == 1:
+            self.gauges.enter("steps")
+
+    def step(self) -> Step:
+        """What the present step is for."""
+        return self.plan[self.index] if self.index < len(self.plan) else self.measured
+
+    def finish(self) -> None:
+        """The measured steps are over, as many as there were; for those whose number was not said."""
+        if self.row is None and self.measured.peaks:
+            self.measured.finish(None)
 
     def stopped(self, phase: str) -> None:
         """Note the phase of the step in which training ended, if it had begun."""
@@ -389,7 +543,7 @@ class Meter:
         if self.row is None:
             raise RuntimeError(f"training ended after {self.index} of {len(self.plan)} steps, before all were measured")
         spent = sum(self.warmup.times) + self.probe.spent + self.measured.elapsed + self.count.spent
-        return self.row | self.count.columns(self.row) | {"steps_s": spent}
+        return self.row | self.count.columns(self.row) | self.gauges.part_columns() | {"steps_s": spent}
 
     def failed(self, error: BaseException) -> str:
         """A note on what ended training after the measured steps; nothing is watched any longer."""
@@ -412,15 +566,18 @@ class Meter:
             "rss_baseline_bytes": None if gauges.cuda else gauges.process.resident_baseline,
             "memory_source": gauges.memory.name,
             **gauges.host(),
-            "host_load_peak_bytes": self._host_load,
+            "host_load_peak_bytes": self._host_load if gauges.worker is None else None,
             "steps_s": sum(self.warmup.times) + self.probe.spent + self.measured.elapsed,
             **described,
             "notes": [*self.probe.columns()["notes"], *self.measured.notes, *(described.get("notes") or ())],
         }
-        if self.trial.compile in GRAPHED and gauges.cuda:
+        if isinstance(gauges.memory, HostMemory) and gauges.memory.live is not None:
+            own |= {**dict.fromkeys(SPEED), "notes": [*own["notes"], COUNTED]}
+        if self.asked.graphed and gauges.cuda:
             phases = [f"{phase}_peak_allocated_bytes" for phase in ("forward", "backward", "optimizer", "step")]
             own |= {**dict.fromkeys(phases), "notes": [*own["notes"], REPLAYED]}
         self.row = self._to_publish(own | self.seen())
+        self._describe, self.measured.skipped = dict, lambda: None  # which hold model and optimizer
 
     def _record(self, record: dict[str, Any]) -> None:
         if self._records is not None:
@@ -460,4 +617,12 @@ def _finite(loss: torch.Tensor | None) -> float | None:
     if loss is None:
         return None
     value = float(loss.detach())
-    return value if np.isfinite(value) else None
+    return value if math.isfinite(value) else None
+
+
+def _iqr(times: Sequence[float]) -> float:
+    """The interquartile range, quartiles between two values in proportion."""
+    if len(times) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return high - low

@@ -170,6 +170,8 @@ class _Meter:
 
     def step_begin(self) -> None: ...
 
+    def fed(self, batch: Any) -> None: ...
+
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         self._tracker.reset_mod_stats()
 

@@ -75,6 +75,9 @@ def over_ranks(ranks: Sequence[Columns]) -> Columns:
         if name in COMBINED:
             known = [columns[name] for columns in ranks if columns.get(name) is not None]
             row[name] = COMBINED[name](known) if known else None
+    fed = [sum(columns["step_tokens"]) for columns in ranks if columns.get("step_tokens")]
+    if len(fed) == len(ranks) > 1:  # each rank has lengths of its own
+        row["tokens_per_s"] = sum(fed) / row["elapsed_s"]
     return row | {
         "worst_rank": worst,
         **{

@@ -59,14 +59,18 @@ class Cover:
     known: Known
     _piece: Mapping[Point, int]
 
+    def formulas(self, point: Point) -> SymbolicTrace | None:
+        """The formulas that hold at a point, if it was not traced itself."""
+        return None if point in self.traced or point not in self._piece else self.pieces[self._piece[point]]
+
     def at(self, point: Point) -> tuple[Trace, dict[str, Any], str] | None:
         """The trace at a point, its details, and what it rests on: "traced", or "checked at N points". None if nothing
         is known of the point, or it cannot be traced."""
         if (found := self.traced.get(point)) is not None:
             return found.trace, found.details, "traced"
-        if point not in self._piece:
+        piece = self.formulas(point)
+        if piece is None:
             return None
-        piece = self.pieces[self._piece[point]]
         trace, details = piece.at(point)
         return trace, details | self.known(point), piece.basis
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, ran_out, result, simulated, techniques
-from vramsweep.runners.measure import Meter
+from vramsweep.runners.measure import Gauges, Meter, asked
 from vramsweep.runners.over_ranks import Columns, over_ranks
 
 
@@ -28,7 +27,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
 
     Raises what training raises until the measured steps are over, and result.EndedEarly from then on.
     """
-    runner = importlib.import_module(registry.runner(trial.runner.name).module)
+    runner = importlib.import_module(registry.module(trial))
     if trial.device.name == "simulated":
         return simulated.run(trial, folder, runner)
     rank = int(os.environ.get("RANK", "0"))
@@ -47,7 +46,10 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
             torch.distributed.barrier()  # no rank goes on, and perhaps fails, before the result is there
         return row
 
-    meter = Meter(trial, folder, device, rank, publish)
+    gauges = Gauges(device)
+    if trial.protocol.job:
+        gauges.begin_job(counted=trial.compile == "none")
+    meter = Meter(asked(trial), folder, gauges, rank, publish)
     effective, told = effective_allocator(trial) if device.type == "cuda" else (None, [])
     about = {
         "environment": variables.recorded(os.environ),
@@ -100,18 +102,11 @@ def effective_allocator(trial: Trial) -> tuple[str, list[str]]:
     """
     torch.cuda.init()
     backend = torch.cuda.get_allocator_backend()
-    asked = allocator_config.parse(trial.allocator.conf)
     settings = torch.cuda.memory._snapshot()["allocator_settings"] if backend == "native" else {}
-    effective = replace(allocator_config.from_settings(settings), backend=backend)
-    known = allocator_config.reported(settings)
-    found = allocator_config.differences(asked, effective, known)
-    if found:
-        raise AllocatorMismatch("; ".join(found))
-    silent = [option.name for option in asked.set_options() if option.name not in known]
-    notes = (
-        [f"the {backend} allocator does not report whether these took effect: {', '.join(silent)}"] if silent else []
-    )
-    return effective.render(known), notes + allocator_config.without_effect(asked)
+    found = allocator_config.read_back(allocator_config.parse(trial.allocator.conf), backend, settings)
+    if found.mismatch:
+        raise AllocatorMismatch(found.mismatch)
+    return found.effective, found.notes
 
 
 def _gathered(trial: Trial, own: Columns) -> list[Columns]:

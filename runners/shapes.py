@@ -33,6 +33,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from transformers import Trainer
 
+from vramsweep.harness import lengths
 from vramsweep.harness.gpus import Gpu
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import build, tracing
@@ -69,7 +70,8 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: tracing.Runner) -> Cand
 
     It leaves the process as a direct trace does: DeepSpeed needs one of its own.
     """
-    if trial.data != "synthetic" or trial.padding:
+    synthetic = trial.data == "synthetic" or lengths.varying(trial)
+    if not synthetic or trial.padding:
         return Refused("how much of a batch is padding is no formula of its length")
     try:
         symbols = _Symbols(trial)

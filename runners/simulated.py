@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness import efficiencies, gpus, links, machine, node, registry
+from vramsweep.harness import efficiencies, gpus, lengths, links, machine, node, registry
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.attempt import STEPS
 from vramsweep.harness.differences import DIFFERENCES
@@ -62,8 +62,13 @@ def run(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
     Raises SimulatedOutOfMemoryError when it would not fit into the card, SimulatedHostOutOfMemoryError when the node's
     memory is full before that, InvalidTrial for a step that cannot be traced.
     """
-    trace, details = tracing.kept(trial, trial.device.card, folder, runner, folder.parents[2] / "traces")
-    predicted = predict(trial, trace, details)
+    if lengths.varying(trial):
+        from vramsweep.runners import varying  # which needs this module
+
+        predicted = varying.run(trial, folder)
+    else:
+        trace, details = tracing.kept(trial, trial.device.card, folder, runner, folder.parents[2] / "traces")
+        predicted = predict(trial, trace, details)
     _record(folder, predicted.phases)
     if predicted.error is not None:
         raise predicted.error
@@ -84,37 +89,43 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     if full is not None and predicted.refused is not None and full >= len(predicted.phases):
         full = None  # the card is full before
     phases = predicted.phases if full is None else predicted.phases[: full + 1]
-    about = {
-        "prediction_basis": basis(trial),
-        "trace_basis": trace_basis,
-        "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
-        "gpu_name": card.name,
-        "device_total_bytes": reported_bytes(card),
-        "memory_limit_bytes": limit,
-        "allocator_conf_effective": config.render(),
-        "torch_version": torch.__version__,
-        **host_columns(trial, host),
-    }
+    known = about(trial, trace_basis, host)
     estimated, untimed = speed(trial, trace, card)
     if full is not None or predicted.refused is not None:
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
-        about |= estimated | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
+        known |= estimated | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
     if full is not None:
-        text = _host_refused(trial, host, host.phases[full][0], about)
-        return Predicted(about, phases, SimulatedHostOutOfMemoryError(text, about))
+        text = _host_refused(trial, host, host.phases[full][0], known)
+        return Predicted(known, phases, SimulatedHostOutOfMemoryError(text, known))
     if predicted.refused is not None:
-        about |= oom_columns(predicted.refused)
+        known |= oom_columns(predicted.refused)
         asked = held(trace, predicted.refused.storage, predicted.refused.mark)
-        text = f"{_refused(predicted.refused, asked, trial, whole)}; {_would_fit(trial, whole, limit)}"
-        return Predicted(about, phases, SimulatedOutOfMemoryError(text, about))
+        text = f"{refused_text(predicted.refused, asked, trial, whole)}; {_would_fit(trial, whole, limit)}"
+        return Predicted(known, phases, SimulatedOutOfMemoryError(text, known))
     grown = growth(trace)
-    found = columns(predicted) | lagging(trace, config, limit) | estimated | details | about
+    found = columns(predicted) | lagging(trace, config, limit) | estimated | details | known
     notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
     notes += [*unheeded(trial, found["differences"] or ()), *filter(None, [untimed])]
     if grown is not None:
         notes += filter(None, [grown.note()])
         found |= {"step_growth_bytes": grown.bytes, "plateau": bool(found["plateau"]) and grown.bytes <= 0}
     return Predicted(found | {"notes": notes or None}, phases, None)
+
+
+def about(trial: Trial, trace_basis: str, host: HostPrediction) -> dict[str, Any]:
+    """The row's columns that do not hang on how the prediction ends."""
+    card = trial.device.card
+    return {
+        "prediction_basis": basis(trial),
+        "trace_basis": trace_basis,
+        "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
+        "gpu_name": card.name,
+        "device_total_bytes": reported_bytes(card),
+        "memory_limit_bytes": trial.memory_limit(),
+        "allocator_conf_effective": allocator_config.parse(trial.allocator.conf).render(),
+        "torch_version": torch.__version__,
+        **host_columns(trial, host),
+    }
 
 
 def basis(trial: Trial) -> str:
@@ -267,7 +278,8 @@ def oom_columns(refused: Refused) -> dict[str, Any]:
     }
 
 
-def _refused(refused: Refused, asked: Held, trial: Trial, without_limit: Prediction) -> str:
+def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Prediction) -> str:
+    """Why the card is too small, for a row."""
     card, share = trial.device.card, allocator_config.parse(trial.allocator.conf).per_process_memory_fraction
     where = "while loading" if asked.step is None else f"in the {asked.phase} phase of step {asked.step}"
     who = " ".join(filter(None, (asked.module, asked.operator)))

@@ -57,6 +57,11 @@ class SymbolicTrace:
         """Whether it is true of this point."""
         return all(compiled(guard)(point) for guard in self.guards)
 
+    def sizes_at(self, point: Point) -> list[int]:
+        """The sizes of the storages alone."""
+        values = [compiled(formula)(point) for formula in self.formulas]
+        return [values[n] for n in self.sizes]
+
     def at(self, point: Point) -> tuple[Trace, dict[str, Any]]:
         """The trace and the details at this point. Events, marks and notes are the template's own lists."""
         values = [compiled(formula)(point) for formula in self.formulas]

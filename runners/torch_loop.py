@@ -15,7 +15,7 @@ import torch
 
 from vramsweep.harness.registry import FSDP
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import build, shardings
+from vramsweep.runners import build, described, shardings
 from vramsweep.runners.instruments import scaler_skips
 from vramsweep.runners.measure import StepMeter
 
@@ -34,9 +34,9 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     data = build.data(trial)
     meter.built(
         lambda: {
-            **build.describe(getattr(net, "module", net), optimizer),
+            **described.describe(getattr(net, "module", net), optimizer),
             **counts,
-            "padding_fraction": data.padding_fraction,
+            **data.columns,
             "runner_config": config,
         },
         scaler_skips(scaler, trial.steps()),
@@ -47,6 +47,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         for left in reversed(range(trial.grad_accum)):
             index = micro * trial.world_size + meter.rank
             batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
+            meter.fed(batch)
             with net.no_sync() if trial.sharding == "ddp" and trial.no_sync and left else contextlib.nullcontext():
                 with contextlib.nullcontext() if trial.sharding in FSDP else build.autocast(trial, device):
                     loss = net(**batch).loss / trial.grad_accum
@@ -62,6 +63,6 @@ def _sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any] | 
     """The model as the ranks share it, what the sharding was told, and columns about the whole model's parameters."""
     if trial.sharding == "none":
         net = build.model(trial, device)
-        return net, None, build.counts(net)
+        return net, None, described.counts(net)
     found: tuple[Any, dict[str, Any], dict[str, Any]] = shardings.hook(trial, "sharded")(trial, device)
     return found

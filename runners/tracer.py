@@ -89,7 +89,7 @@ class Tracer:
     def _tracing(self, trial: Trial, place: Path) -> Callable[[], None]:
         def trace() -> None:
             place.mkdir()
-            runner = importlib.import_module(registry.runner(trial.runner.name).module)
+            runner = importlib.import_module(registry.module(trial))
             try:
                 tracing.kept(trial, trial.device.card, place, runner, self._traces())
             except InvalidTrial as error:
@@ -141,7 +141,7 @@ class Kept(Mapping[Point, pieces.Traced]):
 def _tracing_symbols(trial: Trial, place: Path) -> Callable[[], None]:
     def trace() -> None:
         place.mkdir()
-        runner = importlib.import_module(registry.runner(trial.runner.name).module)
+        runner = importlib.import_module(registry.module(trial))
         found = shapes.trace(trial, trial.device.card, place, runner)
         (place / SYMBOLIC).write_bytes(pickle.dumps(found))
 

@@ -63,6 +63,8 @@ class TraceMeter:
         self.tracer.in_step = True
         self.tracer.in_last_step = self.index == self.trial.steps() - 1
 
+    def fed(self, batch: Any) -> None: ...
+
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         self.mark("optimizer")
         if self.tracer.in_last_step:

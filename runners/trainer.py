@@ -10,20 +10,22 @@ the samples. The model is made after the arguments, as most users do; zero_init=
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from vramsweep.harness import lengths
 from vramsweep.harness.registry import ZERO
 from vramsweep.harness.techniques import technique
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, ranks, shardings, techniques
+from vramsweep.runners import build, described, ranks, shardings, techniques
 from vramsweep.runners.instruments import scaler_skips
-from vramsweep.runners.measure import StepMeter
+from vramsweep.runners.measure import Meter, StepMeter
 
 
 class _Samples(Dataset[dict[str, torch.Tensor]]):
@@ -58,13 +60,46 @@ class _Boundaries(TrainerCallback):
         self.meter.step_end(self.loss)
 
 
+class _Job(TrainerCallback):
+    """Tells the meter which part of a job goes on after the last step, or before the first of a resumed training."""
+
+    def __init__(self, meter: StepMeter) -> None:
+        assert isinstance(meter, Meter)
+        self.meter = meter
+        self.resumes = False
+
+    def enter(self, part: str | None) -> None:
+        self.resumes = part == "resume"
+        self.meter.gauges.enter(part)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.resumes:
+            self.enter(None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.meter.index == len(self.meter.plan) and self.meter.gauges.part == "steps":
+            self.enter("evaluation")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.enter("save")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.enter(None)
+
+
 class _Trainer(Trainer):
-    """Hands each step's loss to the callback."""
+    """Hands each pass's batch and its loss to the callback. Samples whose lengths vary come in the order drawn."""
 
     boundaries: _Boundaries
+    ordered = False
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        ordered: Any = self.train_dataset
+        return SequentialSampler(ordered) if self.ordered else super()._get_train_sampler(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.boundaries.meter.fed(inputs)
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         self.boundaries.loss = loss
         return loss
 
@@ -75,6 +110,8 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
         ranks.backend(trial, device)
     with shardings.without_card(trial):
         _run(trial, device, meter, folder)
+        if trial.protocol.job:
+            _resume(trial, device, meter, folder)
 
 
 def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
@@ -85,17 +122,17 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
     shardings.call(trial, "agreed", arguments)
     net = build.model(trial, where) if first is None else first
     shardings.call(trial, "fitting", net, arguments)
-    counts = build.counts(net)  # the wrapped model may not tell
+    counts = described.counts(net)  # the wrapped model may not tell
     data = build.data(trial)
 
     def describe() -> dict[str, Any]:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         config = {k: v for k, v in arguments.to_sanitized_dict().items() if k not in ("output_dir", "logging_dir")}
-        built = build.describe(net, optimizer) | counts
+        built = described.describe(net, optimizer) | counts
         told = shardings.hook(trial, "told")
         more = told(trainer.model_wrapped) if told else {}
         config |= more.get("runner_config", {})
-        return built | more | {"padding_fraction": data.padding_fraction, "runner_config": config}
+        return built | more | {**data.columns, "runner_config": config}
 
     def prepared() -> None:
         shardings.call(trial, "checked", trainer.model_wrapped)
@@ -108,16 +145,38 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
         model=net,
         args=arguments,
         train_dataset=samples,
-        callbacks=[boundaries],
+        eval_dataset=_Samples(data, arguments.per_device_eval_batch_size) if trial.protocol.job else None,
+        callbacks=[boundaries, _Job(meter)] if trial.protocol.job else [boundaries],
+        data_collator=data.collate if lengths.named(trial.data) else None,
         optimizer_cls_and_kwargs=None if _named(trial) else _optimizer(trial, arguments, device),
     )
-    trainer.boundaries = boundaries
+    trainer.boundaries, trainer.ordered = boundaries, lengths.named(trial.data)
     if trial.device.name == "simulated" and trial.precision == "fp16" and trial.sharding not in ZERO:
         # Accelerate leaves fp16 off on a CPU, where the fake tensors are
         trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler()
     if trainer.accelerator.scaler is not None:
         boundaries.skipped = scaler_skips(trainer.accelerator.scaler, trial.steps())
     trainer.train()
+
+
+def _resume(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Make everything again and load the checkpoint, as the next process would: nothing is left of the training."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    job = _Job(meter)
+    job.enter("resume")
+    arguments = training_arguments(trial, folder)
+    arguments.max_steps += 1
+    arguments.save_strategy = arguments.eval_strategy = "no"
+    trainer = Trainer(
+        model=build.model(trial, device),
+        args=arguments,
+        train_dataset=_Samples(build.data(trial), arguments.max_steps * trial.samples_per_step()),
+        callbacks=[job],
+        optimizer_cls_and_kwargs=None if _named(trial) else _optimizer(trial, arguments, device),
+    )
+    trainer.train(resume_from_checkpoint=str(folder / "trainer" / f"checkpoint-{trial.steps()}"))
 
 
 def _named(trial: Trial) -> bool:
@@ -156,6 +215,9 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
         "dataloader_pin_memory": trial.device.name == "cuda",
         "seed": trial.seed,
     }
+    if trial.protocol.job:
+        last = trial.steps()
+        chosen |= {"save_strategy": "steps", "save_steps": last, "eval_strategy": "steps", "eval_steps": last}
     if trial.use_cache != "default" and "use_cache" in TrainingArguments.__dataclass_fields__:  # since transformers 5
         chosen["use_cache"] = trial.use_cache == "on"
     if trial.device.name == "simulated":

@@ -60,7 +60,8 @@ def main(folder: Path, parent: int) -> int:
         torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
         return largest.main(folder, spec) if "axis" in spec else many.main(folder, spec)
     trial = trials.Trial.model_validate(spec["trial"])
-    alone = trial.world_size == 1 or trial.device.name == "simulated"  # which predicts one rank of the many
+    predicted = trial.device.name == "simulated"  # of which one rank stands for the many
+    alone = predicted or trial.world_size == 1 or registry.runner(trial.runner.name).starts
     status = _rank(trial, folder) if alone else _ranks(trial, folder)
     return 0 if status == result.ENDED_EARLY else status
 
@@ -82,9 +83,7 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
     """Run one rank. A failure becomes an error in the result, for the parent to classify; after the measured steps it
     becomes a note."""
     try:
-        from vramsweep.runners import run
-
-        values = run.run(trial, folder)
+        values = _values(trial, folder)
     except result.EndedEarly as end:
         traceback.print_exc()
         result.note(folder, str(end))
@@ -99,6 +98,17 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
     if values is not None:
         result.values(folder, values, complete=True)
     return 0
+
+
+def _values(trial: trials.Trial, folder: Path) -> dict[str, Any] | None:
+    """Train, or let train; the columns, on rank 0."""
+    entry = registry.runner(trial.runner.name)
+    if entry.starts and trial.device.name != "simulated":
+        found: dict[str, Any] = importlib.import_module(entry.module).run(trial, folder)
+        return found
+    from vramsweep.runners import run
+
+    return run.run(trial, folder)
 
 
 def told(error: BaseException) -> dict[str, Any]:

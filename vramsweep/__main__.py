@@ -14,6 +14,7 @@ from vramsweep import __version__
 
 HARNESS = {
     "sweep": "run a sweep: Hydra's command line, -m for a multirun",
+    "run": "sweep a command of your own, as it is: run seq_len=512,1024 -- python train.py --len {seq_len}",
     "plan": "list a sweep's trials, the impossible ones with reasons, what they are predicted to need, and a time",
     "predict": "predict memory on a card that need not be here: seq_len=1..2048, a table of what fits",
     "advise": "which changes make a run fit on a card, what each costs, and which to take together",
@@ -75,10 +76,14 @@ def completion(words: Sequence[str]) -> int:
         return 0
     if not earlier:
         found = [verb for verb in (*HARNESS, *ANALYSIS) if verb.startswith(word)]
-    elif earlier[0] in ("sweep", "plan", "predict", "advise", "explain", "timeline"):
+    elif earlier[0] in ("sweep", "run", "plan", "predict", "advise", "explain", "timeline"):
         from vramsweep.harness import cli as harness
 
         implied = ["-m", "device=simulated"] if earlier[0] in ("predict", "advise", "explain") else []
+        if earlier[0] == "run":
+            if "--" in earlier:  # its own words follow
+                return 0
+            implied = ["-m", "runner=script", "runner.command=x"]
         found = harness.complete([*implied, *earlier[1:]], word)
     else:
         found = []

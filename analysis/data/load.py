@@ -362,6 +362,7 @@ def _system_columns(frame: pd.DataFrame) -> pd.DataFrame:
     found = frame[["trial_id", *SYSTEM]].copy()
     for name, device in (("gpu_name", "cuda"), ("cpu_name", "cpu")):
         found[name] = found[name].where(frame["device"].eq(device).fillna(False))
+    found["deepspeed_version"] = found["deepspeed_version"].mask(frame["runner"].eq("script").fillna(False))
     return found
 
 

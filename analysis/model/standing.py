@@ -77,10 +77,9 @@ def excesses(
     """The excess of each y over its base, both (n,), at these tokens in ascending order: of one quantity, or of the
     phases of the same runs, whose spread tells of each other's. `small`: the base is as good as right, so that what
     grows with it is a few percent."""
-    plain = _alike([_data(tokens, y, base, resolution, small, False) for y, base in over], kinds)
-    shares = _alike([_data(tokens, y, base, resolution, small, True) for y, base in over], kinds)
-    stretch = sum(float(np.sum(np.log(base))) for _, base in over)
-    relative = sum(found.log for found in shares) - stretch > sum(found.log for found in plain)
+    plain, log = _alike([_data(tokens, y, base, resolution, small, False) for y, base in over], kinds)
+    shares, log_shares = _alike([_data(tokens, y, base, resolution, small, True) for y, base in over], kinds)
+    relative = log_shares - sum(float(np.sum(np.log(base))) for _, base in over) > log
     return [Excess(found, relative) for found in (shares if relative else plain)]
 
 
@@ -96,16 +95,24 @@ def _data(tokens: Array, y: Array, base: Array, resolution: float, small: bool, 
     return Data(tokens, features, over, resolution, noises=("constant",), given_scales=scales)
 
 
-def _alike(of: Sequence[Data], kinds: tuple[Kind, ...]) -> list[Posterior]:
-    """The posterior of each. Its size of noise is that of each other one or is not, with equal odds: from a few rows
-    alone it is hardly known."""
+def _alike(of: Sequence[Data], kinds: tuple[Kind, ...]) -> tuple[list[Posterior], float]:
+    """The posterior of each, and the log evidence of all: with one size of noise for all, or with one for each.
+
+    The noise of each is as large as that of each other one or is not, with equal odds: from a few rows alone its size
+    is hardly known.
+    """
     if len(of) == 1:
-        return [estimate(of[0], kinds)]
+        alone = estimate(of[0], kinds)
+        return [alone], alone.log
     every = np.concatenate([data.sizes("constant") for data in of])
     sizes = np.geomspace(every.min(), every.max(), SIZES)
     of = [replace(data, given_sizes=sizes) for data in of]
-    told = [np.log((1 + SIZES * estimate(data, kinds).sizes) / 2) for data in of]
-    return [estimate(replace(data, size_odds=sum(told) - own), kinds) for data, own in zip(of, told, strict=True)]
+    first = [estimate(data, kinds) for data in of]
+    likely = SIZES * np.array([found.sizes for found in first])  # against all sizes alike
+    log = sum(found.log for found in first) + float(np.log((1 + likely.prod(axis=0).mean()) / 2))
+    told = np.log((1 + likely) / 2)
+    odds = told.sum(axis=0) - told
+    return [estimate(replace(data, size_odds=own), kinds) for data, own in zip(of, odds, strict=True)], log
 
 
 @dataclass(frozen=True)

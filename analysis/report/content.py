@@ -9,12 +9,13 @@ import pandas as pd
 
 from vramsweep.analysis.answers.registry import Answered, answered
 from vramsweep.analysis.answers.what_if import what_if_tables
-from vramsweep.analysis.compare import residuals_words
+from vramsweep.analysis.compare import lengths, residuals_words
 from vramsweep.analysis.compare.calibrate import calibrate, calibrated
 from vramsweep.analysis.compare.residuals import residuals
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.pairing import Beside
+from vramsweep.analysis.figures import lengths as figures_lengths
 from vramsweep.analysis.figures import plots, rows, timelines
 from vramsweep.analysis.figures import residuals as figures_residuals
 from vramsweep.analysis.model import words
@@ -62,6 +63,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
     limits: list[Limit] = []
     drawn: list[plots.Figure] = []
     found: list[str] = []
+    leading: list[str] = []  # said before the fits, also in the terminal
     notes: list[str] = []
     worlds = split_worlds(table)
     beside = Beside(table)
@@ -73,10 +75,17 @@ def collect(table: Table, answer: str | None = None) -> Content:
         own_fits, own_notes = fit_table(part, limit=most, found=own, beside=beside.of)
         own = own[:SHOWN]
         own_limits = frontier(part, fits=own_fits, found=own, most=most)
-        own_plots = [*plots.of_fits(own_fits, own), *rows.of_rows(own, own_limits)]
+        over_lengths = lengths.runs(own)
+        own_plots = [
+            *plots.of_fits(own_fits, own),
+            *figures_lengths.of_lengths(over_lengths),
+            *rows.of_rows(own, own_limits),
+        ]
         alone, predicted = len(worlds) == 1, name == PREDICTED
         drawn += own_plots if alone and not predicted else [plots.of_world(f, name, alone) for f in own_plots]
-        said = findings.findings(part, own, own_fits)
+        varying = lengths.sentences(over_lengths)
+        leading += [f"{PREDICTED.capitalize()}: {s}" for s in varying] if predicted else varying
+        said = [*varying, *findings.findings(part, own, own_fits)]
         found += [f"Predicted: {s}" for s in said] if predicted else said
         notes += own_notes
         fits += own_fits
@@ -124,7 +133,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
         limits=limits,
         residuals=apart,
         fit_text="\n\n".join(words.text(fit) for fit in fits),
-        summary=words.summary(fits),
+        summary="\n".join(filter(None, [*leading, words.summary(fits)])),
         asked=findings.asked(table),
         machine=findings.machine(table),
         methods=findings.methods(table, fits),

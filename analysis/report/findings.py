@@ -74,8 +74,24 @@ def _in_use(frame: pd.DataFrame) -> set[str]:
 
 def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: int = 10) -> list[str]:
     """Key findings, the most important first."""
-    found = [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table), *_edge(groups)]
+    found = [
+        *_parts(table),
+        *_growth(groups, fits),
+        *_allocators(table, groups),
+        *_waste(groups),
+        *_fastest(table),
+        *_edge(groups),
+    ]
     return found[:most]
+
+
+def _parts(table: Table) -> list[str]:
+    """Of whole jobs (protocol=job): which part needs most."""
+    largest = table.frame["largest_part"].dropna()
+    if largest.empty:
+        return []
+    counts = ", ".join(f"{str(part).replace('_', ' ')} in {count}" for part, count in largest.value_counts().items())
+    return [f"Of {len(largest)} whole job{'s' * (len(largest) > 1)} the part with the largest peak is {counts}."]
 
 
 def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:

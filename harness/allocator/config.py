@@ -7,7 +7,7 @@ where upstream would read only its first digits ("128.7"), and an unknown option
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from vramsweep.harness.errors import UserError
@@ -382,6 +382,30 @@ def differences(asked: AllocatorConfig, effective: AllocatorConfig, only: Collec
         for o in OPTIONS
         if (only is None or o.name in only) and getattr(asked, o.name) != getattr(effective, o.name)
     ]
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """The settings in force, canonical, as far as torch reports them.
+
+    `mismatch` is what is not as it was asked for, `notes` what torch does not report and what of the settings does
+    nothing.
+    """
+
+    effective: str
+    mismatch: str | None
+    notes: list[str]
+
+
+def read_back(asked: AllocatorConfig, backend: str, settings: Mapping[str, Any]) -> ReadBack:
+    """What took effect of `asked`, by what a process's torch says: its backend and its snapshot's
+    `allocator_settings`. Raises AllocatorConfigError on a malformed entry."""
+    effective = replace(from_settings(settings), backend=backend)
+    known = reported(settings)
+    found = differences(asked, effective, known)
+    silent = [option.name for option in asked.set_options() if option.name not in known]
+    notes = [f"the {backend} allocator does not report whether these took effect: {', '.join(silent)}"] * bool(silent)
+    return ReadBack(effective.render(known), "; ".join(found) or None, notes + without_effect(asked))
 
 
 def option_table() -> str:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness import gpus
 from vramsweep.harness.techniques import activations, layers, optimizers, samples, weights
-from vramsweep.harness.techniques.entry import Axis, Package, Technique, text, version
+from vramsweep.harness.techniques.entry import OWN, Axis, Package, Technique, text, version
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
 
-__all__ = ["AXES", "DEFAULTS", "TECHNIQUES", "Axis", "Package", "Technique", "text", "version"]
+__all__ = ["AXES", "DEFAULTS", "OWN", "TECHNIQUES", "Axis", "Package", "Technique", "text", "version"]
 
 _MODULES = (weights, layers, activations, optimizers, samples)  # in the order in which they are applied
 AXES: tuple[Axis, ...] = tuple(axis for module in _MODULES for axis in module.AXES)
@@ -47,7 +47,7 @@ def technique(axis: str, name: Any) -> Technique:
 
 
 def chosen(trial: Trial) -> tuple[Technique, ...]:
-    """The entries of the trial's values, in the order of the axes; those of a custom target are its own to apply."""
+    """The entries of the trial's values, in the order of the axes; the user's own code applies them itself."""
     found = (_BY_AXIS[axis.name].get(getattr(trial, axis.name)) for axis in AXES if axis.name in _BY_AXIS)
     return tuple(entry for entry in found if entry is not None)
 
@@ -69,7 +69,7 @@ def rules(trial: Trial) -> Iterator[str | None]:
     """What the tables say against a trial, reason by reason; None where they say nothing."""
     for axis in AXES:
         yield _known(trial, axis)
-    if trial.runner.name == "custom":
+    if trial.runner.name in OWN:
         return
     for entry in chosen(trial):
         yield _fits(trial, entry)
@@ -82,7 +82,7 @@ def _known(trial: Trial, axis: Axis) -> str | None:
     allowed = values(axis.name)
     if allowed and value not in allowed:
         return f"{axis.name}={value}: there is no such {axis.name}; choose one of {', '.join(map(str, allowed))}"
-    if axis.of is not None and value != axis.default and trial.runner.name != "custom":
+    if axis.of is not None and value != axis.default and trial.runner.name not in OWN:
         other, needed = axis.of
         if getattr(trial, other) not in needed:
             return f"{axis.name} belongs to {other}={' or '.join(needed)}, not {other}={getattr(trial, other)}"
@@ -115,6 +115,6 @@ def _fits(trial: Trial, entry: Technique) -> str | None:
 
 def preloads(trial: Trial) -> tuple[Technique, ...]:
     """The techniques for which a template had better import something before it forks the trial's worker."""
-    if trial.runner.name == "custom" or trial.device.name == "simulated":
+    if trial.runner.name in OWN or trial.device.name == "simulated":
         return ()
     return tuple(entry for entry in chosen(trial) if entry.preload)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
 
 Rule = Callable[["Trial"], str | None]
+OWN = ("custom", "script")  # runners whose training code is the user's, which applies itself what it wants
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,16 @@ from vramsweep.harness.techniques.entry import Axis, Technique, numbers, version
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
 
+# fmt: off
 AXES = (
     Axis("padding", float, 0.0, "share of the tokens of each synthetic sample that is padding"),
     Axis("padding_side", str, "right", "where padding stands"),
+    Axis("padding_to", str, "longest", "what samples of data=lengths:... are padded to: longest (of the micro-batch), "
+         "a multiple such as 64, max (seq_len)"),
     Axis("packing", str, "none", "several documents in one sample"),
     Axis("use_cache", str, "default", "the model's key-value cache, which training has no use for"),
 )
+# fmt: on
 
 
 def _padded(trial: Trial) -> str | None:

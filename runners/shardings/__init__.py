@@ -2,8 +2,8 @@
 
 A module has the functions that its way needs, and no others:
 
-- `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told, `build.counts` of
-  the whole model), for the plain loop;
+- `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told,
+  `described.counts` of the whole model), for the plain loop;
 - `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
   options say is merged in, as these win over them;
 - `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;

@@ -20,7 +20,7 @@ from torch.nn.parallel import distributed as library
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, ranks, trace
+from vramsweep.runners import build, described, ranks, trace
 from vramsweep.runners.dispatch import HELD_BY_CODE
 
 
@@ -32,7 +32,7 @@ def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], di
         net, device_ids=[device] if device.type == "cuda" else None, **trial.runner.options
     )
     told = {"bucket_cap_mb": wrapped.bucket_bytes_cap / (1 << 20), **trial.runner.options}
-    return wrapped, told, build.counts(net)
+    return wrapped, told, described.counts(net)
 
 
 def checked(trial: Trial, net: torch.nn.Module) -> None:

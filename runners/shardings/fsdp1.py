@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, ranks, shardings
+from vramsweep.runners import build, described, ranks, shardings
 from vramsweep.runners.shardings import fsdp2, fsdp_trainer
 
 place, fitting, told = fsdp_trainer.place, fsdp_trainer.fitting, fsdp_trainer.told
@@ -41,7 +41,7 @@ def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], di
     """The model, made on the host, with this rank's parts on the device, what FSDP was told, what the model counts."""
     ranks.join(trial, device)
     net = build.model(trial, shardings.host(trial))
-    counts = build.counts(net)
+    counts = described.counts(net)
     units = set(fsdp2.blocks(net))
     options = dict(trial.runner.options)
     for name, kind in (("sharding_strategy", ShardingStrategy), ("backward_prefetch", BackwardPrefetch)):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, places, ranks, shardings
+from vramsweep.runners import build, described, places, ranks, shardings
 from vramsweep.runners.shardings import fsdp_trainer
 
 place, fitting, told = fsdp_trainer.place, fsdp_trainer.fitting, fsdp_trainer.told
@@ -61,7 +61,7 @@ def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], di
         fully_shard(unit, **shared)
     materialize(net, shardings.host(trial) if trial.offload_param else device)
     told = {"units": len(units), "mp_policy": str(policy), "offload_policy": str(offload), **trial.runner.options}
-    return net, told, build.counts(net)
+    return net, told, described.counts(net)
 
 
 def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
@@ -72,7 +72,7 @@ def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
     lists = [list(m) for m in net.modules() if isinstance(m, torch.nn.ModuleList)]
     if not lists:
         raise InvalidTrial("the model has no list of blocks (torch.nn.ModuleList) for FSDP to divide one by one")
-    return max(lists, key=lambda found: sum(map(build.parameters, found)))
+    return max(lists, key=lambda found: sum(map(described.parameters, found)))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from vramsweep.harness import registry
 from vramsweep.harness.ds_config import ACCUM, AUTO, BATCH, MICRO, OFFLOADED_ONCE, OFFLOADS, read
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, ranks, shardings, trace
+from vramsweep.runners import described, ranks, shardings, trace
 from vramsweep.runners.shardings import zero_traced
 from vramsweep.runners.shardings.asked import Asked
 
@@ -233,7 +233,7 @@ def skipped(net: Any) -> int:
 
 def wrapped(optimizer: Any) -> str:
     """DeepSpeed's optimizer and the one in it, which at stage 0 in fp32 are the same."""
-    name, inner = build.optimizer_name(optimizer), getattr(optimizer, "optimizer", None)
+    name, inner = described.optimizer_name(optimizer), getattr(optimizer, "optimizer", None)
     return name if inner is not None else f"{name}({name})"
 
 

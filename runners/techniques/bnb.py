@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import places
+from vramsweep.runners import described, places
 from vramsweep.runners.techniques import standin
 
 BLOCK = 256
@@ -37,7 +37,7 @@ class Standin(standin.Optimizer):
     def __init__(self, params: Any, lr: float = 1e-5, optim_bits: int = 32, is_paged: bool = False) -> None:
         super().__init__(params, lr)
         self.bits, self.is_paged = optim_bits, is_paged
-        self.stands_for = label(type(self).__name__, optim_bits, is_paged)
+        self.stands_for = described.label(type(self).__name__, optim_bits, is_paged)
         self.tables: list[torch.Tensor] = []
 
     def new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -90,8 +90,3 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
             if isinstance(module, torch.nn.Embedding):
                 cast(Any, module.weight).keeps_32_bits = True
     return net
-
-
-def label(name: str, bits: int, paged: bool) -> str:
-    """What rows call it: one class serves several of the axis's values."""
-    return f"{name}({bits}-bit{', paged' if paged else ''})"

@@ -106,3 +106,11 @@ def test_what_cannot_be_asked_does_not_keep_others_from_an_answer(
     assert said == capsys.readouterr().err.splitlines()
     with pytest.raises(UserError, match=r"--largest seq_len: device\.gpu is t5"):
         find([refused, short], tmp_path)
+
+
+def test_lengths_that_vary_and_commands_are_refused() -> None:
+    simulated = {"name": "simulated", "gpu": "l4-24gb"}
+    script = {"name": "script", "command": "true {seq_len} {micro_batch}"}
+    for over in ({"data": "lengths:lognormal(64,1)"}, {"runner": script}):
+        reason, allowed = largest._within(trial.parse(tiny(device=simulated, **over)), "seq_len", range(1, 9))
+        assert not allowed and reason is not None and "predict its trials themselves: seq_len=512,1024,..." in reason

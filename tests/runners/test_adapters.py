@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vramsweep.harness import gpus, techniques, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.techniques import entry
-from vramsweep.runners import build, dispatch, run, torch_loop, tracing
+from vramsweep.runners import build, described, dispatch, run, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.predict import replay
 from vramsweep.runners.techniques import gptq, lora, nf4
@@ -96,13 +96,13 @@ def invalid(**over: Any) -> str:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that runs describe, which is after their last measured step."""
     seen: list[nn.Module] = []
-    describe = build.describe
+    describe = described.describe
 
     def watched(net: Any, optim: Any) -> dict[str, Any]:
         seen.append(net)
         return describe(net, optim)
 
-    monkeypatch.setattr(build, "describe", watched)
+    monkeypatch.setattr(described, "describe", watched)
     return seen
 
 
@@ -157,7 +157,7 @@ class Library:
             net(**batch).loss.backward()
         optimizer.step()
         self.parameters = nbytes(net.parameters())  # bitsandbytes casts biases in the first step
-        self.counts = (build.parameters(net), build.parameters(net, trained=True))
+        self.counts = (described.parameters(net), described.parameters(net, trained=True))
         self.gradients = nbytes(p.grad for p in net.parameters() if p.grad is not None)
         self.state = nbytes(t for held in optimizer.state.values() for t in held.values() if t.dim())
         self.buffers = nbytes([*net.buffers(), *statistics(net)])

@@ -12,7 +12,7 @@ from conftest import ROOT, save_tokenizer, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness import trial as trials
-from vramsweep.runners import build
+from vramsweep.runners import build, described
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def test_shipped_models_have_the_parameters_they_claim(file: Path) -> None:
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(AutoConfig.for_model(values["model_type"], **values["config"]))
     net.tie_weights()
-    assert build.parameters(net) == values["parameters"]
+    assert described.parameters(net) == values["parameters"]
     positions = getattr(net.config, "max_position_embeddings", None) or net.config.max_seq_len  # MPT's name for it
     assert positions == values["max_positions"]
 
@@ -51,7 +51,7 @@ def hub(folder: Path, **over: Any) -> trials.Trial:
 
 def test_text_is_padded_and_truncated_and_padding_is_counted_and_ignored(folder: Path) -> None:
     data = build.data(hub(folder, seq_len=8, data=str(folder / "text.txt")))
-    assert data.padding_fraction == pytest.approx(5 / 16)
+    assert data.columns["padding_fraction"] == pytest.approx(5 / 16)
     batch = data.batch(0, 2)
     assert batch["input_ids"].shape == (2, 8)
     assert batch["labels"][0].tolist() == [2, 3, 4, -100, -100, -100, -100, -100]

@@ -53,7 +53,7 @@ def traced(chosen: trial.Trial, folder: Path) -> tuple[Trace, dict[str, Any]]:
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_a_share_of_every_sample_is_padding(side: str) -> None:
     data = build.data(tried(padding=0.25, padding_side=side))
-    assert data.padding_fraction == 0.25
+    assert data.columns["padding_fraction"] == 0.25
     for sample in data.samples:
         mask = sample["attention_mask"].tolist()
         assert mask == ([1] * 24 + [0] * 8 if side == "right" else [0] * 8 + [1] * 24)
@@ -66,7 +66,7 @@ def test_packed_synthetic_samples_hold_four_documents() -> None:
     sample = data.samples[0]
     assert sample["position_ids"].tolist() == [*range(8), *range(8), *range(8), *range(6)]
     assert (sample["labels"] == -100).nonzero().flatten().tolist() == [0, 8, 16, 24]
-    assert data.padding_fraction == 0
+    assert data.columns["padding_fraction"] == 0
     plain = build.data(tried(seq_len=30)).samples[0]["input_ids"]
     assert torch.equal(plain, build.data(tried(packing="wrapped", seq_len=30)).samples[0]["input_ids"])
 

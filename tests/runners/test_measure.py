@@ -19,7 +19,7 @@ from vramsweep.harness import trial as trials
 from vramsweep.runners import custom, measure, torch_loop, trainer
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
 from vramsweep.runners.instruments import CudaMemory, backward_boundaries, foreign, scaler_skips
-from vramsweep.runners.measure import Meter, alone, growth, plateau
+from vramsweep.runners.measure import Gauges, Meter, alone, asked, growth, plateau
 
 
 def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:
@@ -138,7 +138,7 @@ def test_the_driver_s_allocator_fills_three_counters_and_the_rest_is_unknown(mon
 
 def drive(folder: Path, describe: Callable[[], dict[str, Any]] = dict, **over: Any) -> dict[str, Any]:
     trial = trials.Trial.model_validate(tiny(**over))
-    meter = Meter(trial, folder, torch.device("cpu"), 0)
+    meter = Meter(asked(trial), folder, Gauges(torch.device("cpu")), 0)
     weight = torch.ones(1 << 18, requires_grad=True)
     meter.built(describe)
     for _ in range(trial.steps()):
@@ -166,7 +166,7 @@ def of(function: str, folder: Path, **over: Any) -> dict[str, Any]:
     """A row of one of the targets in tests/targets/backward.py."""
     runner = {"name": "custom", "target": f"{TARGETS / 'backward.py'}:{function}"}
     trial = trials.Trial.model_validate(tiny(runner=runner, **over))
-    meter = Meter(trial, folder, torch.device("cpu"), 0)
+    meter = Meter(asked(trial), folder, Gauges(torch.device("cpu")), 0)
     custom.run(trial, torch.device("cpu"), meter, folder)
     return meter.columns()
 
@@ -270,7 +270,7 @@ def test_a_product_for_which_nobody_has_a_formula_is_named() -> None:
 def test_the_plan_has_as_many_steps_as_the_trial() -> None:
     for over in ({}, {"record": True}, {"protocol": {"name": "x", "warmup_steps": 3, "measured_steps": 5}}):
         trial = trials.Trial.model_validate(tiny(**over))
-        assert len(Meter(trial, Path("/tmp"), torch.device("cpu"), 1).plan) == trial.steps()
+        assert len(Meter(asked(trial), Path("/tmp"), Gauges(torch.device("cpu")), 1).plan) == trial.steps()
 
 
 def test_the_result_is_published_when_the_last_measured_step_is_over(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_the_result_is_published_when_the_last_measured_step_is_over(tmp_path: P
         published.append(own)
         return alone(own)
 
-    meter = Meter(trial, tmp_path, torch.device("cpu"), 0, publish)
+    meter = Meter(asked(trial), tmp_path, Gauges(torch.device("cpu")), 0, publish)
     custom.run(
         trial.model_copy(
             update={"runner": trials.RunnerAxis(name="custom", target=f"{TARGETS / 'backward.py'}:backward")}
@@ -309,13 +309,16 @@ class _Until:
         assert bool(self.wanted()) == (self.meter.index >= self.step)
         self.meter.step_begin()
 
+    def fed(self, batch: Any) -> None:
+        self.meter.fed(batch)
+
     def step_end(self, loss: Any = None) -> None:
         self.meter.step_end(loss)
 
 
 def test_training_that_ends_too_soon_says_so(tmp_path: Path) -> None:
     trial = trials.Trial.model_validate(tiny())
-    meter = Meter(trial, tmp_path, torch.device("cpu"), 0)
+    meter = Meter(asked(trial), tmp_path, Gauges(torch.device("cpu")), 0)
     meter.built(dict)
     meter.step_begin()
     meter.step_end()
@@ -363,7 +366,7 @@ def test_updates_that_the_scaler_skips_are_counted(
     """Of the measured steps only, against what the optimizer itself was asked to do."""
     trial = trials.Trial.model_validate(tiny(precision="fp16", protocol={"warmup_steps": 2, "measured_steps": 12}))
     monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=start))
-    meter = Meter(trial, tmp_path, torch.device("cpu"), 0)
+    meter = Meter(asked(trial), tmp_path, Gauges(torch.device("cpu")), 0)
     updated: set[int] = set()
     hook = register_optimizer_step_post_hook(lambda *_: updated.add(meter.index))
     try:
@@ -387,7 +390,7 @@ def test_the_trainer_s_scaler_is_asked_too(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(trainer, "_Trainer", WithScaler)
     trial = trials.Trial.model_validate(tiny(runner={"name": "trainer"}))
-    meter = Meter(trial, tmp_path, torch.device("cpu"), 0)
+    meter = Meter(asked(trial), tmp_path, Gauges(torch.device("cpu")), 0)
     trainer.run(trial, torch.device("cpu"), meter, tmp_path)
     assert meter.columns()["skipped_steps"] == 2
 

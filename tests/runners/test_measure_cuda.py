@@ -27,7 +27,7 @@ from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.row import complete
 from vramsweep.runners import run, torch_loop, worker
 from vramsweep.runners.instruments import Nvml
-from vramsweep.runners.measure import REPLAYED, Meter, StepMeter
+from vramsweep.runners.measure import REPLAYED, Gauges, Meter, StepMeter, asked
 
 MIB = 1 << 20
 UUID = "GPU-stand-in"
@@ -151,7 +151,7 @@ def train(card: Card, trial: trials.Trial, meter: StepMeter, fails_at: int | Non
 def drive(card: Card, folder: Path, **over: Any) -> dict[str, Any]:
     """The meter around those steps."""
     trial = trials.parse(tiny(device={"name": "cuda"}, **over))
-    meter = Meter(trial, folder, torch.device("cuda", 0), 0)
+    meter = Meter(asked(trial), folder, Gauges(torch.device("cuda", 0)), 0)
     train(card, trial, meter)
     return meter.columns()
 

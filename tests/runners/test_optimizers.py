@@ -24,7 +24,7 @@ from vramsweep.harness import gpus, machine, registry, techniques, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.roofline import Work
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, predict, run, tracing
+from vramsweep.runners import build, described, predict, run, tracing
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.kernels import work
 from vramsweep.runners.measure import COMPILED_UNSEEN
@@ -148,7 +148,7 @@ def test_state_is_the_library_s_to_the_byte(tmp_path: Path, name: str, model: st
     optimizer = stepped(trial.parse(values(model, optimizer=name)))
     trace, details = traced(tmp_path, model, optimizer=name)
     assert total(trace) == state(optimizer, counters=name == "adamw_torch_fused")
-    assert details["optimizer_effective"] == build.optimizer_name(optimizer) == EFFECTIVE.get(name, "AdamW")
+    assert details["optimizer_effective"] == described.optimizer_name(optimizer) == EFFECTIVE.get(name, "AdamW")
 
 
 @pytest.mark.parametrize("name", ["default", "adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adafactor"])
@@ -215,7 +215,7 @@ def test_bf16_master_has_half_weights_and_copies_beside_the_state(tmp_path: Path
     assert total(trace, "parameters") == stored(real.parameters) == copies // 2 == 2 * details["parameters"]
     assert total(trace, "gradients") == 3 * (2 + 4) * details["parameters"]  # three steps, in bf16 and cast
     wrapped = f"MasterWeights({EFFECTIVE.get(name, 'AdamW')})"
-    assert details["optimizer_effective"] == build.optimizer_name(real) == wrapped
+    assert details["optimizer_effective"] == described.optimizer_name(real) == wrapped
     row = run.run(trial.parse(values("odd", optimizer=name, precision="bf16_master")), tmp_path)
     assert row is not None and math.isfinite(row["loss_last"])
 

@@ -257,7 +257,7 @@ def really(
     values: dict[str, Any], points: Sequence[Point], trace: Callable[[Sequence[Point]], Mapping[Point, Traced]]
 ) -> Cover:
     """The cover of real traces, compared with direct ones at random points."""
-    found = cover(points, trace, lambda p: {"padding_fraction": build.data(parsed(values, p)).padding_fraction})
+    found = cover(points, trace, lambda p: dict(build.data(parsed(values, p)).columns))
     drawn = [p for p in random.Random(str(values)).sample(points, 12) if p not in found.traced][:3]
     for p, true in trace(drawn).items():
         said = found.at(p)

@@ -1,0 +1,68 @@
+"""Which Python a command runs in, and what is installed there: a script's environment may be another than ours."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers")
+_ASK = """
+import json, platform
+from importlib import metadata
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+print(json.dumps([platform.python_version(), *map(version, %r)]))
+"""
+ANSWER_S = 20.0
+
+
+def facts(command: str) -> dict[str, str | None]:
+    """Columns about the Python of a command, empty where it is ours or cannot be told (a shell script)."""
+    found = interpreter(command)
+    if found is None or found.parent.resolve() == Path(sys.executable).parent.resolve():
+        return {}
+    told = _asked(str(found))
+    names = ("python_version", *(f"{package}_version" for package in PACKAGES))
+    return dict(zip(names, told, strict=True)) if told else {}
+
+
+def interpreter(command: str) -> Path | None:
+    """The Python that a command's program is, or runs in by its first line; None where it is none."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return None
+    place = shutil.which(words[0]) if words else None
+    if place is None:
+        return None
+    path = Path(place)
+    if path.name.startswith("python"):
+        return path
+    try:
+        with path.open("rb") as file:
+            first = file.readline(512).decode(errors="replace").strip()
+    except OSError:
+        return None
+    named = first.removeprefix("#!").split()
+    if not first.startswith("#!") or not named:
+        return None
+    named = named[1:] if Path(named[0]).name == "env" else named
+    found = shutil.which(named[0]) if named and Path(named[0]).name.startswith("python") else None
+    return None if found is None else Path(found)
+
+
+@cache
+def _asked(python: str) -> tuple[str | None, ...] | None:
+    try:
+        done = subprocess.run([python, "-c", _ASK % (PACKAGES,)], capture_output=True, timeout=ANSWER_S, check=True)
+        return tuple(json.loads(done.stdout))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

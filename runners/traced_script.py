@@ -1,0 +1,231 @@
+"""A script of the user's own on a simulated card: its command's Python file, run here on fake tensors.
+
+What the observer sees of a script (observer.py) is what drives the trace. The script finds a card: `torch.cuda` says
+what the simulated one would, and what is put there is traced. A value that exists only on a card is nan where the
+script asks for it (`loss.item()`, to print it), and the row says so; one that decides something, a whole number or a
+truth, cannot be had. The script is left when the trace has its steps, so nothing is evaluated or saved.
+
+Not covered: which tensors a script keeps on the host (the trace has one place for what has no device); several
+processes (torchrun, accelerate launch), a Python that is not ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from vramsweep.harness import gpus, interpreter, script
+from vramsweep.harness.row import COLUMNS
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners.observer import SPEC, Observer
+
+MADE_UP = "the script asked {} times for the value of a tensor, such as its loss: it was nan, as no card computed it"
+KEPT = "tensors that the script makes and keeps in host memory, such as a data set, are counted as the card's"
+ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
+_TOKENS = tuple(name for name in ESTIMATES if "tokens_per_s" in name)
+
+
+_REFUSED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+class _Over(BaseException):
+    """The trace has its steps; no `except Exception` of the script's may hold it up."""
+
+
+def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
+    """Run the script until `trial.steps()` of its steps are traced. Raises InvalidTrial where it cannot be."""
+    if type(trial.seq_len) is not int or type(trial.micro_batch) is not int:
+        raise RuntimeError("a command has numbers in it, not symbols")
+    output = folder / "output"
+    output.mkdir(exist_ok=True)
+    asked = {"stop": True, "job": False, "precision": None}
+    (folder / SPEC).write_text(json.dumps(asked))
+    file, module, arguments = _python(trial, script.words(trial, str(output)))
+    values = _Values()
+    observer = _Traced(folder, trial, meter, values)
+    ended = "ended"
+    with contextlib.ExitStack() as stack:
+        for owner, name, stand_in in (*_card(trial), *values.replacements()):
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.enter_context(mock.patch.object(sys, "argv", [file or module, *arguments]))
+        if file is not None:
+            stack.enter_context(mock.patch.object(sys, "path", [str(Path(file).resolve().parent), *sys.path]))
+        observer.install()
+        stack.callback(observer.uninstall)
+        try:
+            if file is not None:
+                runpy.run_path(file, run_name="__main__")
+            else:
+                runpy.run_module(str(module), run_name="__main__", alter_sys=True)
+        except _Over:
+            return
+        except SystemExit as end:
+            ended = "ended" if end.code is None else f"ended with {end.code!r}"
+        except _REFUSED:
+            raise  # tracing.py says what it is
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            raise InvalidTrial(f"cannot be simulated: on fake tensors the script fails ({what}); measure it") from error
+    if observer.problem is not None:
+        raise RuntimeError(observer.problem)
+    raise InvalidTrial(
+        f"cannot be simulated: the script {ended} after {meter.index} of the {trial.steps()} optimizer steps that a "
+        "prediction needs"
+    )
+
+
+class _Traced(Observer):
+    """Tells the trace's meter what it sees."""
+
+    def __init__(self, folder: Path, trial: Trial, meter: Any, values: _Values) -> None:
+        super().__init__(folder)
+        self.trial, self.traced, self.values = trial, meter, values
+
+    def begin(self, module: torch.nn.Module | None) -> None:
+        self.net, self.meter = module, self.traced
+        self.traced.built(self.describe)
+        self.volume.begin_step()
+        self.traced.step_begin()
+
+    def boundary(self) -> None:
+        self.stepped = self.forward_seen = False
+        self.traced.step_end()
+        if self.traced.index == self.trial.steps():
+            raise _Over
+        self.volume.begin_step()
+        self.traced.step_begin()
+
+    def close(self) -> None:
+        self.done = True
+        self.disarm()
+
+    def write(self) -> None:
+        """The trace says it all."""
+
+    def describe(self) -> dict[str, Any]:
+        """What was built; and no estimate of speed that rests on what the command is not told."""
+        built = super().describe()
+        names = ("parameters", "trainable_parameters", "attention_effective", "optimizer_effective")
+        found = {name: built[name] for name in names if name in built}
+        told = script.names(str(self.trial.runner.command))
+        shapes = {shape for step in self.volume.steps for shape in step}
+        same = next(iter(shapes)) if len(shapes) == 1 else None
+        batch, length = same if same is not None else (None, None)
+        passes = {len(step) for step in self.volume.steps}
+        if "precision" not in told:
+            found |= dict.fromkeys(ESTIMATES)
+        if (batch, length, passes) != (self.trial.micro_batch, self.trial.seq_len, {self.trial.grad_accum}):
+            found |= dict.fromkeys(_TOKENS)
+        seen = {"micro_batch": batch, "seq_len": length}
+        found |= {name: value for name, value in seen.items() if name not in told and value is not None}
+        return found | {"notes": [KEPT, *([MADE_UP.format(self.values.asked)] if self.values.asked else [])]}
+
+
+class _Values:
+    """Values of fake tensors that the script asks for: numbers with a point are nan."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """What of torch.Tensor is replaced: owner, name, stand-in."""
+        for name in ("item", "__float__", "__format__"):
+            yield torch.Tensor, name, self._made_up(getattr(torch.Tensor, name), name == "__format__")
+        for name in ("isnan", "isinf"):  # the Trainer's, of every loss
+            yield torch, name, self._fine(getattr(torch, name))
+
+    def _fine(self, ask: Any) -> Any:
+        def value(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
+                self.asked += 1
+                return False
+            return ask(tensor, *args, **kwargs)
+
+        return value
+
+    def _made_up(self, ask: Any, formats: bool) -> Any:
+        def value(tensor: torch.Tensor, *args: Any) -> Any:
+            if isinstance(tensor, FakeTensor) and tensor.is_floating_point() and tensor.numel() == 1:
+                self.asked += 1
+                return format(float("nan"), *args) if formats else float("nan")
+            return ask(tensor, *args)
+
+        return value
+
+
+def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
+    """The file or the module that the command runs, and its arguments. Raises InvalidTrial for another command."""
+    command = str(trial.runner.command)
+    if not Path(words[0]).name.startswith("python"):
+        raise InvalidTrial(
+            f"cannot be simulated: {words[0]} starts other processes; give the script itself (python train.py ...), or "
+            "measure on device=cuda"
+        )
+    if interpreter.facts(command):
+        raise InvalidTrial(f"cannot be simulated: {words[0]} is not the Python that vramsweep runs in; use that one")
+    rest = list(words[1:])
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        rest.pop(0)
+    if not rest or rest[0] == "-c" or rest == ["-m"]:
+        raise InvalidTrial("cannot be simulated: the command runs no Python file and no module")
+    if rest[0] == "-m":
+        return None, rest[1], rest[2:]
+    if not Path(rest[0]).is_file():
+        raise InvalidTrial(f"cannot be simulated: there is no file {rest[0]}")
+    return rest[0], None, rest[1:]
+
+
+def _card(trial: Trial) -> Iterator[tuple[Any, str, Any]]:
+    """What torch.cuda says of the simulated card: owner, name, stand-in."""
+    card = trial.device.card
+    total = gpus.reported_bytes(card) or gpus.memory_limit(card)
+    properties = SimpleNamespace(
+        name=card.name,
+        total_memory=total,
+        major=card.capability[0],
+        minor=card.capability[1],
+        multi_processor_count=card.multiprocessors,
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": card.name,
+        "get_device_capability": card.capability,
+        "get_device_properties": properties,
+        "is_bf16_supported": card.capability >= (8, 0),
+        "mem_get_info": (total, total),
+        "set_device": None,
+        "manual_seed": None,
+        "manual_seed_all": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "memory_stats": {},
+        **dict.fromkeys(
+            ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), float("nan")
+        ),
+    }
+    for name, answer in answers.items():
+        yield torch.cuda, name, lambda *args, answer=answer, **kwargs: answer

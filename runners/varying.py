@@ -1,0 +1,480 @@
+"""device=simulated where lengths vary: every step of the protocol, each at its own length, through one allocator.
+
+A trace has three steps of one length. Here it is taken apart: loading, and the passes of each step (the optimizer's
+phase goes with the last): of the first step, which makes the optimizer's state, of the second, and of one that every
+further step is like. What a pass asks for and frees is told by position (the i-th request of this pass, the i-th of
+what the pass before has left), so that passes of any length follow each other, also of traces that differ (with padding
+or without, a length with a kernel of its own). Sizes come from a symbolic trace at the pass's own length, or from
+formulas or traces as for other predictions (curve.py).
+
+It is rank 0's batches that are followed. Not covered: the lengths (harness/lengths.py), one length (simulated.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vramsweep.harness import lengths, node
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator
+from vramsweep.harness.gpus import memory_limit
+from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners import simulated
+from vramsweep.runners.curve import Curve, curve
+from vramsweep.runners.measure import growth, plateau
+from vramsweep.runners.predict import COUNTERS, Peaks, Prediction, Refused, host_replay
+from vramsweep.runners.program import EMPTY_CACHE, program
+from vramsweep.runners.symbolic import Point
+from vramsweep.runners.timeline import Held
+from vramsweep.runners.trace import CATEGORIES, WORKSPACES, Mark, Trace, cublas_workspace
+from vramsweep.runners.tracer import Tracer
+
+STEPS = 3  # of a trace
+OTHERWISE = "cannot be predicted with lengths that vary: {}; give one length (data=synthetic), or measure it"
+UNTIMED = "no estimated times: lengths vary"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What loading or a pass asks for and frees. `phases` are (phase, operations); with m own storages an operation is
+
+    n from 1 to m: ask for own storage n; -n: free it; -m - n: free `carried[n - 1]`; 0: empty the cache.
+
+    `storages[i]` is the trace's number of own storage i + 1, `kept` are those that outlive the pass, from 1. What was
+    there before is told as (age, position): made so many passes ago, the how-manieth of what that pass kept; age 0 is
+    of what was loaded.
+    """
+
+    phases: tuple[tuple[str, tuple[int, ...]], ...]
+    storages: tuple[int, ...]
+    carried: tuple[tuple[int, int], ...]
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """A trace taken apart, its three steps and one that follows the third into their passes; `trace` is the one whose
+    numbers `storages` are."""
+
+    trace: Trace
+    load: Form
+    steps: tuple[tuple[Form, ...], ...]
+
+    def of(self, step: int, at: int) -> Form:
+        """The form of this pass of this step of a run."""
+        return self.steps[min(step, STEPS)][at]
+
+
+def forms(trace: Trace) -> Forms:
+    """Take a trace of three steps apart. Raises InvalidTrial where further steps cannot be like its third."""
+    parts: list[list[tuple[Mark, tuple[int, ...]]]] = []
+    for mark, operations in program(trace).phases:
+        before = parts[-1][-1][0] if parts else None
+        if before is None or before.step != mark.step or (before.phase, mark.phase) == ("backward", "forward"):
+            parts.append([])
+        parts[-1].append((mark, operations))
+    born: dict[int, tuple[int, int]] = {}  # by the trace's number: in which part (0: loading), which of it
+    kept: list[tuple[int, ...]] = []
+    found: list[Form] = []
+    for part, phases in enumerate(parts):
+        form = _form(phases, part, born, kept)
+        found.append(form)
+        kept.append(tuple(form.storages[n - 1] for n in form.kept))
+    passes, uneven = divmod(len(found) - 1, STEPS)
+    if uneven:
+        raise InvalidTrial(OTHERWISE.format("its steps do not have as many passes"))
+    load, *rest = found
+    first, second, third = (tuple(rest[step * passes : (step + 1) * passes]) for step in range(STEPS))
+    return Forms(trace, load, (first, second, third, _further(second, third)))
+
+
+def _further(second: tuple[Form, ...], third: tuple[Form, ...]) -> tuple[Form, ...]:
+    """The third step as it would follow itself. What the second kept for good (buckets that DistributedDataParallel
+    makes anew) the third does not make: there positions count only what goes with the next step."""
+    before = len(second)
+    used: list[set[int]] = [set() for _ in second]
+    for at, form in enumerate(third):
+        for age, position in form.carried:
+            if not 0 < age <= before + at:
+                raise InvalidTrial(OTHERWISE.format("a step does not go as the one before it"))
+            if (part := before + at - age) < before:
+                used[part].add(position)
+    for part, (one, other) in enumerate(zip(second, third, strict=True)):
+        if one.kept == other.kept:
+            used[part] = set(range(len(one.kept)))
+        elif len(used[part]) != len(other.kept):
+            raise InvalidTrial(OTHERWISE.format("a step does not go as the one before it"))
+    ranks = [{position: rank for rank, position in enumerate(sorted(positions))} for positions in used]
+
+    def where(at: int, age: int, position: int) -> tuple[int, int]:
+        part = before + at - age
+        return age, ranks[part][position] if part < before else position
+
+    return tuple(replace(form, carried=tuple(where(at, *one) for one in form.carried)) for at, form in enumerate(third))
+
+
+def _form(
+    phases: Sequence[tuple[Mark, tuple[int, ...]]], part: int, born: dict[int, tuple[int, int]],
+    kept: Sequence[tuple[int, ...]],
+) -> Form:  # fmt: skip
+    own: dict[int, int] = {}  # the trace's number, from 1: ours, from 1
+    for _, operations in phases:
+        for operation in operations:
+            if operation > 0:
+                own[operation] = len(own) + 1
+    alive, carried = dict.fromkeys(own), dict[tuple[int, int], int]()
+    done = []
+    for mark, operations in phases:
+        told = []
+        for operation in operations:
+            if operation > 0 or operation == EMPTY_CACHE:
+                told.append(own.get(operation, EMPTY_CACHE))
+            elif -operation in own:
+                del alive[-operation]
+                told.append(-own[-operation])
+            else:
+                of = born[-operation][0]
+                where = (0 if of == 0 else part - of, kept[of].index(-operation - 1))
+                told.append(-len(own) - carried.setdefault(where, len(carried) + 1))
+        done.append((mark.phase, tuple(told)))
+    born |= {number: (part, ours) for number, ours in own.items()}
+    storages = tuple(number - 1 for number in own)
+    return Form(tuple(done), storages, tuple(carried), tuple(own[number] for number in alive))
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Loading, or one pass of a run: how it goes, and the size of each of its own storages."""
+
+    forms: Forms
+    form: Form
+    sizes: Sequence[int]
+
+
+@dataclass
+class Family:
+    """The traces of batches that all have padding, and of such that have none, at all lengths that occur."""
+
+    curves: Mapping[bool, Curve]
+    _forms: dict[int, Forms] = field(default_factory=dict)
+    _traced: dict[tuple[bool, Point], tuple[Trace, str]] = field(default_factory=dict)
+
+    def load(self, trial: Trial, batch: lengths.Batch) -> Sized:
+        """Loading, which no batch changes. Raises InvalidTrial where it cannot be known."""
+        trace, sizes, _ = self._sizes(trial, batch)
+        apart = self.forms(trace)
+        return self._own(trial, apart, apart.load, sizes)
+
+    def step(self, trial: Trial, number: int, passes: Sequence[lengths.Batch]) -> tuple[list[Sized], set[str]]:
+        """The passes of a step of the trial, and what their sizes rest on. Raises InvalidTrial as `load`."""
+        done, rests = [], set()
+        for at, batch in enumerate(passes):
+            trace, sizes, basis = self._sizes(trial, batch)
+            apart = self.forms(trace)
+            if len(apart.steps[0]) != len(passes):
+                raise InvalidTrial(OTHERWISE.format("the passes of a step cannot be told apart"))
+            done.append(self._own(trial, apart, apart.of(number, at), sizes))
+            rests.add(basis)
+        return done, rests
+
+    def details(self, trial: Trial, passes: Sequence[lengths.Batch]) -> tuple[Trace, dict[str, Any]]:
+        """The whole trace of the widest pass of a step, and the columns about what was built."""
+        widest = max(passes, key=lambda one: (one.width, one.padded))
+        where = Point(widest.width, widest.samples)
+        found = self.curves[widest.padded].at(standin(trial, widest.padded, where))
+        if found is None:
+            raise InvalidTrial(OTHERWISE.format(f"no trace of {where.micro_batch} x {where.seq_len} tokens"))
+        return found[0], found[1]
+
+    def forms(self, trace: Trace) -> Forms:
+        """The trace taken apart; those with the same events once."""
+        key = id(trace.events)
+        if key not in self._forms:
+            new = forms(trace)
+            for old in self._forms.values():
+                kept = [[[len(form.kept) for form in step] for step in one.steps] for one in (old, new)]
+                if old.load != new.load or kept[0] != kept[1]:
+                    raise InvalidTrial(OTHERWISE.format("steps of some lengths leave other things than others"))
+            self._forms[key] = new
+        return self._forms[key]
+
+    def _sizes(self, trial: Trial, batch: lengths.Batch) -> tuple[Trace, Sequence[int], str]:
+        """The template of a batch, the sizes of its storages, and what they rest on."""
+        padded, where = batch.padded, Point(batch.width, batch.samples)
+        known = self.curves[padded].formulas(where)
+        if known is not None:
+            return known.template, known.sizes_at(where), known.basis
+        if (padded, where) not in self._traced:
+            found = self.curves[padded].at(standin(trial, padded, where))
+            if found is None:
+                raise InvalidTrial(OTHERWISE.format(f"no trace of {where.micro_batch} x {where.seq_len} tokens"))
+            self._traced[padded, where] = found[0], found[2]
+        trace, basis = self._traced[padded, where]
+        return trace, trace.sizes, basis
+
+    @staticmethod
+    def _own(trial: Trial, apart: Forms, form: Form, sizes: Sequence[int]) -> Sized:
+        workspace, categories = cublas_workspace(trial.device.card.capability), apart.trace.categories
+        own = [workspace if categories[number] == WORKSPACES else sizes[number] for number in form.storages]
+        return Sized(apart, form, own)
+
+
+def standin(trial: Trial, padded: bool, where: Point) -> Trial:
+    """A trial all of whose batches are of one shape: with padding in each, or with none."""
+    shape = {"seq_len": where.seq_len, "micro_batch": where.micro_batch}
+    return trial.model_copy(update={**lengths.like(padded), **shape, "seed": 0, "fingerprints": {}})
+
+
+def passes(trial: Trial) -> list[Sequence[lengths.Batch]]:
+    """Rank 0's micro-batches of every step of the protocol."""
+    every = lengths.batches(trial, lengths.protocol_steps(trial))
+    return [lengths.of_rank(step, 0, trial.world_size) for step in every]
+
+
+def family(trials: Collection[Trial], tracer: Tracer) -> Family:
+    """Trace what is needed to know all steps of these trials, which are alike but for lengths."""
+    wanted: dict[bool, set[Point]] = {False: set(), True: set()}
+    for trial in trials:
+        for batch in itertools.chain.from_iterable(passes(trial)):
+            wanted[batch.padded].add(Point(batch.width, batch.samples))
+    anyone = next(iter(trials))
+    curves = {}
+    for padded, points in wanted.items():
+        if points:
+            some = standin(anyone, padded, min(points))
+            curves[padded] = curve(some, points, tracer)
+            curves[padded].trace([standin(some, padded, where) for where in sorted(points)])
+    return Family(curves)
+
+
+def refused(trials: Collection[Trial], found: Family, tracer: Tracer) -> dict[str, Any] | None:
+    """The error that says why some batch of the trials cannot be traced, if one does."""
+    for trial in trials:
+        for one in set(itertools.chain.from_iterable(passes(trial))):
+            error = tracer.refused(standin(trial, one.padded, Point(one.width, one.samples)))
+            if error is not None:
+                return error
+    return None
+
+
+@dataclass(frozen=True)
+class Run:
+    """All steps of a run replayed: `ends` are (allocated, reserved) at the end of each, in bytes."""
+
+    predicted: Prediction
+    ends: tuple[tuple[int, int], ...]
+    asked: Held | None
+
+
+def replay(
+    load: Sized, steps: Iterator[Sequence[Sized]], config: allocator_config.AllocatorConfig, limit: int | None
+) -> Run:
+    """Replay loading and all steps, one after the other, from an empty allocator."""
+    return _Replay(Simulator(config, limit)).run(load, steps)
+
+
+class _Replay:
+    """A replay under way. Blocks are named by how many requests came before; `alive` has size and category of each that
+    outlives its pass, `kept` the names of what each pass has kept, the last one's last."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
+        self.alive: dict[int, tuple[int, str]] = {}
+        self.loaded: list[int] = []
+        self.kept: list[list[int]] = []
+        self.asked = 0
+        self.phases: list[tuple[Mark, Peaks]] = []
+        self.peak = dict.fromkeys(COUNTERS, 0)
+        self.breakdown = dict.fromkeys((*CATEGORIES, "rounding"), 0)
+        self.refused: tuple[Refused, Held] | None = None
+
+    def run(self, load: Sized, steps: Iterator[Sequence[Sized]]) -> Run:
+        ends: list[tuple[int, int]] = []
+        self.loaded = self._part(None, load)
+        for number, step in enumerate(steps):
+            for one in step:
+                if self.refused is None:
+                    self.kept.append(self._part(number, one))
+            if self.refused is not None:
+                break
+            ends.append((self.simulator.allocated, self.simulator.reserved))
+        refused, asked = self.refused or (None, None)
+        done = Prediction(tuple(self.phases), self.peak, self.breakdown, self.simulator.stats(), refused)
+        return Run(done, tuple(ends), asked)
+
+    def _part(self, number: int | None, step: Sized) -> list[int]:
+        """Replay a pass of a step, or loading; the names of what it keeps."""
+        form, before = step.form, self.peak["allocated"]
+        carried = [(self.loaded if age == 0 else self.kept[-age])[at] for age, at in form.carried]
+        busiest = 0
+        for phase, operations in form.phases:
+            for counter in COUNTERS:  # as torch.cuda.reset_peak_memory_stats does
+                setattr(self.simulator, f"peak_{counter}", getattr(self.simulator, counter))
+            found, full = self._run(step, operations, carried)
+            peaks = {c: int(getattr(self.simulator, f"peak_{c}")) for c in COUNTERS}
+            busiest = found or busiest
+            self.peak = {c: max(self.peak[c], peaks[c]) for c in COUNTERS}
+            self.phases.append((Mark(0, number, phase), peaks))  # type: ignore[arg-type]
+            if full:
+                self._refuse(step, self.phases[-1][0], full, carried)
+                break
+        if self.peak["allocated"] > before:
+            self.breakdown = self._parts(step, busiest, carried, self.peak["allocated"])
+        for operation in (operation for _, operations in form.phases for operation in operations):
+            if operation < -len(form.storages):
+                self.alive.pop(carried[-operation - len(form.storages) - 1], None)
+        for own in form.kept:
+            self.alive[self.asked + own] = step.sizes[own - 1], self._category(step, own)
+        names = [self.asked + own for own in form.kept]
+        self.asked += len(form.storages)
+        return names
+
+    def _run(self, step: Sized, operations: Sequence[int], carried: Sequence[int]) -> tuple[int, int]:
+        """Replay a phase: the request that took allocated higher than ever, and the one for which there was no room;
+        0 where there is none."""
+        sizes, own, base = step.sizes, len(step.form.storages), self.asked
+        streams = [step.forms.trace.streams[number] for number in step.form.storages]
+        simulator, highest, found, operation = self.simulator, self.peak["allocated"], 0, 0
+        malloc, free = simulator.malloc, simulator.free
+        try:
+            for operation in operations:
+                if operation > 0:
+                    malloc(base + operation, sizes[operation - 1], streams[operation - 1])
+                    if simulator.allocated > highest:
+                        highest, found = simulator.allocated, operation
+                elif operation == EMPTY_CACHE:
+                    simulator.empty_cache()
+                else:
+                    free(base - operation if operation >= -own else carried[-operation - own - 1])
+        except OutOfMemory:
+            return found, operation
+        return found, 0
+
+    def _parts(self, step: Sized, until: int, carried: Sequence[int], allocated: int) -> dict[str, int]:
+        """What was alive when own storage `until` had been asked for, by category; it sums to `allocated`."""
+        own = len(step.form.storages)
+        gone, here = set[int](), set[int]()
+        for operation in (operation for _, operations in step.form.phases for operation in operations):
+            if operation > 0:
+                here.add(operation)
+            elif operation < -own:
+                gone.add(carried[-operation - own - 1])
+            else:
+                here.discard(-operation)
+            if operation == until:
+                break
+        held = dict.fromkeys((*CATEGORIES, "rounding"), 0)
+        for name, (size, category) in self.alive.items():
+            held[category] += size if name not in gone else 0
+        for one in here:
+            held[self._category(step, one)] += step.sizes[one - 1]
+        held["rounding"] = allocated - sum(held.values())
+        return held
+
+    def _refuse(self, step: Sized, mark: Mark, own: int, carried: Sequence[int]) -> None:
+        trace, number, size = step.forms.trace, step.form.storages[own - 1], step.sizes[own - 1]
+        allocated = self.simulator.allocated
+        parts = self._parts(step, own, carried, allocated + size)
+        module, operator = trace.makers[trace.origins[number]]
+        asked = Held(size, trace.categories[number], module, operator, mark.step, mark.phase)
+        self.refused = Refused(mark, number, size, allocated, self.simulator.reserved, parts), asked
+
+    @staticmethod
+    def _category(step: Sized, own: int) -> str:
+        return step.forms.trace.categories[step.form.storages[own - 1]]
+
+
+def predict(trial: Trial, found: Family) -> simulated.Predicted:
+    """The trial's row, from every step of its protocol. Raises InvalidTrial where it cannot be predicted."""
+    config = allocator_config.parse(trial.allocator.conf)
+    card, every = trial.device.card, passes(trial)
+    rests: Counter[str] = Counter()
+
+    def steps(count: bool = False) -> Iterator[Sequence[Sized]]:
+        for number, own in enumerate(every):
+            step, bases = found.step(trial, number, own)
+            if count:
+                rests.update([" and ".join(sorted(bases))])
+            yield step
+
+    load = found.load(trial, every[0][0])
+    done = replay(load, steps(count=True), config, memory_limit(card))
+    widest = max(every, key=lambda step: max((one.tokens, one.padded) for one in step))
+    trace, details = found.details(trial, widest)
+    host = host_replay(trace.host, config, node.loader_workers(trial) * node.LOADER_WORKER)
+    about = simulated.about(trial, _basis(rests), host)
+    predicted = done.predicted
+    if (text := simulated.host_refused(trial, trace)) is not None:
+        return simulated.Predicted(about, predicted.phases, simulated.SimulatedHostOutOfMemoryError(text, about))
+    if predicted.refused is not None and done.asked is not None:
+        whole = replay(load, steps(), replace(config, per_process_memory_fraction=1.0), None).predicted
+        about |= simulated.oom_columns(predicted.refused) | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
+        text = simulated.refused_text(predicted.refused, done.asked, trial, whole)
+        at = predicted.refused.mark.step
+        if at is not None:
+            text += f"; that step's batch is {' + '.join(f'{one.samples} x {one.width}' for one in every[at])} tokens"
+        return simulated.Predicted(about, predicted.phases, simulated.SimulatedOutOfMemoryError(text, about))
+    return simulated.Predicted(_columns(trial, done, every) | details | _kernels(found, trial, every)
+                               | about | lengths.seen(trial) | _notes(trial, config, details),
+                               predicted.phases, None)  # fmt: skip
+
+
+def _columns(trial: Trial, done: Run, every: Sequence[Sequence[lengths.Batch]]) -> dict[str, Any]:
+    """Memory columns as of a measured row: phases of the probe step, lists of the measured steps."""
+    probe, predicted = trial.protocol.warmup_steps, done.predicted
+    measured = range(probe + 1, len(every))
+    shown = [(mark, peaks) for mark, peaks in predicted.phases if mark.step in (None, probe)]
+    most = {c: dict.fromkeys(measured, 0) for c in ("allocated", "reserved")}
+    for mark, peaks in predicted.phases:
+        if mark.step is not None and mark.step in measured:
+            for counter, of_step in most.items():
+                of_step[mark.step] = max(of_step[mark.step], peaks[counter])
+    ends = [done.ends[step] for step in measured]
+    allocated, reserved = (list(values) for values in zip(*ends, strict=True))
+    grown = growth(allocated)
+    return simulated.columns(replace(predicted, phases=tuple(shown))) | {
+        **{f"step_peak_{counter}_bytes": list(of_step.values()) for counter, of_step in most.items()},
+        "step_allocated_bytes": allocated,
+        "step_reserved_bytes": reserved,
+        "step_tokens": [sum(one.tokens for one in every[step]) for step in measured],
+        "step_growth_bytes": grown,
+        "plateau": None if (flat := plateau(list(most["reserved"].values()))) is None else flat and (grown or 0) <= 0,
+    }
+
+
+def _kernels(found: Family, trial: Trial, every: Sequence[Sequence[lengths.Batch]]) -> dict[str, Any]:
+    """Attention's kernels, of batches with padding and of those without."""
+    some = {one.padded: one for one in itertools.chain.from_iterable(every)}
+    seen = {kernel for one in some.values() for kernel in found.details(trial, [one])[1]["attention_kernels"] or ()}
+    return {"attention_kernels": sorted(seen) or None}
+
+
+def _notes(trial: Trial, config: allocator_config.AllocatorConfig, details: Mapping[str, Any]) -> dict[str, Any]:
+    notes = [*(details.get("notes") or ()), *allocator_config.without_effect(config)]
+    return {"notes": [*notes, *simulated.unheeded(trial, details.get("differences") or ()), UNTIMED]}
+
+
+def _basis(rests: Counter[str]) -> str:
+    """What the sizes of the steps rest on."""
+    if len(rests) == 1:
+        return next(iter(rests))
+    return ", ".join(f"{basis} ({count} steps)" for basis, count in rests.most_common())
+
+
+def run(trial: Trial, folder: Path) -> simulated.Predicted:
+    """Trace what the trial needs, each in a process of its own, and predict it. Raises InvalidTrial."""
+    torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
+    tracer = Tracer(folder, float("inf"))
+    found = family([trial], tracer)
+    error = refused([trial], found, tracer)
+    if error is not None:
+        raise InvalidTrial(json.loads(json.dumps(error))["error"]["message"])
+    return predict(trial, found)

@@ -1,0 +1,190 @@
+"""`vramsweep.watch()`: an ordinary row of a training that runs in this very process, written where the block ends.
+
+    with vramsweep.watch("mine", seq_len=512, micro_batch=4):
+        train()
+
+Every optimizer step in the block is looked at (observer.py): `warmup_steps`, one whose FLOPs are counted, one whose
+phases are told apart, then all others are measured. With several ranks each has its own block and rank 0 writes the
+row. An exception that leaves the block is the row's outcome and goes on its way. Afterwards torch is as it was.
+
+Not covered: a training that vramsweep started itself, which has a row already: there the block does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from vramsweep.harness import account, machine, outcome, script, techniques, variables
+from vramsweep.harness import trial as trials
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.flags import flags
+from vramsweep.harness.journal import Journal
+from vramsweep.harness.row import BY_NAME, Outcome, Row
+from vramsweep.runners import seen, worker
+from vramsweep.runners.observer import ATTEMPT, SPEC, Observer
+
+WARMUP_STEPS = 3
+TRIES = 50  # to get the journal's lock, a tenth of a second apart
+_watching: list[Watch] = []
+
+
+class Watch(contextlib.AbstractContextManager["Watch"]):
+    """The block. `row` is what was written, once it has ended; None where nothing was."""
+
+    def __init__(
+        self, name: str = "watch", *, results: str = "results", warmup_steps: int = WARMUP_STEPS, **settings: Any
+    ) -> None:
+        """`name` is the folder under `results`; `settings` are what the training is known to have.
+
+        Those that a trial has (seq_len, micro_batch, precision, ...) fill their columns, others are options of the
+        row. Raises UserError for a value that a setting cannot have.
+        """
+        self.row: Row | None = None
+        self._place = Path(results) / name
+        self._warmup_steps = warmup_steps
+        self._told = set(settings) & {*script.UNSAID, *script.TOLD}
+        self._trial = _trial(settings, self._told, warmup_steps)
+        self._observer: Observer | None = None
+        self._left_alone = ATTEMPT in os.environ
+
+    def __enter__(self) -> Watch:
+        if self._left_alone:
+            return self
+        if _watching:
+            raise UserError("vramsweep.watch: this process is watched already; one block at a time")
+        self._began, self._started_at = time.monotonic(), account.now()
+        self._folder = Path(tempfile.mkdtemp(prefix="vramsweep-"))
+        asked = {
+            "warmup_steps": self._warmup_steps,
+            "measured_steps": None,
+            "record": False,
+            "stop": False,
+            "job": False,
+        }
+        told = self._trial.precision if "precision" in self._told else None
+        (self._folder / SPEC).write_text(json.dumps(asked | {"precision": told, "worker": os.getpid()}))
+        self._observer = Observer(self._folder)
+        self._observer.install()
+        _watching.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        observer, self._observer = self._observer, None
+        if observer is None:
+            return
+        _watching.remove(self)
+        ended = error if isinstance(error, Exception) else None  # sys.exit and Ctrl-C end a training that went well
+        try:
+            observer.block_ended()
+            observer.uninstall()
+            self._write(json.loads(observer.file.read_text()), ended)
+        except Exception as problem:
+            warnings.warn(f"vramsweep.watch wrote no row: {type(problem).__name__}: {problem}", stacklevel=2)
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, own: seen.Seen, error: Exception | None) -> None:
+        ranks = [own]
+        if error is None and own["world_size"] > 1:  # a rank that failed waits for nobody
+            every: list[Any] = [None] * own["world_size"]
+            torch.distributed.all_gather_object(every, own)
+            ranks = every
+        if own["rank"] != 0 and error is None:
+            return
+        if own["problem"]:
+            raise RuntimeError(own["problem"])
+        if error is None and not all("columns" in one for one in ranks):
+            needed = self._warmup_steps + 4
+            few = f"{own['steps']} optimizer steps were seen, and it takes {needed}"
+            warnings.warn(f"vramsweep.watch wrote no row: {few}", stacklevel=3)
+            return
+        row = self._base(own)
+        if all("columns" in one for one in ranks):
+            row |= {k: v for k, v in seen.columns(self._trial, ranks, self._told).items() if v is not None}
+        row.pop("steps_s", None)
+        if error is not None:
+            kind, reason = outcome.classify(outcome.Evidence(exit_code=1, result=worker.told(error)))
+            row |= {"outcome": kind, "reason": reason, "phase": f"step {own['index'] or 0}"}
+        row["flags"] = flags(row) if row["outcome"] in (Outcome.OK, Outcome.OOM) else None
+        self.row = _append(self._place, row)
+
+    def _base(self, own: seen.Seen) -> Row:
+        """What the row says whatever was measured."""
+        trial = self._trial
+        device = trials.DeviceAxis(name="cuda" if "card" in own else "cpu")
+        trial = trial.model_copy(update={"device": device, "world_size": own["world_size"]})
+        self._trial = trial
+        resolved = trial.model_dump(mode="json")
+        axes = {name: resolved[name] for name in self._told if name in BY_NAME}
+        return {
+            **machine.facts(),
+            **axes,
+            "sweep": self._place.name,
+            "trial_id": trials.trial_id(resolved | {"started_at": self._started_at}),
+            "attempt": 1,
+            "terminal": True,
+            "started_at": self._started_at,
+            "outcome": Outcome.OK,
+            "isolation": "cold",
+            "duration_s": time.monotonic() - self._began,
+            "model": trial.model.name,
+            "runner": trial.runner.name,
+            "allocator": trial.allocator.name,
+            "allocator_conf": trial.allocator.conf,
+            "device": device.name,
+            "protocol": trial.protocol.name,
+            "repeat": 0,
+            "host_load": machine.host_load(),
+            "environment": variables.recorded(os.environ),
+            "trial": resolved,
+        }
+
+
+def _append(place: Path, row: Row) -> Row:
+    """Add the row to the journal, which another training may be writing to at this moment. Raises UserError."""
+    for _ in range(TRIES):
+        with contextlib.suppress(UserError), Journal(place) as journal:
+            return journal.append(row)
+        time.sleep(0.1)
+    with Journal(place) as journal:
+        return journal.append(row)
+
+
+def _trial(settings: dict[str, Any], told: set[str], warmup_steps: int) -> trials.Trial:
+    """A trial that says what is known of this training. Raises UserError for a value that a setting cannot have."""
+    values = {name: settings.get(name, default) for name, default in script.UNSAID.items()}
+    conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    canonical = allocator_config.parse(conf).render()
+    own = {name: value for name, value in settings.items() if name not in told}
+    found = trials.Trial.model_validate(
+        values
+        | {
+            "model": {"name": script.program(shlex.join(["python", *sys.argv[:1]]))},
+            "allocator": {"name": canonical or "default", "conf": canonical},
+            "runner": {"name": "watch", "command": shlex.join(sys.argv), "stop": False, "options": own},
+            "device": {"name": "cpu"},
+            "protocol": {"name": "watch", "warmup_steps": warmup_steps, "measured_steps": 1},
+            **{name: settings[name] for name in script.TOLD if name in settings},
+        }
+    )
+    for axis in techniques.AXES:
+        allowed, value = techniques.values(axis.name), getattr(found, axis.name)
+        if allowed and value not in allowed:
+            raise UserError(f"vramsweep.watch: {axis.name}={value}: choose one of {', '.join(map(str, allowed))}")
+    return found

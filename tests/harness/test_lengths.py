@@ -1,0 +1,177 @@
+"""Lengths that vary: what is read, drawn, padded and packed, by examples counted by hand."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import custom, tiny
+
+from vramsweep.harness import lengths
+from vramsweep.harness import trial as trials
+
+SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
+
+
+def listed(folder: Path, text: str) -> str:
+    path = folder / "lengths.txt"
+    path.write_text(text)
+    return f"lengths:{path}"
+
+
+def tried(**over: Any) -> trials.Trial:
+    return trials.parse(tiny(**over))
+
+
+def refused(**over: Any) -> str:
+    with pytest.raises(trials.InvalidTrial) as error:
+        tried(**over)
+    return str(error.value)
+
+
+def identity(trial: trials.Trial) -> str:
+    return trials.trial_id(trial.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
+    "text", ["[5, 7, 7, 7]", "5\n7\n7\n7\n", "length,count\n7,3\n5,1\n9,0\n", "5, 1\n7, 3\n", "tokens\n7\n5\n7\n7"]
+)
+def test_lists_and_histograms_say_the_same(tmp_path: Path, text: str) -> None:
+    found = lengths.source(listed(tmp_path, text))
+    assert found == lengths.Listed((5, 7), (1, 4))
+    assert [found.at(share) for share in (0.01, 0.24, 0.26, 0.99)] == [5, 5, 7, 7]
+
+
+def test_a_histogram_is_drawn_as_often_as_it_counts(tmp_path: Path) -> None:
+    found = lengths.source(listed(tmp_path, "10,1\n20,3\n"))
+    drawn = list(itertools.islice(lengths.drawn(found, 3, 64), 4000))
+    assert set(drawn) == {10, 20}
+    assert drawn.count(20) / 4000 == pytest.approx(0.75, abs=0.03)
+
+
+def test_a_lognormal_has_its_median_and_its_spread() -> None:
+    drawn = sorted(itertools.islice(lengths.drawn(lengths.Lognormal(500, 0.8), 0, 1 << 20), 20_000))
+    assert drawn[10_000] == pytest.approx(500, rel=0.03)
+    assert statistics.fmean(drawn) == pytest.approx(500 * 2.718281828 ** (0.8**2 / 2), rel=0.05)
+    assert drawn[int(20_000 * 0.841)] / 500 == pytest.approx(2.718281828**0.8, rel=0.05)
+
+
+def test_lengths_hang_on_the_seed_alone_and_are_cut_to_seq_len() -> None:
+    data = "lengths:lognormal(20,1)"
+    one = lengths.batches(tried(data=data, allocator={"name": "expandable", "conf": ""}), 6)
+    longer = lengths.batches(tried(data=data, protocol={"measured_steps": 40}, runner={"name": "trainer"}), 20)
+    assert longer[:6] == one
+    assert lengths.batches(tried(data=data, seed=1), 6) != one
+    drawn = [n for sample in lengths.documents(tried(data=data, seq_len=16), 200) for n in sample]
+    assert max(drawn) == 16 and min(drawn) >= 1 and len(set(drawn)) > 8
+
+
+def test_padding_to_the_longest_to_multiples_and_to_the_whole_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [3, 9, 17, 16, 1, 1, 30, 8]
+    monkeypatch.setattr(lengths, "drawn", lambda *_: itertools.cycle(given))
+    shapes = {
+        to: [
+            (one.samples, one.width, one.kept)
+            for step in lengths.batches(tried(data="lengths:lognormal(9,1)", padding_to=to), 4)
+            for one in step
+        ]
+        for to in ("longest", "8", "max")
+    }
+    assert shapes["longest"] == [(2, 9, 12), (2, 17, 33), (2, 1, 2), (2, 30, 38)]
+    assert shapes["8"] == [(2, 16, 12), (2, 24, 33), (2, 8, 2), (2, 32, 38)]
+    assert shapes["max"] == [(2, 32, 12), (2, 32, 33), (2, 32, 2), (2, 32, 38)]
+    trial = tried(data="lengths:lognormal(9,1)", protocol={"warmup_steps": 1, "measured_steps": 2})
+    seen = lengths.seen(trial)  # the last two of four steps
+    assert seen == {
+        "padding_fraction": pytest.approx(1 - 40 / 62), "shortest_document": 1, "mean_document": 10.0,
+        "longest_document": 30,
+    }  # fmt: skip
+
+
+def test_documents_are_joined_and_cut_at_the_whole_length() -> None:
+    rows = lengths.packed([5, 3, 20, 2, 1, 9], 10)
+    assert list(rows) == [(5, 3, 2), (10,), (8, 2), (1, 9)]
+
+
+def test_ranks_take_batches_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "drawn", lambda *_: itertools.count(1))
+    trial = tried(data="lengths:lognormal(9,1)", sharding="ddp", world_size=2, grad_accum=2, micro_batch=1)
+    (first, second) = lengths.batches(trial, 2)
+    assert [one.width for one in first] == [1, 2, 3, 4]
+    assert [one.width for one in lengths.of_rank(second, 1, 2)] == [6, 8]
+
+
+def test_the_file_counts_by_its_contents(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("5\n7\n")
+    (tmp_path / "b").write_text("5\n7\n")
+    one, other = (tried(data=f"lengths:{tmp_path / name}") for name in "ab")
+    assert identity(one) == identity(other) != identity(tried())
+    (tmp_path / "b").write_text("5\n8\n")
+    assert identity(tried(data=f"lengths:{tmp_path / 'b'}")) != identity(one)
+
+
+def test_a_multiple_may_be_a_number() -> None:
+    assert tried(data="lengths:lognormal(9,1)", padding_to=16) == tried(data="lengths:lognormal(9,1)", padding_to="16")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("lengths:", "says no lengths; write lengths:lognormal(MEDIAN,SIGMA), or lengths:FILE"),
+        ("lengths:lognormal(20)", "says no lengths"),
+        ("lengths:lognormal(a,b)", "MEDIAN and SIGMA are numbers"),
+        ("lengths:lognormal(0,1)", "MEDIAN is from 1 to"),
+        ("lengths:lognormal(9,-1)", "SIGMA 0 or more"),
+        ("lengths:lognormal(nan,1)", "MEDIAN is from 1 to"),
+        ("lengths:zipf(2)", "there is no distribution zipf, only lognormal"),
+        ("lengths:missing.csv", "there is no file missing.csv"),
+    ],
+)
+def test_what_says_no_lengths_is_refused(data: str, said: str) -> None:
+    assert said in refused(data=data)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no lengths; it is a JSON list, a length a line, or lines of length,count"),
+        ("5,0\n", "holds no lengths"),
+        ("5\n-7\n", "line 2: a length of -7; lengths are whole numbers from 1 on"),
+        ("5,2\n0,3\n", "line 2: a length of 0"),
+        ("5,-2\n", "line 1: a count of -2"),
+        ("5\nseven\n", "line 2: 'seven' is no length"),
+        ("5,2\n7\n", "line 2: '7' is no length"),
+        ("1,2,3\n", "line 1: '1,2,3' is no length"),
+        ("5.5\n", "line 1: '5.5' is no length"),
+        ("[5, 0]", "entry 2 is 0, and a length is a whole number from 1 on"),
+        ("[5, true]", "entry 2 is True"),
+        ("[5, 7", "is no JSON"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+    assert said in refused(data=listed(tmp_path, text))
+
+
+def test_settings_that_do_not_go_together_say_what_would() -> None:
+    data = "lengths:lognormal(9,1)"
+    assert "padding=0.5 is of data=synthetic" in refused(data=data, padding=0.5)
+    assert "padding_to=64 is of data=lengths:" in refused(padding_to="64")
+    assert "choose longest (of the batch), a multiple such as 64, or max" in refused(data=data, padding_to="shortest")
+    assert "no multiple of it: samples would be padded beyond seq_len; use seq_len=24" in refused(
+        data=data, padding_to="12"
+    )
+    assert "packed samples are all full" in refused(data=data, padding_to="8", packing="wrapped")
+    assert "cannot be simulated: what the target makes of a length" in refused(
+        **{
+            key: value
+            for key, value in custom("good", data=data, device=SIMULATED).items()
+            if key in ("runner", "data", "device")
+        }
+    )
+    flash = {"data": data, "attention": "flash_attention_2", "precision": "bf16", "device": SIMULATED}
+    assert "padding of many lengths cannot be simulated" in refused(**flash)
+    assert tried(**flash, micro_batch=1).micro_batch == 1
+    assert tried(data=data, packing="documents").packing == "documents"

@@ -1,0 +1,455 @@
+"""Scripts as users write them, unchanged, under the observer: each in its own process, as a sweep runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, TARGETS, Run, tiny
+
+from vramsweep.analysis.data.load import load
+from vramsweep.analysis.report.findings import findings
+from vramsweep.harness.row import Row
+from vramsweep.runners import script
+
+SCRIPTS = ROOT / "tests" / "scripts"
+PYTHON = sys.executable
+BIN = Path(sys.executable).parent
+MEMORY = tuple(f"{phase}_peak_allocated_bytes" for phase in ("load", "forward", "backward", "optimizer"))
+SAME = ("peak_allocated_bytes", *MEMORY[1:], "model_flops_per_token", "hardware_flops_per_token", "parameters")
+NOTHING = {"seq_len": 1, "micro_batch": 1, "model": {"model_type": None, "config": {}, "parameters": None}}
+
+
+def command(words: str, **over: Any) -> dict[str, Any]:
+    """A trial of a command; {scripts} is where ours lie."""
+    runner = {"name": "script", "command": words.replace("PYTHON", PYTHON).replace("SCRIPTS", str(SCRIPTS))}
+    runner |= over.pop("runner", {})
+    return tiny(**(NOTHING | over), runner=runner)
+
+
+def alike(row: Row, other: Row) -> None:
+    assert {name: row[name] for name in SAME} == {name: other[name] for name in SAME}
+    assert row["peak_allocated_bytes"] is not None and row["model_flops_per_token"] is not None
+
+
+@pytest.mark.slow
+def test_a_plain_loop_is_measured_as_our_own_runner_measures_it(run_sweep: Run) -> None:
+    words = "PYTHON SCRIPTS/plain.py --max_len {seq_len} --bs {micro_batch}"
+    told = {"seq_len": 48, "micro_batch": 3}
+    target = {"name": "custom", "target": f"{TARGETS / 'scripted.py'}:plain"}
+    row, again, ours, _ = run_sweep(command(words, **told), tiny(**told, runner=target), repeats=2)
+    assert (row["outcome"], row["reason"], row["notes"]) == ("ok", None, None)
+    alike(row, ours)
+    alike(row, again)
+    assert row["tokens_per_s"] * row["elapsed_s"] == pytest.approx(48 * 3 * 2)
+    assert row["samples_per_s"] * row["elapsed_s"] == pytest.approx(3 * 2)
+    assert (row["optimizer_effective"], row["attention_effective"], row["skipped_steps"]) == ("AdamW", "sdpa", 0)
+    unknown = ("precision", "checkpointing", "optimizer", "sharding", "weights", "data", "seed", "offload_param")
+    assert {row[name] for name in unknown} == {None}
+    assert (row["seq_len"], row["micro_batch"], row["grad_accum"], row["world_size"]) == (48, 3, 1, 1)
+
+
+@pytest.mark.slow
+def test_the_trainer_is_measured_as_our_own_runner_measures_it(run_sweep: Run) -> None:
+    words = (
+        "PYTHON SCRIPTS/clm.py --block_size {seq_len} --per_device_train_batch_size {micro_batch} --use_cpu true "
+        "--output_dir {output_dir} --report_to none --save_strategy no --max_steps 100"
+    )
+    told = {"seq_len": 40, "micro_batch": 2}
+    row, ours = run_sweep(command(words, **told), tiny(**told, runner={"name": "trainer"}))
+    alike(row, ours)
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_are_measured_as_our_own(run_sweep: Run) -> None:
+    words = f"{BIN / 'torchrun'} --nproc-per-node {{world_size}} SCRIPTS/ddp.py --max_len {{seq_len}}"
+    ours = tiny(
+        seq_len=32,
+        micro_batch=2,
+        grad_accum=2,
+        world_size=2,
+        sharding="ddp",
+        runner={"name": "custom", "target": f"{TARGETS / 'scripted.py'}:plain"},
+    )
+    row, other = run_sweep(command(words, seq_len=32, world_size=2), ours)
+    alike(row, other)
+    assert row["rank_peak_allocated_bytes"] == other["rank_peak_allocated_bytes"]
+    assert row["tokens_per_s"] * row["elapsed_s"] == pytest.approx(2 * 2 * 2 * 32 * 2)
+    assert (row["world_size"], row["grad_accum"], row["micro_batch"]) == (2, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "outcome", "reason"),
+    [
+        ("raise", "crash", "builtins.ValueError: rank one has bad data"),
+        ("kill", "crash", "rank 1 killed by SIGKILL"),
+        ("exit", "crash", "rank 1 ended in the middle of the training without a word"),
+    ],
+)
+def test_the_rank_that_fails_first_is_named(run_sweep: Run, fault: str, outcome: str, reason: str) -> None:
+    words = f"{BIN / 'torchrun'} --nproc-per-node 2 SCRIPTS/ddp.py --fault {fault}"
+    (row,) = run_sweep(command(words, world_size=2))
+    assert row["outcome"] == outcome
+    assert row["reason"].startswith(reason)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_cards_are_noted(run_sweep: Run) -> None:
+    (row,) = run_sweep(command(f"{BIN / 'torchrun'} --nproc-per-node 2 SCRIPTS/ddp.py"))
+    assert row["notes"] == ["the training had 2 ranks, where the trial has world_size=1"]
+    assert row["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_accelerate_launch(run_sweep: Run) -> None:
+    launch = f"{BIN / 'accelerate'} launch --cpu --num_processes 1 --num_machines 1 --dynamo_backend no"
+    (row,) = run_sweep(command(f"{launch} --mixed_precision no SCRIPTS/accelerated.py"))
+    assert (row["outcome"], row["notes"]) == ("ok", None)
+    assert (row["seq_len"], row["micro_batch"]) == (48, 2)
+    assert row["tokens_per_s"] * row["elapsed_s"] == pytest.approx(48 * 2 * 2)
+
+
+@pytest.mark.slow
+def test_lightning(run_sweep: Run) -> None:
+    """Its optimizers run the whole step in a closure, and it looks at validation data before the first."""
+    pytest.importorskip("lightning")
+    words = "PYTHON SCRIPTS/lit.py --len {seq_len} --accumulate {grad_accum} --out {output_dir}"
+    one, two = run_sweep(command(words, seq_len=32), command(words, seq_len=32, grad_accum=2))
+    assert one["outcome"] == two["outcome"] == "ok"
+    assert two["tokens_per_s"] * two["elapsed_s"] == 2 * one["tokens_per_s"] * one["elapsed_s"] == 2 * 2 * 32 * 2
+    parameters = one["parameters"]
+    assert one["optimizer_peak_allocated_bytes"] > 4 * 4 * parameters  # weights, gradients, two moments in fp32
+    assert one["model_flops_per_token"] == pytest.approx(6 * parameters, rel=0.1)  # (Kaplan et al. 2020)
+
+
+@pytest.mark.slow
+def test_lengths_that_vary_are_counted(run_sweep: Run) -> None:
+    """TRL pads each batch to its longest text."""
+    pytest.importorskip("trl")
+    (row,) = run_sweep(command("PYTHON SCRIPTS/sft.py --batch {micro_batch} --out {output_dir}", micro_batch=2))
+    assert (row["outcome"], row["seq_len"], row["micro_batch"]) == ("ok", None, 2)
+    tokens = row["tokens_per_s"] * row["elapsed_s"]
+    assert tokens == pytest.approx(round(tokens)) and round(tokens) % 2 == 0 and 2 * 2 * 8 < tokens < 2 * 2 * 62
+
+
+FAULTS = {
+    "raise": ("crash", r"builtins.ValueError: bad data in line 3$"),
+    "own_hook": ("crash", r"builtins.ValueError: bad data in line 3$"),
+    "oom": ("oom", r"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "exit3": ("crash", r"ended with exit status 3$"),
+    "exit0": ("invalid", r"faults.py ended after \d optimizer steps, and protocol=brief takes 5"),
+    "text": ("crash", r"ended with exit status 1; its last words: no such file: data.txt$"),
+    "kill": ("crash", r"killed by SIGKILL$"),
+    "hang": ("timeout", r"no end within 25 s; raise timeout_s"),
+    "allocator": ("invalid", r"the script sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True itself"),
+    "never": ("invalid", r"faults.py ended without an optimizer step \(\d+ forward and 50 backward passes were seen\)"),
+    "fork": ("ok", None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_its_outcome(run_sweep: Run, fault: str) -> None:
+    (row,) = run_sweep(command(f"PYTHON SCRIPTS/faults.py {fault}"), timeout_s=25)
+    outcome, reason = FAULTS[fault]
+    assert row["outcome"] == outcome, row["reason"]
+    assert reason is None or re.match(reason, row["reason"])
+    if fault == "oom":
+        assert (row["oom_request_bytes"], row["phase"]) == (2 << 30, "step 2, forward")
+    if fault == "kill":
+        assert row["exit_code"] == -signal.SIGKILL
+
+
+def test_what_fails_after_the_measured_steps_is_a_note(run_sweep: Run) -> None:
+    (row,) = run_sweep(command("PYTHON SCRIPTS/faults.py late 9", runner={"stop": False}), isolation="warm")
+    assert row["outcome"] == "ok"
+    assert (
+        row["notes"][-1]
+        == "after the measured steps the script ended with exit status 1; its last words: ValueError: saving failed"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            "PYTHON SCRIPTS/plain.py --length {seq_len}",
+            "plain.py does not take these options: plain.py: error: ",
+        ),
+        (
+            "PYTHON SCRIPTS/faults.py fine 2",
+            "faults.py ended after 2 optimizer steps, and protocol=brief takes 5",
+        ),
+        ("PYTHON -c 'import os'", f"{PYTHON} ended well, but no Python process of it imported torch"),
+        (
+            "PYTHON -I SCRIPTS/faults.py fine",
+            "faults.py ended well, but no Python process of it imported torch",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_says_why(run_sweep: Run, words: str, reason: str) -> None:
+    over = {"seq_len": 32} if "{seq_len}" in words else {}
+    (row,) = run_sweep(command(words, **over))
+    assert row["outcome"] == "invalid"
+    assert row["reason"].startswith(reason)
+
+
+PEEK = """
+import importlib.util, json, os, sys
+import torch
+state = {"path": sys.path, "finders": [type(f).__name__ for f in sys.meta_path], "hook": type(sys.excepthook).__name__}
+state["own"] = getattr(sys.modules.get("sitecustomize"), "MINE", None)
+names = ("harness", "runners", "analysis", "conf", "tests", "hydra_plugins")
+state["there"] = sorted(name for name in names if importlib.util.find_spec(name))
+print(json.dumps(state))
+w = torch.nn.Linear(8, 8)
+o = torch.optim.SGD(w.parameters())
+for _ in range(9):
+    w(torch.randn(2, 8)).sum().backward(); o.step(); o.zero_grad()
+print(sorted(vars(w)), len(torch.nn.modules.module._global_forward_pre_hooks))
+"""
+
+
+@pytest.mark.slow
+def test_the_script_notices_nothing(run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it prints, finds and imports is what it does alone; the user's own sitecustomize is imported, too."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("MINE = 1\n")
+    (tmp_path / "peek.py").write_text(PEEK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    monkeypatch.chdir(tmp_path)
+    bare = subprocess.run([PYTHON, "peek.py"], capture_output=True, text=True, check=True)
+    before = {path.name for path in tmp_path.iterdir()}
+    (row,) = run_sweep(command("PYTHON peek.py", runner={"stop": False}))
+    assert row["outcome"] == "ok"
+    (place,) = tmp_path.glob("t/attempts/*/1")
+    assert (place / "stderr.log").read_text() == bare.stderr
+    told, alone = (text.splitlines() for text in ((place / "stdout.log").read_text(), bare.stdout))
+    assert told[1:] == alone[1:]
+    watched, free = json.loads(told[0]), json.loads(alone[0])
+    assert watched.pop("finders") == [*free.pop("finders"), "Lent"]
+    assert watched == free and free["own"] == 1
+    assert {path.name for path in tmp_path.iterdir()} - before == {"t"}
+
+
+SHAPES = """
+import sys
+import venv
+import torch
+kind = sys.argv[1]
+w = torch.zeros(32, 32, requires_grad=True)
+net = torch.nn.Linear(32, 32)
+if kind == "compiled":
+    net = torch.compile(net, backend="eager")
+if kind == "in_place":
+    net.compile(backend="eager")
+tensors = [w] if kind == "functional" else list(net.parameters())
+optimizer = torch.optim.SGD(tensors, lr=0.1)
+scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaled", init_scale=2.0**127)
+if kind == "fork":
+    import os
+    if os.fork():
+        os.wait()
+        os._exit(0)
+for step in range(30):
+    x = torch.randn(4, 32) * (1e6 if kind == "scaled" else 1)
+    loss = (x @ w).sum() if kind == "functional" else net(x).sum()
+    scaler.scale(loss).backward()
+    if kind == "groups":  # as DeepSpeed's third stage
+        optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        net(x)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "functional", "compiled", "in_place", "scaled", "groups", "fork"])
+def test_steps_are_seen_however_they_are_made(run_sweep: Run, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    protocol = {"name": "x", "warmup_steps": 2, "measured_steps": 6}
+    (row,) = run_sweep(command(f"PYTHON {tmp_path / 'shapes.py'} {kind}", protocol=protocol))
+    assert row["outcome"] == "ok", row["reason"]
+    assert (len(row["step_times_s"]), row["warmup_steps"]) == (6, 2)
+    assert (row["load_peak_reserved_bytes"] is None) == (kind in ("functional", "in_place"))
+    if kind != "compiled" and kind != "in_place":
+        assert row["backward_peak_allocated_bytes"] >= 2 * 4 * 32 * 32  # weights and their gradients
+    (place,) = tmp_path.glob("t/attempts/*/1")
+    assert not (place / "stderr.log").read_text()
+    seen = [json.loads(path.read_text()) for path in place.glob("seen-*.json")]
+    assert {one["problem"] for one in seen} == {None}
+    assert row["skipped_steps"] == (6 if kind == "scaled" else 0)  # 2 to the 127 overflows until it is halved often
+
+
+def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
+    hook = script.HOOK / "sitecustomize.py"
+    code = "import sys; sys.version_info = (3, 8, 1); sys.path.insert(0, sys.argv[1]); import sitecustomize"
+    environ = os.environ | {"VRAMSWEEP_ATTEMPT": str(tmp_path)}
+    words = [PYTHON, "-I", "-S", "-c", code, str(hook.parent)]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (problem,) = tmp_path.glob("problem-*.txt")
+    assert problem.read_text() == "RuntimeError: the script's Python is 3.8.1, and it can be watched from 3.11 on"
+
+
+# What torch itself imports: a script's environment need not have more.
+TORCH_ALONE = [
+    "torch",
+    "torchgen",
+    "functorch",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "markupsafe",
+    "filelock",
+    "fsspec",
+    "typing_extensions.py",
+]
+
+
+@pytest.mark.slow
+def test_another_environment_needs_nothing_of_ours(run_sweep: Run, tmp_path: Path) -> None:
+    """No psutil, no pydantic, no numpy there; its torch is the row's, and the row finishes the trial."""
+    venv.create(tmp_path / "other")
+    own = Path(torch.__file__).parents[1]
+    (site,) = (tmp_path / "other" / "lib").glob("python*/site-packages")
+    for place in [*(own / name for name in TORCH_ALONE), *own.glob("torch-*.dist-info")]:
+        (site / place.name).symlink_to(place)
+    python = tmp_path / "other" / "bin" / "python"
+    alone = subprocess.run([python, "-c", "import torch, psutil"], capture_output=True, text=True, check=False)
+    assert alone.stderr.endswith("No module named 'psutil'\n")
+    values = command(f"{python} SCRIPTS/faults.py fine")
+    (row,) = run_sweep(values)
+    assert (row["outcome"], row["reason"], row["transformers_version"]) == ("ok", None, None)
+    assert row["torch_version"] == torch.__version__
+    assert row["host_workers_bytes"] is not None  # which psutil knows
+    (again,) = run_sweep(values)
+    assert again["attempt"] == 1 and again["peak_allocated_bytes"] == row["peak_allocated_bytes"]
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.slow
+def test_a_whole_job_has_a_peak_for_each_of_its_parts(run_sweep: Run, tmp_path: Path) -> None:
+    """Counted by hand: the layer has 1 MiB of weights, as much momentum and gradients."""
+    protocol = {"name": "job", "warmup_steps": 1, "measured_steps": 1, "job": True}
+    first, second = run_sweep(command(f"PYTHON SCRIPTS/job.py {tmp_path}", protocol=protocol), repeats=2)
+    assert (first["outcome"], second["outcome"], first["reason"]) == ("ok", "ok", None)
+    peaks, again = first["part_peak_allocated_bytes"], second["part_peak_allocated_bytes"]
+    assert set(peaks) == {"load", "first_step", "steps", "evaluation", "save"}
+    assert set(again) == {*peaks, "resume"}
+    small = MIB // 8  # batches and losses
+    expected = {"load": 1, "first_step": 3, "steps": 3, "evaluation": 2 + 8, "save": 2 + 8}
+    assert {part: round(peak / MIB) for part, peak in peaks.items()} == expected
+    assert 0 <= peaks["evaluation"] - 10 * MIB <= small
+    assert again["resume"] == 3 * MIB  # the weights, and what the file holds of them and of the momentum
+    assert again["evaluation"] == peaks["evaluation"] and again["steps"] == peaks["steps"]
+    assert first["largest_part"] == "evaluation"
+    assert first["peak_allocated_bytes"] == peaks["steps"]  # of load and steps alone
+    assert first["part_peak_reserved_bytes"] is None
+    assert first["notes"][-1] == "of the whole job evaluation needs most: 10.0 MiB, and the steps 3.0 MiB"
+    said = findings(load(tmp_path / "t"), [], [])
+    assert said[0] == "Of 2 whole jobs the part with the largest peak is evaluation in 2."
+
+
+@pytest.mark.slow
+def test_a_job_of_the_trainer(run_sweep: Run, tmp_path: Path) -> None:
+    """It evaluates a batch four times as large, saves, and a second one goes on from there."""
+    words = (
+        f"PYTHON SCRIPTS/clm.py --block_size 64 --per_device_train_batch_size 1 --per_device_eval_batch_size 16 "
+        f"--use_cpu true --output_dir {tmp_path / 'out'} --report_to none --eval_strategy steps --eval_steps 6 "
+        "--save_strategy steps --save_steps 6 --max_steps {max_steps} {more}"
+    )
+    protocol = {"name": "job", "warmup_steps": 1, "measured_steps": 1, "job": True}
+    more = f"--resume_from_checkpoint={tmp_path}/out/checkpoint-12"
+    told = {"max_steps": 12, "more": ""}, {"max_steps": 24, "more": more}
+    values = [command(words, protocol=protocol, runner={"options": options}) for options in told]
+    values[0]["runner"]["command"] = values[0]["runner"]["command"].replace(" {more}", "")
+    del values[0]["runner"]["options"]["more"]
+    first, second = run_sweep(*values)
+    assert (first["outcome"], second["outcome"]) == ("ok", "ok"), (first["reason"], second["reason"])
+    peaks, again = first["part_peak_allocated_bytes"], second["part_peak_allocated_bytes"]
+    assert set(peaks) == {"load", "first_step", "steps", "evaluation", "save"}
+    assert set(again) == {*peaks, "resume"}
+    weights = 4 * first["parameters"]
+    assert peaks["load"] >= weights and again["resume"] >= 3 * weights  # with both of Adam's moments
+    logits = 16 * 64 * 512 * 4
+    assert peaks["evaluation"] >= 3 * weights + logits > peaks["steps"]
+    assert first["largest_part"] == "evaluation"
+    assert peaks["steps"] == first["peak_allocated_bytes"]
+
+
+@pytest.mark.slow
+def test_a_job_of_our_own_trainer(run_sweep: Run) -> None:
+    options = {"per_device_eval_batch_size": 16}
+    protocol = {"name": "job", "warmup_steps": 1, "measured_steps": 2, "job": True}
+    told = {"seq_len": 64, "micro_batch": 1}
+    values = [
+        tiny(**told, protocol=protocol, runner={"name": "trainer", "options": options}),
+        tiny(**told, runner={"name": "trainer"}),
+    ]
+    row, ordinary = run_sweep(*values)
+    assert row["outcome"] == "ok", row["reason"]
+    peaks = row["part_peak_allocated_bytes"]
+    assert set(peaks) == {"load", "resume", "first_step", "steps", "evaluation", "save"}
+    weights = 4 * row["parameters"]
+    assert peaks["load"] >= weights and peaks["save"] >= 3 * weights  # with both of Adam's moments
+    assert 3 * weights <= peaks["resume"] < peaks["evaluation"]  # nothing is left of the training
+    assert peaks["evaluation"] >= 3 * weights + 16 * 64 * 512 * 4 > peaks["steps"]  # logits in fp32
+    samples = 64 * 64 * 8  # made where no mode looks on; an ordinary row finds them when it begins to count
+    assert peaks["steps"] == ordinary["peak_allocated_bytes"] - samples
+    assert (row["tokens_per_s"], row["largest_part"]) == (None, "evaluation")
+    assert row["model_flops_per_token"] == ordinary["model_flops_per_token"]
+
+
+SIMULATED = {"name": "simulated", "gpu": "l4-24gb"}
+
+
+@pytest.mark.slow
+def test_a_plain_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep: Run) -> None:
+    words = "PYTHON SCRIPTS/plain.py --max_len {seq_len} --bs {micro_batch} {precision:bf16=--bf16:fp32=}"
+    told = {"seq_len": 48, "micro_batch": 3, "device": SIMULATED}
+    ours = tiny(**told, runner={"name": "custom", "target": f"{TARGETS / 'scripted.py'}:plain"})
+    row, half, longer, other = run_sweep(
+        command(words, **told),
+        command(words, **told, precision="bf16"),
+        command(words, **(told | {"seq_len": 96})),
+        ours,
+    )
+    assert (row["outcome"], row["reason"]) == ("ok", None)
+    same = ["peak_allocated_bytes", "peak_reserved_bytes", "peak_optimizer_state_bytes", "parameters", *MEMORY]
+    assert {name: row[name] for name in same} == {name: other[name] for name in same}
+    assert half["peak_optimizer_state_bytes"] == row["peak_optimizer_state_bytes"]
+    assert half["peak_activations_bytes"] < row["peak_activations_bytes"] < longer["peak_activations_bytes"]
+    assert any("it was nan" in note for note in row["notes"])  # it prints its loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (f"{BIN / 'torchrun'} SCRIPTS/ddp.py", "torchrun starts other processes; give the script itself"),
+        ("PYTHON SCRIPTS/faults.py never", "the script ended after 0 of the 3 optimizer steps that a prediction needs"),
+        ("PYTHON -c 'import torch'", "the command runs no Python file and no module"),
+        ("PYTHON SCRIPTS/none.py", "there is no file"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(run_sweep: Run, words: str, reason: str) -> None:
+    (row,) = run_sweep(command(words, device=SIMULATED))
+    assert row["outcome"] == "invalid"
+    assert row["reason"].startswith("cannot be simulated: ") and reason in row["reason"]
