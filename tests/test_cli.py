@@ -95,7 +95,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "-m seq_len=range(5,5)": ("empty",),
     "colour=red": ("colour=red", "allowed: ", "seq_len"),
     "-m colour=red,blue": ("colour=red", "allowed: ", "seq_len"),
-    "protocol.warmup_step=3": ("allowed: job, measured_steps, name, warmup_steps", "did you mean protocol.warmup_steps?"),
+    "protocol.warmup_step=3": (
+        "allowed: job, measured_steps, name, warmup_steps",
+        "did you mean protocol.warmup_steps?",
+    ),
     "-m protocol.warmup_step=3,4": ("allowed: job, measured_steps", "did you mean protocol.warmup_steps?"),
     "protcol.warmup_steps=3": ("did you mean protocol?",),
     "seq_len.x=3": ("seq_len is one value",),
