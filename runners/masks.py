@@ -62,7 +62,11 @@ def known(trial: Trial) -> Iterator[None]:
     if trial.runner.name == "custom":
         yield
         return
-    of_trial = cache(lambda: _of_script(trial) if trial.runner.command else facts(build.data(trial), trial.micro_batch))
+    if trial.runner.command:  # its batches have their values (known_values.py)
+        with mock.patch.object(masking_utils, "is_tracing", _compiles(masking_utils.is_tracing)):
+            yield
+        return
+    of_trial = cache(lambda: facts(build.data(trial), trial.micro_batch))
     with contextlib.ExitStack() as stack:
         for owner, name, make in REPLACED:
             if hasattr(owner, name):
@@ -73,9 +77,9 @@ def known(trial: Trial) -> Iterator[None]:
         yield
 
 
-def _of_script(trial: Trial) -> Facts:
-    """A script's samples are its own: they are taken to be one document each, without padding."""
-    return Facts(False, frozenset({trial.seq_len}), 1, trial.seq_len)
+def _compiles(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether something is traced that is to be compiled: fake tensors alone do not say so."""
+    return lambda tensor=None: original(None)
 
 
 Ask = Callable[[], Facts]

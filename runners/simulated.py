@@ -102,7 +102,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         asked = held(trace, predicted.refused.storage, predicted.refused.mark)
         text = f"{refused_text(predicted.refused, asked, trial, whole)}; {_would_fit(trial, whole, limit)}"
         return Predicted(known, phases, SimulatedOutOfMemoryError(text, known))
-    grown = growth(trace)
+    grown = None if "step_growth_bytes" in details else growth(trace)  # of steps that are not alike
     found = columns(predicted) | lagging(trace, config, limit) | estimated | details | known
     notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
     notes += [*unheeded(trial, found["differences"] or ()), *filter(None, [untimed])]
@@ -317,6 +317,8 @@ def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
 def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
     """The row's columns on the memory of the fullest node: what its ranks hold, all as rank 0."""
     ranks = node.ranks(trial)
+    if trial.runner.command is not None:  # what a script keeps on the host is not in the trace
+        return {"host_ranks": ranks, "host_total_bytes": node.limit(trial)}
     processes = ranks * node.PROCESS[trial.runner.name]
     loading = max((peak for mark, peak in host.phases if mark.step is None), default=0)
     parts = {name: ranks * size for name, size in host.breakdown.items()}
@@ -335,7 +337,7 @@ def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
 def host_full(trial: Trial, host: HostPrediction) -> int | None:
     """The number of the first phase in which the node's memory is not enough."""
     limit = node.limit(trial)
-    if limit is None:
+    if limit is None or trial.runner.command is not None:
         return None
     ranks, process = node.ranks(trial), node.PROCESS[trial.runner.name]
     return next((index for index, (_, peak) in enumerate(host.phases) if ranks * (peak + process) > limit), None)

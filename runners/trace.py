@@ -25,6 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
 
 from vramsweep.harness.gpus import Capability
 from vramsweep.harness.links import Collective
@@ -33,10 +34,12 @@ from vramsweep.runners import places
 from vramsweep.runners.attention import scratch
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import C10D, collective, work
+from vramsweep.runners.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
 from vramsweep.runners.origins import Maker, Origins
 from vramsweep.runners.streams import Note
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
+Place = Literal["card", "host"]
 WORKSPACES = "workspaces"
 CATEGORIES = (
     "parameters",
@@ -223,6 +226,9 @@ class Tracer(TorchDispatchMode):
         self._card = _Book(self.trace, self._note_request)
         self._host = _Book(self.trace.host, lambda: self.trace.host.pinned.append(places.told() == "pinned"))
         self._books = (self._card, self._host)
+        self.known: KnownValues | None = None  # of a script, whose tensors in host memory are real but for parameters
+        self._aside = _Book(Storages(), lambda: None)  # of those parameters, which are fake and on the host
+        self._placing: Place | None = None
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
@@ -266,9 +272,12 @@ class Tracer(TorchDispatchMode):
         valueless = [isinstance(t, FakeTensor) or t.is_meta for t in tensors]
         if func is torch.ops.aten._local_scalar_dense.default and any(valueless):
             self.note("join", self.stream(torch.cpu.current_stream()))
+            asked = UNKNOWN if self.known is None else self.known.compute(func, args, kwargs)
+            if asked is not UNKNOWN:
+                return asked
             if not self.in_step or _framework_asks():
                 return 0  # the Trainer's own bookkeeping after training; a framework's check for overflow
-        elif tensors and not any(valueless) and all(t.numel() <= 1 for t in tensors):
+        elif tensors and not any(valueless) and (self.known is not None or all(t.numel() <= 1 for t in tensors)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
@@ -279,7 +288,17 @@ class Tracer(TorchDispatchMode):
             self._operator = f"{_known_as(func)} (scratch)"
         taken = [self._card.allocate(size) for size in own]
         self._operator = func
-        out = func(*args, **kwargs)
+        value = UNKNOWN if self.known is None else self.known.compute(func, args, kwargs)
+        if value is not UNKNOWN and func in ASKS:
+            out = tree_map(self._as_fake, value)
+        elif self.known is not None and func in INDEXING:
+            with self:
+                at = self.known.by_place(args[1])
+            out = func(*args, **kwargs) if at is None else func(args[0], at, *args[2:], **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if self.known is not None:
+            self.known.keep(out, value)
         for tensor in _tensors((out,)):
             self._track(tensor, tensors)
         self.trace.events += [-(number + 1) for number in reversed(taken)]
@@ -393,10 +412,38 @@ class Tracer(TorchDispatchMode):
     def _track(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return
-        if tensor.device.type != "meta":
+        if self.known is not None and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            if not any(storage._cdata in book.numbers for book in (self._card, self._aside)):
+                (self._aside if self._made_on_host(inputs) else self._card).hold(storage)
+        elif tensor.device.type != "meta":
             self._card.hold(tensor.untyped_storage())
         elif places.told() in ("pageable", "pinned") or (places.told() is None and any(map(self.holds, inputs))):
             self._host.hold(tensor.untyped_storage())
+
+    def _as_fake(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+
+    def _made_on_host(self, inputs: list[torch.Tensor]) -> bool:
+        if self._placing is not None:
+            return self._placing == "host"
+        fakes = [tensor for tensor in inputs if isinstance(tensor, FakeTensor)]
+        return bool(fakes) and all(map(self.on_host, fakes))
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a fake tensor of device "cpu" is in host memory, as a script's parameters are at first."""
+        return self._aside.number(tensor) is not None
+
+    @contextlib.contextmanager
+    def placing(self, place: Place) -> Iterator[None]:
+        """What a script makes inside is in this memory."""
+        before, self._placing = self._placing, place
+        try:
+            yield
+        finally:
+            self._placing = before
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it has memory, here or on the host."""

@@ -5,13 +5,15 @@ what the simulated one would, and what is put there is traced. A value that exis
 script asks for it (`loss.item()`, to print it), and the row says so; one that decides something, a whole number or a
 truth, cannot be had. The script is left when the trace has its steps, so nothing is evaluated or saved.
 
-Not covered: which tensors a script keeps on the host (the trace has one place for what has no device); several
-processes (torchrun, accelerate launch), a Python that is not ours.
+What it keeps in host memory has its values (script_memory.py).
+
+Not covered: several processes (torchrun, accelerate launch), a Python that is not ours.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import runpy
 import sys
@@ -33,10 +35,14 @@ from torch._subclasses.fake_tensor import (
 from vramsweep.harness import gpus, interpreter, script
 from vramsweep.harness.row import COLUMNS
 from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners.known_values import KnownValues
 from vramsweep.runners.observer import SPEC, Observer
+from vramsweep.runners.script_memory import TwoMemories
 
+TRITON = "{} launches of Triton kernels a step are not run: they allocate nothing, and the time they take is not known"
 MADE_UP = "the script asked {} times for the value of a tensor, such as its loss: it was nan, as no card computed it"
-KEPT = "tensors that the script makes and keeps in host memory, such as a data set, are counted as the card's"
+LENGTHS = "the traced steps' batches are of several shapes ({} tokens): the peak is theirs, not that of a longer one"
+CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a card is there when it is imported
 ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
 _TOKENS = tuple(name for name in ESTIMATES if "tokens_per_s" in name)
 
@@ -62,17 +68,24 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     asked = {"stop": True, "job": False, "precision": None}
     (folder / SPEC).write_text(json.dumps(asked))
     file, module, arguments = _python(trial, script.words(trial, str(output)))
-    values = _Values()
-    observer = _Traced(folder, trial, meter, values)
+    for package in CARDLESS:
+        with contextlib.suppress(Exception):  # it is not installed, or the script will see what is wrong with it
+            importlib.import_module(package)
+    known = meter.tracer.known = KnownValues()
+    values = _Values(known)
+    memories = TwoMemories(meter.tracer)
+    triton = _Triton(known)
+    observer = _Traced(folder, trial, meter, values, triton)
     ended = "ended"
     with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in (*_card(trial), *values.replacements()):
+        for owner, name, stand_in in (*_card(trial), *values.replacements(), *memories.replacements(), *triton.replacements()):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(mock.patch.object(sys, "argv", [file or module, *arguments]))
         if file is not None:
             stack.enter_context(mock.patch.object(sys, "path", [str(Path(file).resolve().parent), *sys.path]))
         observer.install()
         stack.callback(observer.uninstall)
+        stack.enter_context(memories)
         try:
             if file is not None:
                 runpy.run_path(file, run_name="__main__")
@@ -98,9 +111,9 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
 class _Traced(Observer):
     """Tells the trace's meter what it sees."""
 
-    def __init__(self, folder: Path, trial: Trial, meter: Any, values: _Values) -> None:
+    def __init__(self, folder: Path, trial: Trial, meter: Any, values: _Values, triton: _Triton) -> None:
         super().__init__(folder)
-        self.trial, self.traced, self.values = trial, meter, values
+        self.trial, self.traced, self.values, self.triton = trial, meter, values, triton
 
     def begin(self, module: torch.nn.Module | None) -> None:
         self.net, self.meter = module, self.traced
@@ -133,20 +146,50 @@ class _Traced(Observer):
         same = next(iter(shapes)) if len(shapes) == 1 else None
         batch, length = same if same is not None else (None, None)
         passes = {len(step) for step in self.volume.steps}
-        if "precision" not in told:
+        if "precision" not in told or self.triton.launches:
             found |= dict.fromkeys(ESTIMATES)
         if (batch, length, passes) != (self.trial.micro_batch, self.trial.seq_len, {self.trial.grad_accum}):
             found |= dict.fromkeys(_TOKENS)
         seen = {"micro_batch": batch, "seq_len": length}
         found |= {name: value for name, value in seen.items() if name not in told and value is not None}
-        return found | {"notes": [KEPT, *([MADE_UP.format(self.values.asked)] if self.values.asked else [])]}
+        notes = [MADE_UP.format(self.values.asked)] if self.values.asked else []
+        if self.triton.launches:
+            notes.append(TRITON.format(self.triton.launches // self.trial.steps()))
+        if len(shapes) > 1:
+            found |= {"step_growth_bytes": None, "plateau": None}
+            notes.append(LENGTHS.format(", ".join(f"{b} x {n}" for b, n in sorted(s for s in shapes if s))))
+        return found | {"notes": notes or None}
+
+
+class _Triton:
+    """Launches of Triton kernels, which write into tensors that torch has made, and allocate none."""
+
+    def __init__(self, known: KnownValues) -> None:
+        self.known, self.launches = known, 0
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """What is replaced of Triton, where it is installed: owner, name, stand-in."""
+        if importlib.util.find_spec("triton") is None:
+            return
+        from triton.runtime import autotuner, jit
+
+        for owner in (jit.JITFunction, autotuner.Autotuner):
+            yield owner, "run", self._launched
+
+    @property
+    def _launched(self) -> Any:
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            self.launches += 1
+            self.known.lose((args, kwargs))
+
+        return run
 
 
 class _Values:
     """Values of fake tensors that the script asks for: numbers with a point are nan."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, known: KnownValues) -> None:
+        self.known, self.asked = known, 0
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What of torch.Tensor is replaced: owner, name, stand-in."""
@@ -166,7 +209,8 @@ class _Values:
 
     def _made_up(self, ask: Any, formats: bool) -> Any:
         def value(tensor: torch.Tensor, *args: Any) -> Any:
-            if isinstance(tensor, FakeTensor) and tensor.is_floating_point() and tensor.numel() == 1:
+            made_up = isinstance(tensor, FakeTensor) and tensor.is_floating_point() and tensor.numel() == 1
+            if made_up and self.known.of(tensor) is None:
                 self.asked += 1
                 return format(float("nan"), *args) if formats else float("nan")
             return ask(tensor, *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -432,11 +433,67 @@ def test_a_plain_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep: Run)
         ours,
     )
     assert (row["outcome"], row["reason"]) == ("ok", None)
-    same = ["peak_allocated_bytes", "peak_reserved_bytes", "peak_optimizer_state_bytes", "parameters", *MEMORY]
+    same = ["peak_allocated_bytes", "peak_reserved_bytes", "peak_optimizer_state_bytes", "parameters", *MEMORY[1:]]
     assert {name: row[name] for name in same} == {name: other[name] for name in same}
+    assert row["load_peak_allocated_bytes"] == row["peak_parameters_bytes"] + 512  # made on the host; a buffer
     assert half["peak_optimizer_state_bytes"] == row["peak_optimizer_state_bytes"]
     assert half["peak_activations_bytes"] < row["peak_activations_bytes"] < longer["peak_activations_bytes"]
     assert any("it was nan" in note for note in row["notes"])  # it prints its loss
+
+
+@pytest.mark.slow
+def test_the_trainers_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep: Run) -> None:
+    words = (
+        "PYTHON SCRIPTS/clm.py --block_size {seq_len} --per_device_train_batch_size {micro_batch} "
+        "--output_dir {output_dir} --report_to none --save_strategy no --max_steps 100"
+    )
+    told = {"seq_len": 40, "micro_batch": 2, "device": SIMULATED}
+    row, ours = run_sweep(command(words, **told), tiny(**told, runner={"name": "trainer"}))
+    assert (row["outcome"], row["reason"]) == ("ok", None)
+    same = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_optimizer_state_bytes", *MEMORY[1:])
+    assert {name: row[name] for name in same} == {name: ours[name] for name in same}
+
+
+@pytest.mark.slow
+def test_lightning_is_predicted(run_sweep: Run) -> None:
+    pytest.importorskip("lightning")
+    told = {"seq_len": 40, "micro_batch": 2, "device": SIMULATED}
+    row, plain = run_sweep(
+        command("PYTHON SCRIPTS/lit.py --len {seq_len} --batch {micro_batch} --out {output_dir}", **told),
+        command("PYTHON SCRIPTS/plain.py --max_len {seq_len} --bs {micro_batch}", **told),
+    )
+    assert (row["outcome"], row["reason"]) == ("ok", None)
+    same = ("parameters", "peak_parameters_bytes", "peak_gradients_bytes", "peak_optimizer_state_bytes")
+    assert {name: row[name] for name in same} == {name: plain[name] for name in same}
+    assert row["peak_activations_bytes"] == pytest.approx(plain["peak_activations_bytes"], rel=0.01)
+
+
+@pytest.mark.slow
+def test_trl_is_predicted_with_its_kernel(run_sweep: Run) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("triton")
+    words = "PYTHON SCRIPTS/sft.py --batch {micro_batch} --out {output_dir}"
+    (row,) = run_sweep(command(words, micro_batch=4, device=SIMULATED))
+    assert (row["outcome"], row["reason"]) == ("ok", None)
+    assert row["estimated_step_s"] is None and row["step_growth_bytes"] is None
+    notes = "; ".join(row["notes"])
+    assert "launches of Triton kernels" in notes and "batches are of several shapes (4 x " in notes
+
+
+@pytest.mark.slow
+def test_what_a_script_decides_by_value_is_as_it_is_without_us(run_sweep: Run, tmp_path: Path) -> None:
+    alone, watched = tmp_path / "alone", tmp_path / "watched"
+    subprocess.run([PYTHON, SCRIPTS / "valued.py", "--said", alone], check=True)
+    words = f"PYTHON SCRIPTS/valued.py --said {watched} --samples {{samples}}"
+    few, many = run_sweep(
+        *(command(words, runner={"options": {"samples": n}}, device=SIMULATED) for n in (4000, 40000))
+    )
+    assert (few["outcome"], few["reason"]) == ("ok", None)
+    said = [ast.literal_eval(path.read_text()) for path in (alone, watched)]
+    assert len(said[1]) >= 2 and said[1] == said[0][: len(said[1])]
+    parameters = (100 * 256 + 8 * (256 * 256 + 256) + 256 * 100 + 100) * 2  # of bf16: no fp32 copy is on the card
+    for row in (few, many):
+        assert parameters <= row["load_peak_allocated_bytes"] <= parameters + 10 * 512  # and no data set
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ ids = torch.randint(0, 512, (400, args.len))
 loader = torch.utils.data.DataLoader(ids, batch_size=args.batch)
 trainer = lightning.Trainer(
     max_steps=100,
-    accelerator="cpu",
+    accelerator="auto",
     devices=1,
     accumulate_grad_batches=args.accumulate,
     default_root_dir=args.out,

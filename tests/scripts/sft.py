@@ -34,7 +34,6 @@ config = SFTConfig(
     output_dir=args.out,
     per_device_train_batch_size=args.batch,
     max_steps=30,
-    use_cpu=True,
     bf16=False,
     report_to="none",
     save_strategy="no",

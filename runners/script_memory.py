@@ -1,0 +1,148 @@
+"""The two memories of a traced script: the card's, whose tensors are fake, and the host's.
+
+Elsewhere in a trace every tensor is the card's unless device meta says otherwise (places.py). A script is the user's
+own code, which keeps data on the host and moves it. So what it makes without naming a card is a real tensor, with its
+values: data sets, shuffled indices, counts, masks. Parameters are the exception, as a model may be too large to be
+made: they are fake from the start, and of the host by account until they are moved, which copies, as on a card. What is
+the card's says so: its device is cuda to whoever asks from outside of torch's operators.
+
+Not covered: tensors that want gradients and are no parameters are the card's at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from vramsweep.runners.trace import Place, Tracer
+
+CARD = torch.device("cuda", 0)
+_DEVICE: Any = FakeTensor.device
+_IS_CUDA: Any = torch.Tensor.is_cuda.__get__
+_OF_DEVICES = (torch.device, torch._C._nn._parse_to)
+_OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+_HERE = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
+
+
+class TwoMemories(TorchFunctionMode):
+    """Makes the host's tensors real, and copies what is moved; entered above everything else that a trace needs."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+        self.default: torch.device | None = None  # set_default_device
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """What of torch is replaced meanwhile: owner, name, stand-in."""
+        make = torch.nn.Parameter.__new__
+
+        def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            return make(cls, self.fake(data, "host") if _real(data) else data, requires_grad)
+
+        def default(device: Any) -> None:
+            self.default = None if device is None else torch.device(device)
+
+        yield torch.nn.Parameter, "__new__", staticmethod(parameter)
+        yield torch, "set_default_device", default
+        yield FakeTensor, "device", property(self.device)
+
+    def device(self, tensor: Any) -> torch.device:
+        """A fake tensor's device: where the script asks, the card's is cuda; inside of operators it is the trace's."""
+        told: torch.device = _DEVICE.fget(tensor)
+        outside = self in _get_current_function_mode_stack() and self.tracer in _get_current_dispatch_mode_stack()
+        return CARD if outside and told.type == "cpu" and not self.tracer.on_host(tensor) else told
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _OF_DEVICES:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.__deepcopy__:
+            return self.copied(*args)
+        if func == _IS_CUDA and isinstance(args[0], FakeTensor):
+            return args[0].device.type == "cpu" and not self.tracer.on_host(args[0])
+        if func in _device_constructors():
+            if kwargs.get("device") is None and self.default is not None:
+                kwargs["device"] = self.default
+            known = not any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values()))
+            if known and str(kwargs.get("device") or "cpu") == "cpu" and not kwargs.get("requires_grad"):
+                with _disable_current_modes():
+                    return func(*args, **kwargs)
+            if known and func in _OF_DATA:  # made on the host, from numbers that are there, and copied
+                with _disable_current_modes():
+                    made = func(*args, **kwargs | {"device": "cpu"})
+                return made if made.requires_grad else self.fake(made, "card")
+        elif func in _HERE and isinstance(args[0], torch.Tensor):
+            device, dtype = self.target(func, args[1:], kwargs)
+            if device == "cuda" and self.on_host(args[0]):
+                return self.moved(args[0], dtype, "card")
+            if device == "cpu" and isinstance(args[0], FakeTensor) and not self.on_host(args[0]):
+                return self.moved(args[0], dtype, "host")
+        return func(*args, **kwargs)
+
+    def copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """copy.deepcopy's, which copies storages byte by byte: fake ones have none."""
+        if not isinstance(tensor, FakeTensor):
+            with _disable_current_modes():
+                return tensor.__deepcopy__(memo)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        found: torch.Tensor = memo[id(tensor)]
+        return found
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a tensor in host memory, which can be moved from there."""
+        if isinstance(tensor, FakeTensor):
+            return self.tracer.on_host(tensor)
+        return _real(tensor) and not tensor.requires_grad
+
+    def target(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str | None, torch.dtype | None]:
+        """Where a tensor is to be: cuda, cpu, or None for where it is; and its dtype, if that is named."""
+        if func is torch.Tensor.cuda:
+            return "cuda", None
+        if func is torch.Tensor.cpu:
+            return "cpu", None
+        given = (*args, *kwargs.values())
+        like = next((one for one in given if isinstance(one, torch.Tensor)), None)
+        if like is not None:
+            return ("cpu" if self.on_host(like) else "cuda"), like.dtype
+        dtype = next((one for one in given if isinstance(one, torch.dtype)), None)
+        device = next((one for one in given if isinstance(one, (str, torch.device)) or type(one) is int), None)
+        if device is None or isinstance(device, int):
+            return (None if device is None else "cuda"), dtype
+        return str(device).partition(":")[0], dtype
+
+    def moved(self, tensor: torch.Tensor, dtype: torch.dtype | None, place: Place) -> torch.Tensor:
+        """A copy in the other memory; another dtype is made where it comes from (aten/src/ATen/native/cuda/Copy.cu)."""
+        if dtype is not None and dtype != tensor.dtype:
+            tensor = tensor.to(dtype)
+        if not isinstance(tensor, FakeTensor):
+            return self.fake(tensor, place)
+        with self.tracer.placing(place):
+            return tensor.clone()
+
+    def fake(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
+        """A fake tensor for a real one, whose value is known where known_values.py keeps it."""
+        with self.tracer.placing(place):
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
+        if self.tracer.known is not None:
+            with _disable_current_modes():
+                self.tracer.known.give(made, tensor.detach().clone())
+        return made
+
+
+def _real(tensor: Any) -> bool:
+    """Whether it is an ordinary tensor with values."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not isinstance(tensor, FakeTensor)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+    )
+
