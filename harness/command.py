@@ -21,7 +21,7 @@ from vramsweep.harness.errors import UserError
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # Each config group, and the option to start from where the trial's own name is none of the group's options.
 _GROUPS = {
-    "model": "hub", "precision": "bf16", "allocator": "custom", "runner": "torch", "device": "cuda",
+    "model": "hub", "allocator": "custom", "runner": "torch", "precision": "bf16", "device": "cuda",
     "protocol": "quick",
 }  # fmt: skip
 _ALWAYS = ("seq_len", "micro_batch")

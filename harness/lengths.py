@@ -249,7 +249,7 @@ def like(padded: bool) -> dict[str, str]:
 def wrong(trial: Trial) -> str | None:
     """What speaks against the trial's data, its padding or its packing; None if nothing does."""
     if not named(trial.data):
-        if trial.padding_to != LONGEST_OF_BATCH:
+        if trial.padding_to != LONGEST_OF_BATCH and trial.runner.name != "script":
             return (
                 f"padding_to={trial.padding_to} is of data={PREFIX}..., whose samples differ in length; leave it out "
                 "(a text's are padded to seq_len)"

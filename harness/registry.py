@@ -405,7 +405,8 @@ def sharding(name: str) -> Sharding:
 def template(trial: Trial) -> str:
     """Names the template that a trial's worker is forked from: the runner, "+" the sharding and techniques that need
     more than it imports."""
-    mine = _SHARDINGS[trial.sharding].preload
+    entry = _RUNNERS[trial.runner.name]
+    mine = () if entry.starts else _SHARDINGS[trial.sharding].preload
     more = [next(s.name for s in SHARDINGS if s.preload == mine)] if mine else []  # those that import the same share
     return "+".join((trial.runner.name, *more, *map(str, techniques.preloads(trial))))
 

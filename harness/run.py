@@ -57,7 +57,15 @@ def main(argv: Sequence[str]) -> int:
 def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
     """What the command line is to `vramsweep sweep`. A setting that the command alone knows is one of its options."""
     text = command[0] if len(command) == 1 else shlex.join(command)  # a quoted whole is one word
-    own = script.names(text) - set(Trial.model_fields) - set(plan.SETTINGS) - set(overrides.options())
+    told = script.names(text)
+    for word in before:
+        name = word.partition("=")[0]
+        if name in script.UNSAID and name not in told:
+            raise UserError(
+                f"{word} does not reach the command: write {{{name}}} where it takes it, {{{name}:VALUE=TEXT:...}} if "
+                "it calls a value otherwise"
+            )
+    own = told - set(Trial.model_fields) - set(plan.SETTINGS) - set(overrides.options())
     found = [f"+runner.options.{word}" if word.partition("=")[0] in own else word for word in before]
     if not any(word.partition("=")[0] == "device" for word in before):
         device = "cuda" if launch.detect() == "cuda" else "cpu"

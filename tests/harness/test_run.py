@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,86 @@ def test_a_dry_run_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> Non
         for variable in ("", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ")
         for length in (8, 16)
     )
+
+
+# Of every setting that a command can be told: a value that is not the default.
+VALUES = {
+    "seq_len": "512",
+    "micro_batch": "4",
+    "grad_accum": "2",
+    "sharding": "zero3",
+    "offload_optimizer": "true",
+    "offload_param": "true",
+    "zero_init": "false",
+    "ds_config": "zero3.json",
+    "precision": "bf16",
+    "quantization": "nf4",
+    "adapter": "lora",
+    "lora_r": "8",
+    "lora_alpha": "32",
+    "lora_dropout": "0.1",
+    "lora_target_modules": "q_proj",
+    "attention": "eager",
+    "kernels": "liger",
+    "loss": "chunked",
+    "checkpointing": "full",
+    "checkpointing_every": "2",
+    "checkpointing_reentrant": "true",
+    "checkpointing_ops": "matmuls",
+    "activation_offload": "true",
+    "compile": "default",
+    "optimizer": "sgd",
+    "no_sync": "false",
+    "padding": "0.5",
+    "padding_side": "left",
+    "padding_to": "64",
+    "packing": "documents",
+    "use_cache": "off",
+    "weights": "pretrained",
+    "data": "wikitext",
+    "seed": "7",
+    "world_size": "2",
+}
+
+
+def dry(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What a dry run prints on a card of these words, through Hydra, without the option."""
+    assert run.main(["--dry-run", "device=cuda", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_setting_reaches_the_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is given on the command line, whatever conf/ and a file that it names have of it."""
+    monkeypatch.chdir(tmp_path)
+    Path("zero3.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+    assert set(VALUES) == {*script.UNSAID, "world_size"}
+    given = [f"{name}={value}" for name, value in VALUES.items()]
+    told = [f"--{name}={{{name}}}" for name in VALUES]
+    assert dry([*given, "--", "true", *told], capsys) == [" ".join(["true", *(f"--{one}" for one in given)])]
+
+
+def test_what_a_ds_config_says_is_the_scripts_business(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text(
+        '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "bf16": {"enabled": true}, '
+        '"optimizer": {"type": "AdamW"}, "gradient_accumulation_steps": 4}'
+    )
+    assert dry(["ds_config=a.json", "--", "true", "{ds_config}"], capsys) == ["true a.json"]
+
+
+def test_settings_are_axes_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["precision=bf16,fp32", "seed=1,2", "--", "true", "{precision:bf16=--bf16:fp32=}", "{seed}"]
+    assert sorted(dry(words, capsys)) == ["true --bf16 1", "true --bf16 2", "true 1", "true 2"]
+
+
+@pytest.mark.parametrize("word", ["precision=bf16_pure", "precision=fp32,bf16", "seq_len=1", "seed=0", "sharding=none"])
+def test_a_setting_that_the_command_is_not_told_is_refused(word: str) -> None:
+    with pytest.raises(UserError, match=f"{word} does not reach the command: write {{{word.partition('=')[0]}}}"):
+        run.main(["--dry-run", "device=cuda", word, "--", "true"])
 
 
 @pytest.mark.parametrize("words", [["seq_len=8"], ["seq_len=8", "--"]])
