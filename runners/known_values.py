@@ -43,9 +43,10 @@ class KnownValues:
 
     def give(self, tensor: Any, value: Any) -> None:
         """From now on this is the fake tensor's value."""
-        if isinstance(tensor, FakeTensor) and isinstance(value, torch.Tensor) and tensor.shape == value.shape:
-            if value.numel() <= (FLOATS if value.is_floating_point() or value.is_complex() else LIMIT):
-                tensor._known_value = value  # type: ignore[attr-defined]
+        if not (isinstance(tensor, FakeTensor) and isinstance(value, torch.Tensor) and tensor.shape == value.shape):
+            return
+        if value.numel() <= (FLOATS if value.is_floating_point() or value.is_complex() else LIMIT):
+            tensor._known_value = value  # type: ignore[attr-defined]
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the operator makes of known values; UNKNOWN where one of its arguments is not."""

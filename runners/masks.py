@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
+from transformers.utils import import_utils
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build
@@ -63,7 +64,7 @@ def known(trial: Trial) -> Iterator[None]:
         yield
         return
     if trial.runner.command:  # its batches have their values (known_values.py)
-        with mock.patch.object(masking_utils, "is_tracing", _compiles(masking_utils.is_tracing)):
+        with mock.patch.object(masking_utils, "is_tracing", _compiles(import_utils.is_tracing)):
             yield
         return
     of_trial = cache(lambda: facts(build.data(trial), trial.micro_batch))

@@ -24,7 +24,7 @@ from vramsweep.runners.trace import Place, Tracer
 
 CARD = torch.device("cuda", 0)
 _DEVICE: Any = FakeTensor.device
-_IS_CUDA: Any = torch.Tensor.is_cuda.__get__
+_IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _OF_DEVICES = (torch.device, torch._C._nn._parse_to)
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
 _HERE = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
@@ -90,7 +90,8 @@ class TwoMemories(TorchFunctionMode):
         """copy.deepcopy's, which copies storages byte by byte: fake ones have none."""
         if not isinstance(tensor, FakeTensor):
             with _disable_current_modes():
-                return tensor.__deepcopy__(memo)
+                copied: torch.Tensor = tensor.__deepcopy__(memo)
+                return copied
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         found: torch.Tensor = memo[id(tensor)]
@@ -145,4 +146,3 @@ def _real(tensor: Any) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
     )
-

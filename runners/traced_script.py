@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vramsweep.harness import gpus, interpreter, script
 from vramsweep.harness.row import COLUMNS
@@ -69,7 +70,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     (folder / SPEC).write_text(json.dumps(asked))
     file, module, arguments = _python(trial, script.words(trial, str(output)))
     for package in CARDLESS:
-        with contextlib.suppress(Exception):  # it is not installed, or the script will see what is wrong with it
+        # one that is not installed, or is broken, is the script's to see
+        with contextlib.suppress(Exception), _disable_current_modes():
             importlib.import_module(package)
     known = meter.tracer.known = KnownValues()
     values = _Values(known)
@@ -78,7 +80,12 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     observer = _Traced(folder, trial, meter, values, triton)
     ended = "ended"
     with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in (*_card(trial), *values.replacements(), *memories.replacements(), *triton.replacements()):
+        for owner, name, stand_in in (
+            *_card(trial),
+            *values.replacements(),
+            *memories.replacements(),
+            *triton.replacements(),
+        ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(mock.patch.object(sys, "argv", [file or module, *arguments]))
         if file is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, TARGETS, Run, tiny
+from targets import scripted
 
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.report.findings import findings
@@ -435,7 +436,9 @@ def test_a_plain_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep: Run)
     assert (row["outcome"], row["reason"]) == ("ok", None)
     same = ["peak_allocated_bytes", "peak_reserved_bytes", "peak_optimizer_state_bytes", "parameters", *MEMORY[1:]]
     assert {name: row[name] for name in same} == {name: other[name] for name in same}
-    assert row["load_peak_allocated_bytes"] == row["peak_parameters_bytes"] + 512  # made on the host; a buffer
+    net = scripted._net()  # made on the host, and copied to the card one by one
+    loaded = [tensor.nbytes for tensor in (*net.parameters(), *net.buffers())] + [48 * 3 * 8]  # the first batch
+    assert row["load_peak_allocated_bytes"] == sum(-(-size // 512) * 512 for size in loaded)
     assert half["peak_optimizer_state_bytes"] == row["peak_optimizer_state_bytes"]
     assert half["peak_activations_bytes"] < row["peak_activations_bytes"] < longer["peak_activations_bytes"]
     assert any("it was nan" in note for note in row["notes"])  # it prints its loss
@@ -450,8 +453,10 @@ def test_the_trainers_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep:
     told = {"seq_len": 40, "micro_batch": 2, "device": SIMULATED}
     row, ours = run_sweep(command(words, **told), tiny(**told, runner={"name": "trainer"}))
     assert (row["outcome"], row["reason"]) == ("ok", None)
-    same = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_optimizer_state_bytes", *MEMORY[1:])
-    assert {name: row[name] for name in same} == {name: ours[name] for name in same}
+    assert row["peak_optimizer_state_bytes"] == ours["peak_optimizer_state_bytes"]
+    batch = 2 * 1024 + 512  # ids, labels; the sum of the losses: a trial's own batches are not in its trace
+    for name in ("peak_allocated_bytes", *MEMORY[1:]):
+        assert row[name] == ours[name] + batch
 
 
 @pytest.mark.slow
@@ -463,7 +468,7 @@ def test_lightning_is_predicted(run_sweep: Run) -> None:
         command("PYTHON SCRIPTS/plain.py --max_len {seq_len} --bs {micro_batch}", **told),
     )
     assert (row["outcome"], row["reason"]) == ("ok", None)
-    same = ("parameters", "peak_parameters_bytes", "peak_gradients_bytes", "peak_optimizer_state_bytes")
+    same = ("parameters", "peak_parameters_bytes", "peak_optimizer_state_bytes")
     assert {name: row[name] for name in same} == {name: plain[name] for name in same}
     assert row["peak_activations_bytes"] == pytest.approx(plain["peak_activations_bytes"], rel=0.01)
 
@@ -484,16 +489,16 @@ def test_trl_is_predicted_with_its_kernel(run_sweep: Run) -> None:
 def test_what_a_script_decides_by_value_is_as_it_is_without_us(run_sweep: Run, tmp_path: Path) -> None:
     alone, watched = tmp_path / "alone", tmp_path / "watched"
     subprocess.run([PYTHON, SCRIPTS / "valued.py", "--said", alone], check=True)
-    words = f"PYTHON SCRIPTS/valued.py --said {watched} --samples {{samples}}"
+    words = f"PYTHON SCRIPTS/valued.py --said {watched}{{samples}} --samples {{samples}}"
     few, many = run_sweep(
         *(command(words, runner={"options": {"samples": n}}, device=SIMULATED) for n in (4000, 40000))
     )
     assert (few["outcome"], few["reason"]) == ("ok", None)
-    said = [ast.literal_eval(path.read_text()) for path in (alone, watched)]
+    said = [ast.literal_eval(path.read_text()) for path in (alone, tmp_path / "watched4000")]
     assert len(said[1]) >= 2 and said[1] == said[0][: len(said[1])]
     parameters = (100 * 256 + 8 * (256 * 256 + 256) + 256 * 100 + 100) * 2  # of bf16: no fp32 copy is on the card
-    for row in (few, many):
-        assert parameters <= row["load_peak_allocated_bytes"] <= parameters + 10 * 512  # and no data set
+    for row in (few, many):  # and no data set, of 6 and 65 MB; but the first batch, its mask and labels
+        assert parameters <= row["load_peak_allocated_bytes"] <= parameters + 100_000
 
 
 @pytest.mark.slow

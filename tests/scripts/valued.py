@@ -16,7 +16,13 @@ args = parser.parse_args()
 torch.manual_seed(0)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 data = [torch.randint(1, 100, (int(n),)) for n in torch.randint(8, 400, (args.samples,))]
-loader = torch.utils.data.DataLoader(data, 4, shuffle=True, collate_fn=lambda rows: pad_sequence(rows, batch_first=True))
+loader = torch.utils.data.DataLoader(
+    data,
+    4,
+    shuffle=True,
+    generator=torch.Generator().manual_seed(1),  # that making weights does not draw from
+    collate_fn=lambda rows: pad_sequence(rows, batch_first=True),
+)
 embed, head = nn.Embedding(100, 256), nn.Linear(256, 100)
 net = nn.Sequential(embed, *(nn.Linear(256, 256) for _ in range(8)), head).to(torch.bfloat16).to(device)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
