@@ -135,6 +135,11 @@ def resolve(argv: Sequence[str], verb: str = "sweep") -> tuple[list[Planned], Se
     return list(_session.planned.values()), _session.settings
 
 
+def folder() -> Path | None:
+    """The folder of the sweep that the last command was about."""
+    return _session.folder
+
+
 Job = tuple[DictConfig, dict[str, int]]  # a configuration, which several may share, and values to set in it
 
 

@@ -7,9 +7,13 @@ Everything else is a sweep's: its words (launch.py), its rows and folder (sweep.
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
 
 from vramsweep.harness import launch, overrides, plan, script
 from vramsweep.harness.command import value
@@ -33,6 +37,12 @@ The script needs no change. It is watched from inside: optimizer steps, forward 
 counters. Once the protocol's steps are over it is ended, unless runner.stop=false. docs/script.md tells more."""
 
 
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_WHOLE = re.compile(rf"{_QUOTED.pattern}|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}}")
+_SHELL = re.compile(r"&&|\|\||[|;<>&`]|\$[\w({]")
+_FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  # Hydra's
+
+
 def main(argv: Sequence[str]) -> int:
     """`run`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
     before, dashes, command = _apart(argv)
@@ -50,29 +60,74 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{what}: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")
     given = words(rest, command)
     if options.dry_run:
-        return _show(launch.resolve(given, verb="run")[0])
+        with tempfile.TemporaryDirectory() as place:  # which Hydra writes to, whatever it is asked
+            return _show(launch.resolve([*given, f"hydra.sweep.dir={value(place)}"], verb="run")[0])
     return launch.main(given, front=launch.Front(), verb="run")
 
 
 def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
-    """What the command line is to `vramsweep sweep`. A setting that the command alone knows is one of its options."""
+    """What the command line is to `vramsweep sweep`. A setting that the command alone knows is one of its options.
+
+    Raises UserError for what would not reach the command, or not as it was meant.
+    """
     text = command[0] if len(command) == 1 else shlex.join(command)  # a quoted whole is one word
     told = script.names(text)
-    for word in before:
-        name = word.partition("=")[0]
-        if name in script.UNSAID and name not in told:
-            raise UserError(
-                f"{word} does not reach the command: write {{{name}}} where it takes it, {{{name}:VALUE=TEXT:...}} if "
-                "it calls a value otherwise"
-            )
-    own = told - set(Trial.model_fields) - set(plan.SETTINGS) - set(overrides.options())
-    found = [f"+runner.options.{word}" if word.partition("=")[0] in own else word for word in before]
-    if not any(word.partition("=")[0] == "device" for word in before):
+    ours = {*Trial.model_fields, *plan.SETTINGS, *overrides.options()}
+    given = [word.partition("=")[0] for word in before]
+    if mistake := next(_wrong(before, command, text, told, ours), None):
+        raise UserError(mistake)
+    own = told - ours
+    found = [_option(word) if name in own else word for word, name in zip(before, given, strict=True)]
+    if "device" not in given:
         device = "cuda" if launch.detect() == "cuda" else "cpu"
         if device == "cpu":
             print("no usable CUDA device: measuring on device=cpu", file=sys.stderr)
         found.append(f"device={device}")
     return ["-m", "runner=script", f"runner.command={value(text)}", *found]
+
+
+def _wrong(
+    before: Sequence[str], command: Sequence[str], text: str, told: Collection[str], ours: Collection[str]
+) -> Iterator[str]:
+    """What is wrong with the words themselves, before anything is made of them."""
+    yield from filter(None, map(script.secret, [*before, text]))
+    bare = _QUOTED.sub("", text)
+    if len(command) == 1 and (sign := _SHELL.search(bare)):
+        yield f"{sign[0]} is the shell's, and none reads the command; let one: -- bash -c {shlex.quote(text)}"
+    mute = set(ours) - {*script.UNSAID, *script.TOLD, *script.NODES}
+    for name in sorted(mute & set(told)):
+        yield f"{{{name}}}: {name} is a setting of vramsweep's own, which no command is told; use another name"
+    for word in before:
+        name = word.partition("=")[0]
+        if name in script.GIVEN:
+            yield f"{word}: {{{name}}} is {script.GIVEN[name]}, and not to be given; use another name for your own"
+        if name in script.UNSAID and name not in told:
+            yield (
+                f"{word} does not reach the command: write {{{name}}} where it takes it, {{{name}:VALUE=TEXT:...}} if "
+                "it calls a value otherwise"
+            )
+        if name == "model" or (name.startswith("model.") and name != "model.name"):
+            yield f"{word} does not reach the command, which has a model of its own; use another name and a placeholder"
+
+
+def _option(word: str) -> str:
+    """A setting of the user's own as Hydra reads it: each of its values as it was typed, and so a text."""
+    name, _, typed = word.partition("=")
+    several = [typed] if _FUNCTION.fullmatch(typed) else [_text(one.strip()) for one in _several(typed)]
+    return f"+runner.options.{name}={','.join(several)}"
+
+
+def _text(one: str) -> str:
+    return one if _QUOTED.fullmatch(one) else value(one)
+
+
+def _several(typed: str) -> Iterator[str]:
+    """What stands between the commas; not those in quotes or brackets."""
+    masked, changed = typed, 1
+    while changed:
+        masked, changed = _WHOLE.subn(lambda match: "-" * len(match[0]), masked)
+    at = [n for n, sign in enumerate(masked) if sign == ","]
+    return (typed[low + 1 : high] for low, high in pairwise([-1, *at, len(typed)]))
 
 
 def _apart(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
@@ -85,12 +140,13 @@ def _apart(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 
 def _show(planned: Sequence[Planned]) -> int:
     """Print the command of every trial, with the allocator's variable; for one that cannot run, why."""
+    folder = (launch.folder() or Path()).resolve()
     for item in planned:
         if item.trial is None:
             print(f"# cannot run: {item.reason}")
             continue
         conf = plan.worker_conf(item.trial)
         variable = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(conf)} " if conf else ""
-        place = f"attempts/{item.trial_id}/1/output"
-        print(f"{variable}{shlex.join(script.words(item.trial, place))}")
+        place = folder / "attempts" / item.trial_id / "1" / script.OUTPUT
+        print(f"{variable}{shlex.join(script.words(item.trial, str(place)))}")
     return 2 if planned and all(item.trial is None for item in planned) else 0

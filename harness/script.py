@@ -12,11 +12,13 @@ Pure, but for looking whether files are there. Not covered: running it (runners/
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
 
 _PLACEHOLDER = re.compile(r"\{\{(?P<text>\w+)\}\}|\{(?P<name>[A-Za-z_]\w*)(?::(?P<cases>[^{}]*))?\}", re.ASCII)
+OUTPUT = "output"  # of an attempt's folder: what {output_dir} stands for
 # What is not a setting, but known once a trial starts.
 GIVEN = {
     "steps": "how many optimizer steps are looked at",
@@ -49,6 +52,19 @@ UNSAID: dict[str, Any] = {
 }
 # Those that a trial has whether or not the command is told.
 TOLD = ("world_size", "repeat")
+NODES = ("allocator", "device")  # by their names
+# Files that count by their contents, and those that begin with #!: what decides how a script trains. Its data are not
+# read for that, and what it writes (a log, a checkpoint) would make every run of it another trial.
+DECISIVE = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
+LARGEST = 1 << 20  # bytes of such a file; a larger one is data
+STARTERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")  # what runs a Python file here
+_SECRET = re.compile(  # a name with its value; one from the environment or of a switch is none
+    r"(?<![\w.-])(?P<name>(?P<dashes>--?)?(?:(?:[\w-]*\.)?token|[\w.-]*?(?:"
+    r"(?:hub|hf|auth|access|api|bearer|wandb|git\w*)[_-]?token|passw(?:or)?d|secret|(?:api|access|secret)[_-]?key)))"
+    r"(?:=|(?(dashes)\s+|(?!)))[\"']?(?![-${=]|(?:true|false|yes|no|none|null|\d)(?:[\s\"']|$))[^\s\"']|"
+    r"\b(?P<value>hf_)\w{16}",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,7 @@ class Placeholder:
     """One place of a command; `cases` are texts by value, None where the value itself is meant."""
 
     name: str
-    cases: Mapping[str, str] | None
+    cases: Sequence[tuple[str, str]] | None
 
 
 def placeholders(command: str) -> list[Placeholder]:
@@ -88,13 +104,20 @@ def words(trial: Trial, output_dir: str) -> list[str]:
 
 
 def files(trial: Trial) -> list[Path]:
-    """The files that a trial's command names, as words or as --option=FILE; not the interpreter."""
+    """The programs and settings that a trial's command names, as words or as --option=FILE."""
     try:
         every = words(trial, "")
     except ValueError:
         return []
-    places = (Path(word.rpartition("=")[2]) for word in every if not Path(word).name.startswith("python"))
-    return [place for place in dict.fromkeys(places) if place.name and place.is_file()]
+    places = dict.fromkeys(Path(word.rpartition("=")[2]) for word in every)
+    return [place for place in places if place.is_file() and _decides(place)]
+
+
+def _decides(place: Path) -> bool:
+    if place.stat().st_size > LARGEST or not os.access(place, os.R_OK):
+        return False
+    with place.open("rb") as file:
+        return place.suffix in DECISIVE or file.read(2) == b"#!"
 
 
 def program(command: str) -> str:
@@ -114,6 +137,18 @@ def unseen(trial: Trial) -> set[str]:
     return set(UNSAID) - names(str(trial.runner.command))
 
 
+def secret(text: str) -> str | None:
+    """What to say where a text holds a password or the like: all that a command is told is written down."""
+    found = _SECRET.search(text)
+    if found is None:
+        return None
+    name = found["name"] or f"{found['value']}..."
+    variable = re.sub(r"\W", "_", name.strip("-.").upper())
+    if found["value"] or re.fullmatch(r"(AUTH_)?TOKEN|.*_?HUB_TOKEN", variable):
+        variable = "HF_TOKEN"
+    return f"{name} would be written into the results; let the script read it from the environment, as {variable}"
+
+
 def wrong(trial: Trial) -> Iterator[str]:
     """What is wrong with a trial's command, each with the way out."""
     command = trial.runner.command
@@ -125,6 +160,8 @@ def wrong(trial: Trial) -> Iterator[str]:
     except ValueError as error:
         yield f"the command {command!r} cannot be read: {str(error).lower()}"
         return
+    if said := secret(command):
+        yield said
     values = _values(trial)
     for one in placeholders(command):
         if one.name not in values and one.name not in GIVEN:
@@ -134,7 +171,9 @@ def wrong(trial: Trial) -> Iterator[str]:
                 f"the command has {{{one.name}}}, which is not given: give {one.name}=VALUE, or write "
                 f"{{{{{one.name}}}}} for the text itself{meant}"
             )
-        elif one.cases is not None and one.name in values and _spelt(values[one.name]) not in one.cases:
+        elif twice := _twice(one):
+            yield f"the command's {{{one.name}:...}} says twice what {one.name}={twice} is; leave one out"
+        elif one.cases is not None and one.name in values and _spelt(values[one.name]) not in dict(one.cases):
             value = _spelt(values[one.name])
             yield f"the command's {{{one.name}:...}} does not say what {one.name}={value} is: add {value}=TEXT to it"
     told = names(command)
@@ -154,16 +193,35 @@ def wrong(trial: Trial) -> Iterator[str]:
     if not _PLACEHOLDER.search(first) and shutil.which(first) is None:
         hint = f"; a script starts with its interpreter: python {first} ..." if first.endswith(".py") else ""
         yield f"there is no program {first} to start{hint}"
+    file = _file(shlex.split(command))
+    if file is not None and not Path(file).is_file():
+        yield f"there is no file {file}; the command runs in the folder that vramsweep is called in ({Path.cwd()})"
+
+
+def _file(words: Sequence[str]) -> str | None:
+    """The Python file that the command runs, as far as the words themselves say it."""
+    if not words or not STARTERS.fullmatch(Path(words[0]).name) or {"-m", "-c"} & set(words):
+        return None
+    for before, word in pairwise(words):
+        if word.endswith(".py") and "=" not in word:
+            return None if before.startswith("--") or _PLACEHOLDER.search(word) else word
+    return None
+
+
+def _twice(one: Placeholder) -> str | None:
+    """A value for which a placeholder has two texts."""
+    told = [value for value, _ in one.cases or ()]
+    return next((value for value in told if told.count(value) > 1), None)
 
 
 def _values(trial: Trial) -> dict[str, Any]:
     own = {name: getattr(trial, name) for name in (*UNSAID, *TOLD)}
-    return own | {"allocator": trial.allocator.name, "device": trial.device.name} | dict(trial.runner.options)
+    return own | {name: getattr(trial, name).name for name in NODES} | dict(trial.runner.options)
 
 
 def _read(match: re.Match[str]) -> Placeholder:
     cases = match["cases"]
-    pairs = None if cases is None else dict(_case(case) for case in cases.split(":"))
+    pairs = None if cases is None else [_case(case) for case in cases.split(":")]
     return Placeholder(match["name"], pairs)
 
 
@@ -181,9 +239,10 @@ def _text(match: re.Match[str], values: Mapping[str, Any]) -> str:
     value = _spelt(values[one.name])
     if one.cases is None:
         return value
-    if value not in one.cases:
+    texts = dict(one.cases)
+    if value not in texts:
         raise ValueError(f"{one.name}={value} has no text")
-    return one.cases[value]
+    return texts[value]
 
 
 def _spelt(value: Any) -> str:

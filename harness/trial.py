@@ -380,7 +380,13 @@ def parse(values: Mapping[str, Any]) -> Trial:
 
 
 def _fingerprints(trial: Trial) -> dict[str, str]:
-    named = script.files(trial) if trial.runner.command else []
+    named = script.files(trial) if trial.runner.command else _named(trial)  # a command reads its models and data itself
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in named if path.is_file()}
+
+
+def _named(trial: Trial) -> list[Path]:
+    """The files that a trial's settings name."""
+    named = []
     if trial.runner.target:
         named.append(Path(trial.runner.target.rpartition(":")[0]))
     if trial.model.path:
@@ -391,7 +397,7 @@ def _fingerprints(trial: Trial) -> dict[str, str]:
         named.append(lengths.file(trial.data) or Path(trial.data))
     if trial.ds_config is not None:
         named.append(Path(trial.ds_config))
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in named if path.is_file()}
+    return named
 
 
 def _model(trial: Trial) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from conftest import merged, tiny
 from vramsweep.harness import launch, run, script, trial
 from vramsweep.harness.errors import UserError
 
+BIN = Path(sys.executable).parent
 SIMULATED = {"name": "simulated", "gpu": "h100-80gb"}
 BARE = {"seq_len": 1, "micro_batch": 1, "model": {"model_type": None, "config": {}}}
 
@@ -53,6 +57,11 @@ def test_a_command_is_told_its_settings(command: str, over: dict[str, Any], word
         ("true {seqlen}", {}, "did you mean {seq_len}?"),
         ("true", {"seq_len": 512}, "seq_len=512 does not reach the command: write {seq_len} where it takes it"),
         ("true", {"optimizer": "sgd"}, "optimizer=sgd does not reach the command"),
+        ("true {seq_len:8=a:8=b}", {"seq_len": 8}, "says twice what seq_len=8 is; leave one out"),
+        ("true --token hf_1", {}, "--token would be written into the results"),
+        ("python no/such.py", {}, "there is no file no/such.py; the command runs in the folder that vramsweep"),
+        (f"{BIN}/torchrun --nproc-per-node 2 no-such.py", {"world_size": 2}, "there is no file no-such.py"),
+        ("python -u no-such.py --len {seq_len}", {}, "there is no file no-such.py"),
         ("true {precision:fp32=}", {"precision": "bf16"}, "does not say what precision=bf16 is: add bf16=TEXT"),
         ("true", {"runner": {"options": {"lr": 1}}}, "lr is given, but the command has no {lr}"),
         ("true 'a", {}, "cannot be read: no closing quotation"),
@@ -67,6 +76,21 @@ def test_what_is_wrong_with_a_command_is_said(command: str, over: dict[str, Any]
     with pytest.raises(trial.InvalidTrial) as caught:
         parsed(command, **over)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python {file}.py",
+        "python -m pkg x.py",
+        "python -c pass x.py",
+        "bash -c 'python x.py'",
+        "env python x.py",
+        f"{BIN}/torchrun --log x.py",
+    ],
+)
+def test_a_file_is_missed_only_where_it_is_surely_run_here(command: str) -> None:
+    assert parsed(command, runner={"options": {"file": "x"}} if "{file}" in command else {})
 
 
 def test_a_command_and_its_end_belong_to_scripts() -> None:
@@ -96,6 +120,19 @@ def test_another_script_is_another_trial(tmp_path: Path, monkeypatch: pytest.Mon
     assert len({first, second, identity()}) == 3
 
 
+def test_what_a_command_writes_and_reads_is_no_other_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only programs and settings count by their contents; what is large is not read at all."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").write_text("#!/bin/sh")
+    (tmp_path / "train").chmod(0o755)
+    (tmp_path / "a.toml").write_text("1")
+    for name in ("train.log", "last.ckpt", "data.txt"):
+        (tmp_path / name).write_text("1")
+    (tmp_path / "data.json").write_bytes(b" " * (script.LARGEST + 1))
+    found = parsed("./train --c a.toml --log train.log --resume=last.ckpt data.json {data}", data="data.txt")
+    assert set(found.fingerprints) == {"train", "a.toml"}
+
+
 def test_a_script_is_called_by_its_file() -> None:
     names = [
         "python a/train.py -x",
@@ -113,9 +150,114 @@ def test_the_label_says_what_the_command_is_told() -> None:
 
 def test_own_names_before_the_dashes_are_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "detect", lambda: "cuda")
-    found = run.words(["lr=1,2", "seq_len=8", "allocator=default"], ["python", "t.py", "{lr}", "{seq_len}"])
+    found = run.words(["lr=1,a", "seq_len=8", "allocator=default"], ["python", "t.py", "{lr}", "{seq_len}"])
     assert found[:2] == ["-m", "runner=script"]
-    assert found[3:] == ["+runner.options.lr=1,2", "seq_len=8", "allocator=default", "device=cuda"]
+    assert found[3:] == ["+runner.options.lr='1',a", "seq_len=8", "allocator=default", "device=cuda"]
+
+
+def test_options_of_ones_own_reach_the_command_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = {
+        "a": "12e45",
+        "b": "True",
+        "c": "1.50",
+        "d": "[1,2]",
+        "e": "x y",
+        "f": "it's",
+        "g": "",
+        "h": "null",
+        "i": "(0.9,0.95)",
+        "j": "${x}",
+        "k": "s3://b/c?d=1",
+        "l": "01",
+    }
+    words = [f"{name}={value}" for name, value in typed.items()]
+    (line,) = dry([*words, "--", "true", *(f"{{{name}}}" for name in typed)], capsys)
+    assert shlex.split(line) == ["true", *typed.values()]
+
+
+def test_options_of_ones_own_are_axes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["lr=1e-4, 1.0", "n=range(1,2)", 't="a,b",[1,2]', "--", "true", "{lr}", "{n}", "{t}"]
+    found = sorted(tuple(shlex.split(line)[1:]) for line in dry(words, capsys))
+    assert found == sorted(product(("1e-4", "1.0"), "1", ("a,b", "[1,2]")))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["steps=5", "--", "true", "{steps}"],
+            "steps=5: {steps} is how many optimizer steps are looked at, and",
+        ),
+        (["output_dir=x", "--", "true"], "output_dir=x: {output_dir} is a folder of the attempt"),
+        (["model=gpt2", "--", "true", "{model}"], "{model}: model is a setting of vramsweep's own"),
+        (["--", "true", "{results}"], "{results}: results is a setting of vramsweep's own"),
+        (["model=gpt2", "--", "true"], "model=gpt2 does not reach the command"),
+        (["--", "cd x && python t.py"], "&& is the shell's, and none reads the command; let one: -- bash -c 'cd x &&"),
+        (["--", "python t.py > log"], "> is the shell's"),
+        (
+            ["--", "true", "--hub_token", "hf_SECRET123"],
+            "--hub_token would be written into the results; let the script",
+        ),
+        (["api_key=abc", "--", "true", "{api_key}"], "api_key would be written into the results"),
+    ],
+)
+def test_what_would_not_be_obeyed_is_refused(
+    words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        run.main(["device=cpu", *words])
+    assert text in str(caught.value) and "SECRET" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--hub_token abc",
+        "--token=abc",
+        "--api-key 'abc'",
+        "HF_TOKEN=abc python t.py",
+        "bash -c 'python t.py --password abc'",
+        "x=hf_abcdefghijklmnopq",
+    ],
+)
+def test_secrets_are_seen(text: str) -> None:
+    assert script.secret(text) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--max_tokens 5",
+        "--eos_token x",
+        "--pad_token=x",
+        "--tokenizer x",
+        "--use_auth_token true",
+        "--use_auth_token --x",
+        "--hub_token $HF_TOKEN",
+        "--hub_token={hub_token}",
+        "TOKENIZERS_PARALLELISM=false",
+        "--token_type x",
+    ],
+)
+def test_what_is_no_secret_is_left_alone(text: str) -> None:
+    assert script.secret(text) is None
+
+
+def test_a_quoted_sign_of_the_shells_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry(["--", "true 'a | b' {{x}}"], capsys) == ["true 'a | b' '{x}'"]
+
+
+def test_a_dry_run_shows_the_place_and_makes_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (line,) = dry(["name=n", "--", "true", "{output_dir}"], capsys)
+    place = Path(line.split()[1])
+    assert place.relative_to(tmp_path / "results" / "n" / "attempts").parts[1:] == ("1", "output")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
