@@ -23,6 +23,7 @@ import torch
 
 from vramsweep.harness import machine
 from vramsweep.runners.dispatch import LiveBytes
+from vramsweep.runners.shared_peaks import SharedPeaks
 
 Peaks = dict[str, int | None]
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
@@ -45,11 +46,15 @@ class Memory(Protocol):
 
 
 class CudaMemory:
-    """PyTorch's allocator counters. The driver's allocator (cudaMallocAsync) fills three of them, and no others."""
+    """PyTorch's allocator counters of one card, whichever is current; `shared` with a script that resets them, too.
+
+    The driver's allocator (cudaMallocAsync) fills three of them, and no others.
+    """
 
     name = "cuda_allocator"
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, shared: SharedPeaks | None = None) -> None:
+        self._device, self._shared = device, shared
         native = torch.cuda.get_allocator_backend() == "native"
         self.counters = COUNTERS if native else ("allocated", "active", "reserved")
         self.native = native
@@ -57,13 +62,16 @@ class CudaMemory:
         self.held_reserved: int | None = None
 
     def take(self) -> Peaks:
-        stats = torch.cuda.memory_stats_as_nested_dict()
+        if self._shared is None:
+            stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            stats = self._shared.take(self._device)
         self.held, self.held_reserved = (stats[f"{c}_bytes"]["all"]["current"] for c in ("allocated", "reserved"))
-        torch.cuda.reset_peak_memory_stats()
         return {c: stats[f"{c}_bytes"]["all"]["peak"] if c in self.counters else None for c in COUNTERS}
 
     def summary(self) -> dict[str, Any]:
-        stats = torch.cuda.memory_stats_as_nested_dict()
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         reserved, allocated = (stats[f"{c}_bytes"]["all"]["current"] for c in ("reserved", "allocated"))
         return {
             "reserved_unallocated_bytes": reserved - allocated,
@@ -316,14 +324,14 @@ class Clock:
     """Marks at step boundaries: CUDA events, which cost the device no wait, or the host's clock on CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._marks: list[Any] = []
 
     def mark(self) -> None:
         """A boundary is here."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())

@@ -51,7 +51,7 @@ from vramsweep.runners.instruments import (
     pinned_peak,
 )
 from vramsweep.runners.over_ranks import Columns, over_ranks
-from vramsweep.runners.shared_peaks import SharedCudaMemory
+from vramsweep.runners.shared_peaks import SHARED
 
 if TYPE_CHECKING:  # a script of the user's own is measured where pydantic may not be installed (observer.py)
     from vramsweep.harness.trial import Trial
@@ -160,7 +160,7 @@ class Gauges:
         self.worker = worker
         self.process = Process(begun=worker is not None)
         self.nvml = Nvml(device)
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         if worker is None:
             self.process.watch()
             self.baseline = self.nvml.used()
@@ -172,10 +172,10 @@ class Gauges:
         self.imported = imported
         self.memory: Memory = HostMemory(self.process)
         if self.cuda and worker is None:
-            self.memory = CudaMemory()
+            self.memory = CudaMemory(device)
         elif self.cuda:
-            self.memory = SharedCudaMemory()
-            self.memory.install()
+            SHARED.install()
+            self.memory = CudaMemory(device, SHARED)
         self.clock = Clock(device)
         self.compiler = Compiler()
         self.peaks: Peaks = dict.fromkeys(COUNTERS)
@@ -185,8 +185,7 @@ class Gauges:
 
     def release(self) -> None:
         """Leave the script's process as it was found."""
-        if isinstance(self.memory, SharedCudaMemory):
-            self.memory.uninstall()
+        SHARED.uninstall()
 
     def others(self) -> list[int] | None:
         """Compute processes on the device that are not ours; None where that cannot be told."""
@@ -253,7 +252,7 @@ class Gauges:
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
 
 
 def _begin(device: torch.device) -> None:
@@ -267,7 +266,7 @@ def _begin(device: torch.device) -> None:
         if not of_the_machine(str(error)):  # an allocator's setting that the driver refuses is the trial's
             raise
         raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 class Warmup:
@@ -313,16 +312,19 @@ class Probe:
         counted = isinstance(memory, HostMemory) and memory.live is not None  # of a whole job, from its begin
         if isinstance(memory, HostMemory) and not self._unseen and not counted:  # compiled code would not run under it
             memory.live = self._context.enter_context(LiveBytes(self.gauges.imported))
+            self._context.callback(setattr, memory, "live", None)
         self._context.enter_context(backward_boundaries(lambda: self._end("forward"), lambda: self._end("backward")))
         self.gauges.take()
 
     def leave(self, loss: torch.Tensor | None) -> None:
         self._end("optimizer")
-        self._context.close()
-        if isinstance(self.gauges.memory, HostMemory) and self.gauges.part is None:
-            self.gauges.memory.live = None
+        self.close()
         self.spent = time.perf_counter() - self._began
         self.then()
+
+    def close(self) -> None:
+        """Watch no longer, also amid the step."""
+        self._context.close()
 
     def _end(self, phase: str) -> None:
         peaks = self.gauges.take()
@@ -432,15 +434,21 @@ class Recorded:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self._context = contextlib.ExitStack()
 
     def enter(self) -> None:
         if self.path:
+            self._context.callback(torch.cuda.memory._record_memory_history, enabled=None)
             torch.cuda.memory._record_memory_history(context=None, max_entries=RECORDED_EVENTS)
 
     def leave(self, loss: torch.Tensor | None) -> None:
         if self.path:
             torch.cuda.memory._dump_snapshot(str(self.path))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        self.close()
+
+    def close(self) -> None:
+        """Record no longer, also amid the step."""
+        self._context.close()
 
 
 def alone(own: Columns) -> Columns:
@@ -468,14 +476,14 @@ class Meter:
         self.probe = Probe(self.gauges, self.measured.start)
         of_rank = None if asked.tokens_per_step is None else asked.tokens_per_step // asked.world_size
         self.count = Count(self.gauges.compiler, of_rank, asked.precision, asked.world_size, asked.fused_loss)
-        recorded = Recorded(folder / RECORDING if rank == 0 else None)
+        self.recorded = Recorded(folder / RECORDING if rank == 0 else None)
         warmup = [self.warmup] * asked.warmup_steps
         self.plan: tuple[Step, ...]
         if asked.measured_steps is None:  # the measured steps follow
             self.plan = (*warmup, self.count, self.probe)
         else:
             measured = [self.measured] * asked.measured_steps
-            self.plan = (*warmup, self.probe, *measured, self.count, *[recorded] * asked.record)
+            self.plan = (*warmup, self.probe, *measured, self.count, *[self.recorded] * asked.record)
         self.index = 0
         self._training = False
         self.row: Columns | None = None  # once it is published
@@ -525,6 +533,12 @@ class Meter:
         if self.row is None and self.measured.peaks:
             self.measured.finish(None)
 
+    def abandon(self) -> None:
+        """Look at nothing any more, also amid a step, and leave torch as it was found."""
+        for step in (self.probe, self.count, self.recorded):  # of which one at most has begun and not ended
+            step.close()
+        self.gauges.release()
+
     def stopped(self, phase: str) -> None:
         """Note the phase of the step in which training ended, if it had begun."""
         if self._training:
@@ -547,7 +561,7 @@ class Meter:
 
     def failed(self, error: BaseException) -> str:
         """A note on what ended training after the measured steps; nothing is watched any longer."""
-        self.count.close()
+        self.abandon()
         what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         if self.index == len(self.plan):
             return f"failed after the last step: {what}"

@@ -1,9 +1,15 @@
 """Two readers of CUDA's peak counters in one process, neither of which sees the other's resets.
 
-torch has one set of peaks, and whoever resets it takes the peak from everybody else: a script that logs
+torch has one set of peaks a card, and whoever resets it takes the peak from everybody else: a script that logs
 `max_memory_allocated()` and a meter that takes the peak of every step would falsify one another (so do the Trainer's
 `skip_memory_metrics=False` and DeepSpeed's `see_memory_usage`, which reset them, too). What a reset throws away is kept
 here, once for each of the two.
+
+    the script   torch.cuda.*, torch.accelerator.*, by whatever name   ->   functions of torch._C: ours, once installed
+    the meter    `take`                                                ->   what these were before
+
+Every way that torch's Python has comes down to these functions, so they are replaced there. It costs nothing where CUDA
+is not used, and needs nothing but torch: a script's process installs it before its first line (observer.py).
 
 Not covered: `torch.cuda.memory_snapshot`, which has no peaks; counters other than peaks, which nobody resets but by
 `reset_accumulated_memory_stats`.
@@ -14,69 +20,76 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 
-from vramsweep.runners.instruments import COUNTERS, CudaMemory, Peaks
-
 Stats = dict[str, Any]
+READ, RESET = "_cuda_memoryStats", "_cuda_resetPeakMemoryStats"
+READS = (READ, "_accelerator_getDeviceStats")  # torch.accelerator has them since 2.9
+RESETS = (RESET, "_accelerator_resetPeakStats")
 
 
-class SharedCudaMemory(CudaMemory):
-    """CudaMemory beside a script that reads and resets the same counters, from `install` to `uninstall`."""
+class SharedPeaks:
+    """The counters of every card, beside a script that reads and resets them, from `install` to `uninstall`."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._ours: Stats = {}  # peaks since our last take, of before resets of the script's
-        self._theirs: Stats = {}  # peaks since the script's last reset, of before resets of ours
-        memory = torch.cuda.memory
-        self._read: Callable[..., Stats] = memory.memory_stats_as_nested_dict
-        self._reset: Callable[..., None] = memory.reset_peak_memory_stats
-        self._patches = [
-            mock.patch.object(place, name, function)
-            for name, function in (
-                ("memory_stats_as_nested_dict", self._read_for_script),
-                ("reset_peak_memory_stats", self._reset_for_script),
-            )
-            for place in (memory, torch.cuda)
-            if hasattr(place, name)
-        ]
+        self._taken = False  # a meter takes peaks
+        self._ours: dict[int, Stats] = {}  # by card: peaks since our last take, of before resets of the script's
+        self._theirs: dict[int, Stats] = {}  # by card: peaks since the script's last reset, of before resets of ours
+        self._undo: list[tuple[str, Any]] = []
 
     def install(self) -> None:
-        """From now on the script reads and resets through us."""
-        for patch in self._patches:
-            patch.start()
+        """From now on the script reads and resets through us; a build of torch without CUDA has nothing to share."""
+        self._taken = hasattr(torch._C, READ)
+        if self._undo or not self._taken:
+            return
+        self._read: Callable[[int], Stats] = getattr(torch._C, READ)
+        self._reset: Callable[[int], None] = getattr(torch._C, RESET)
+        for names, shared in ((READS, self._read_by), (RESETS, self._reset_by)):
+            for name in names:
+                if hasattr(torch._C, name):
+                    self._undo.append((name, getattr(torch._C, name)))
+                    setattr(torch._C, name, shared(getattr(torch._C, name)))
 
     def uninstall(self) -> None:
-        """Everything is as it was, but for peaks that our last take has reset."""
-        for patch in reversed(self._patches):
-            patch.stop()
+        """No peak is taken any more. A script whose peaks our takes have reset goes on reading them here until its own
+        next reset: only then torch's counters are right for it."""
+        self._taken = False
+        self._ours.clear()
+        self._give_back()
 
-    def take(self) -> Peaks:
-        now = self._read()
-        stats = _larger(now, self._ours)
-        self._ours, self._theirs = {}, _larger(now, self._theirs)
-        self._reset()
-        self.held = now["allocated_bytes"]["all"]["current"]
-        return {c: stats[f"{c}_bytes"]["all"]["peak"] if c in self.counters else None for c in COUNTERS}
+    def take(self, device: torch.device) -> Stats:
+        """The card's statistics, with the peaks since the last call."""
+        card = torch.cuda.current_device() if device.index is None else device.index
+        now = self._read(card)
+        self._theirs[card] = _larger(now, self._theirs.get(card, {}))
+        self._reset(card)
+        return _larger(now, self._ours.pop(card, {}))
 
-    def _read_for_script(self, device: Any = None) -> Stats:
-        now = self._read(device)
-        return _larger(now, self._theirs) if _is_current(device) else now
+    def _read_by(self, function: Callable[[int], Stats]) -> Callable[[int], Stats]:
+        """The function as the script gets it."""
+        return lambda card: _larger(function(card), self._theirs.get(card, {}))
 
-    def _reset_for_script(self, device: Any = None) -> None:
-        if _is_current(device):
-            self._ours, self._theirs = _larger(self._read(), self._ours), {}
-        self._reset(device)
+    def _reset_by(self, function: Callable[[int], None]) -> Callable[[int], None]:
+        """The function as the script gets it."""
+
+        def reset(card: int) -> None:
+            if self._taken:
+                self._ours[card] = _larger(self._read(card), self._ours.get(card, {}))
+            function(card)
+            self._theirs.pop(card, None)
+            self._give_back()
+
+        return reset
+
+    def _give_back(self) -> None:
+        if not self._taken and not self._theirs:
+            for name, function in self._undo:
+                setattr(torch._C, name, function)
+            self._undo.clear()
 
 
-def _is_current(device: Any) -> bool:
-    """Whether it is the card that we look at, too: a rank has one."""
-    if device is None:
-        return True
-    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return place.index is None or place.index == torch.cuda.current_device()
+SHARED = SharedPeaks()  # of this process, as torch's counters are
 
 
 def _larger(stats: Stats, before: Stats) -> Stats:

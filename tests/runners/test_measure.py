@@ -125,13 +125,13 @@ def test_the_driver_s_allocator_fills_three_counters_and_the_rest_is_unknown(mon
     stats: dict[str, Any] = {f"{n}_bytes": {"all": {"peak": 7, "current": 3}} for n in names}
     stats |= {"num_alloc_retries": 0, "num_ooms": 0}
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: stats)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    memory = CudaMemory()
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    memory = CudaMemory(torch.device("cuda", 0))
     assert memory.take() == {"allocated": 7, "active": 7, "requested": None, "reserved": 7, "inactive_split": None}
     assert memory.summary() == {"reserved_unallocated_bytes": 0, "alloc_retries": None, "alloc_ooms": None}
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    memory = CudaMemory()
+    memory = CudaMemory(torch.device("cuda", 0))
     assert memory.take()["requested"] == 7
     assert memory.summary()["alloc_retries"] == 0
 

@@ -39,6 +39,7 @@ class Card:
     def __init__(self) -> None:
         self.current, self.peak, self.marks, self.energy = 100 * MIB, 100 * MIB, 0, 5000
         self.calls: list[Any] = []
+        self.devices: set[Any] = set()  # whose memory, stream and end were asked for
         self.memory = types.SimpleNamespace(total=80 << 30, used=200 * MIB, free=79 << 30)  # NVML's, others' use
         self.pids = [os.getpid()]
 
@@ -50,14 +51,16 @@ class Card:
         """Something is allocated and freed again."""
         self.peak = max(self.peak, self.current + size)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, device: Any = None) -> dict[str, Any]:
+        self.devices.add(device)
         names = ("allocated", "active", "requested", "reserved", "inactive_split")
         return {f"{n}_bytes": {"all": {"current": self.current, "peak": self.peak}} for n in names} | {
             "num_alloc_retries": 2,
             "num_ooms": 0,
         }
 
-    def reset(self) -> None:
+    def reset(self, device: Any = None) -> None:
+        self.devices.add(device)
         self.peak = self.current
 
     def snapshot(self, *_: Any) -> dict[str, Any]:
@@ -75,7 +78,7 @@ class Event:
         assert enable_timing
         self.number = -1
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         Event.made += 1
         self.number = Event.made
 
@@ -94,7 +97,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "init": lambda: card.touch(),
         "is_available": lambda: True,
         "set_device": lambda device: card.touch(),
-        "synchronize": lambda: card.calls.append("synchronize"),
+        "synchronize": lambda device=None: card.devices.add(device),
+        "current_stream": lambda device=None: card.devices.add(device),
         "get_allocator_backend": lambda: "native",
         "memory_stats_as_nested_dict": card.stats,
         "reset_peak_memory_stats": card.reset,
@@ -178,6 +182,13 @@ def test_a_row_of_the_stand_in(card: Card, tmp_path: Path) -> None:
     assert row["peak_flops"] == 67e12
     assert row["mfu"] is not None and row["memory_source"] == "cuda_allocator"
     assert row["rss_baseline_bytes"] is None
+
+
+def test_only_the_card_that_is_trained_on_is_asked(card: Card, tmp_path: Path) -> None:
+    second = torch.device("cuda", 1)  # which nobody makes the current one
+    trial = trials.parse(tiny(device={"name": "cuda"}))
+    train(card, trial, Meter(asked(trial), tmp_path, Gauges(second), 0))
+    assert card.devices == {second}
 
 
 def test_what_the_driver_does_not_give_is_unknown(card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.cuda import max_memory_allocated, reset_peak_memory_stats  # as scripts take them, before anything is there
 
-from vramsweep.runners.shared_peaks import SharedCudaMemory
+from vramsweep.runners.instruments import CudaMemory
+from vramsweep.runners.shared_peaks import READ, READS, RESET, RESETS, SharedPeaks
+
+CARD = torch.device("cuda", 0)
 
 
 class Counters:
@@ -16,41 +21,55 @@ class Counters:
     def __init__(self) -> None:
         self.now, self.peak = [0, 0], [0, 0]
 
-    def hold(self, amount: int, card: int = 0) -> None:
-        self.now[card] = amount
-        self.peak[card] = max(self.peak[card], amount)
+    def hold(self, *amounts: int, card: int = 0) -> None:
+        for amount in amounts:
+            self.now[card] = amount
+            self.peak[card] = max(self.peak[card], amount)
 
-    def read(self, device: int | None = None) -> dict[str, Any]:
-        card = device or 0
+    def read(self, card: int) -> dict[str, Any]:
         pool = {"current": self.now[card], "peak": self.peak[card]}
         names = ("allocated", "active", "requested", "reserved", "inactive_split")
         return {f"{name}_bytes": {"all": dict(pool)} for name in names} | {"num_ooms": 0}
 
-    def reset(self, device: int | None = None) -> None:
-        self.peak[device or 0] = self.now[device or 0]
+    def reset(self, card: int) -> None:
+        self.peak[card] = self.now[card]
 
 
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
     found = Counters()
-    for place in (torch.cuda, torch.cuda.memory):
-        monkeypatch.setattr(place, "memory_stats_as_nested_dict", found.read)
-        monkeypatch.setattr(place, "reset_peak_memory_stats", found.reset)
+    for name in READS:
+        monkeypatch.setattr(torch._C, name, found.read, raising=False)
+    for name in RESETS:
+        monkeypatch.setattr(torch._C, name, found.reset, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True, raising=False)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+    for module in (torch.cuda.memory, getattr(torch.accelerator, "memory", None)):
+        if module is not None:
+            monkeypatch.setattr(module, "_get_device_index", lambda device, optional: device or 0)
     return found
 
 
-def test_neither_sees_the_others_resets(counters: Counters) -> None:
-    ours = SharedCudaMemory()
-    ours.install()
-    counters.hold(100)
-    counters.hold(10)
+@pytest.fixture
+def shared(counters: Counters) -> Iterator[SharedPeaks]:
+    found = SharedPeaks()
+    found.install()
+    yield found
+    found.uninstall()
+    for card in (0, 1):
+        reset_peak_memory_stats(card)
+    assert (getattr(torch._C, READ), getattr(torch._C, RESET)) == (counters.read, counters.reset)
+
+
+def test_neither_sees_the_others_resets(counters: Counters, shared: SharedPeaks) -> None:
+    ours = CudaMemory(CARD, shared)
+    counters.hold(100, 10)
     torch.cuda.reset_peak_memory_stats()  # the script's, as a memory tracker of the Trainer does
-    counters.hold(50)
-    counters.hold(20)
+    counters.hold(50, 20)
     assert ours.take()["allocated"] == 100  # not 50, which is all that torch still knows
-    assert ours.held == 20
+    assert (ours.held, ours.held_reserved) == (20, 20)
     assert torch.cuda.max_memory_allocated() == 50  # not 20, which our take has left
     counters.hold(30)
     assert (ours.take()["allocated"], ours.take()["allocated"]) == (30, 30)
@@ -59,17 +78,49 @@ def test_neither_sees_the_others_resets(counters: Counters) -> None:
     assert torch.cuda.max_memory_allocated() == 30
     counters.hold(60)
     assert torch.cuda.memory_stats()["reserved_bytes.all.peak"] == 60
-    ours.uninstall()
-    assert torch.cuda.memory_stats_as_nested_dict == counters.read
-    assert torch.cuda.memory.reset_peak_memory_stats == counters.reset
 
 
-def test_another_card_is_left_alone(counters: Counters) -> None:
-    ours = SharedCudaMemory()
-    ours.install()
-    for card, amount in ((0, 100), (1, 70), (0, 10), (1, 7)):
-        counters.hold(amount, card)
+def test_no_way_leads_past_us(counters: Counters, shared: SharedPeaks) -> None:
+    ways = [(reset_peak_memory_stats, max_memory_allocated)]
+    if hasattr(torch._C, "_accelerator_resetPeakStats") and hasattr(torch.accelerator, "max_memory_allocated"):
+        ways.append((torch.accelerator.reset_peak_memory_stats, torch.accelerator.max_memory_allocated))
+    for reset, most in ways:
+        counters.hold(100, 10)
+        reset()
+        counters.hold(50, 20)
+        assert shared.take(CARD)["allocated_bytes"]["all"]["peak"] == 100
+        assert most() == 50
+
+
+def test_what_was_reset_before_the_meter_is_there_still_counts(counters: Counters, shared: SharedPeaks) -> None:
+    counters.hold(100, 10)
+    torch.cuda.reset_peak_memory_stats()  # just before its loop: the load is over
+    assert CudaMemory(CARD, shared).take()["allocated"] == 100
+
+
+def test_the_script_goes_on_reading_what_it_would_without_us(counters: Counters, shared: SharedPeaks) -> None:
+    counters.hold(100, 10)
+    shared.take(CARD)
+    shared.uninstall()
+    assert torch.cuda.max_memory_allocated() == 100
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == 10
+    assert (getattr(torch._C, READ), getattr(torch._C, RESET)) == (counters.read, counters.reset)
+
+
+def test_cards_are_told_apart(counters: Counters, shared: SharedPeaks) -> None:
+    first, second = CudaMemory(CARD, shared), CudaMemory(torch.device("cuda", 1), shared)
+    counters.hold(100, 10)
+    counters.hold(70, 7, card=1)
     torch.cuda.reset_peak_memory_stats(1)
-    assert ours.take()["allocated"] == 100
+    assert (first.take()["allocated"], second.take()["allocated"]) == (100, 70)
     assert (torch.cuda.max_memory_allocated(0), torch.cuda.max_memory_allocated(1)) == (100, 7)
-    ours.uninstall()
+
+
+def test_without_cuda_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, READ, raising=False)
+    before = dict(vars(torch._C))
+    shared = SharedPeaks()
+    shared.install()
+    shared.uninstall()
+    assert dict(vars(torch._C)) == before
