@@ -31,6 +31,9 @@ class Rule:
     names: tuple[str, ...]
 
 
+# By which torch is told the allocator's settings; every supported one reads the second.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
 # The first rule that matches decides; what none matches is passed on and not recorded.
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -52,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         Fate.DROP,
         "the allocator's settings are the axis `allocator`",
-        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+        ALLOCATOR,
     ),
     Rule(Fate.DROP, "it would make the host wait for every kernel", ("CUDA_LAUNCH_BLOCKING",)),
     Rule(

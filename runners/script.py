@@ -2,19 +2,18 @@
 
 The worker starts it as a process below itself, with hook/sitecustomize.py on its PYTHONPATH, waits, and makes one row
 of what the processes have left (observer.py). The command may be anything that comes to train with torch: a script,
-torchrun, accelerate launch, a shell script. How it ended is classified like a worker of ours: an exception by its type
-and text, a signal by its name, anything else by its exit status and last words.
+torchrun, accelerate launch, a shell script. Once the steps are measured, all of it is ended. Not covered: why there is
+nothing to make a row of (script_ends.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import re
-import signal
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +21,17 @@ import psutil
 import pynvml
 
 import vramsweep
-from vramsweep.harness import attempt, machine, script, variables
-from vramsweep.harness.attempt import ENDED, LOGS, STEPS
+from vramsweep.harness import machine, script, variables
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.harness.waiting import LOG_KEPT, tail
-from vramsweep.runners import result
+from vramsweep.runners import result, script_ends
 from vramsweep.runners import seen as of_processes
+from vramsweep.runners.hook import sitecustomize as hook
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.seen import Seen
 
 HOOK = Path(__file__).parent / "hook"
-OUTPUT = "output"  # {output_dir}: what the script writes, in the attempt's folder
-WATCH, SEEN = "watch.json", "seen-*.json"  # observer.py's
-# What argparse, click, fire and Hydra say of an option that they do not know.
-_REFUSED = re.compile(
-    r"error: (unrecognized arguments|argument |the following arguments|ambiguous option|invalid )|No such option|"
-    r"(Error: )?(Missing|Invalid value|Got unexpected)|Could not consume arg|Could not override"
-)
-# How torchrun tells of a rank that a signal ended: torch/distributed/elastic/multiprocessing/errors.
-_KILLED = re.compile(r"rank +: (\d+) \(local_rank.*\n +exitcode +: -(\d+)")
-# What ranks say that share a card, or look for one that is not there.
-_FEW_CARDS = re.compile(r"invalid device ordinal|Duplicate GPU detected")
-# What a rank says because another has gone, of gloo and NCCL.
-_MISSED = re.compile(r"[Cc]onnection (closed|reset) by peer|Broken pipe|remote process exited|Timed out waiting")
-
-
-class ScriptError(RuntimeError):
-    """The command failed by itself; the text says how."""
+LOOK_S = 0.1  # how often it is looked whether the steps are measured
+GRACE_S = 3.0  # that what is left of a command has to end by itself
 
 
 def run(trial: Trial, folder: Path) -> Columns:
@@ -57,20 +40,21 @@ def run(trial: Trial, folder: Path) -> Columns:
     Raises InvalidTrial where it cannot be measured as it is, ScriptError or what the script itself raised where it
     failed, result.EndedEarly where that was after the measured steps. A signal that ends it ends this process too.
     """
-    output = folder / OUTPUT
+    output = (folder / script.OUTPUT).resolve()  # a script may go elsewhere, as Hydra's do
     output.mkdir()
-    (folder / WATCH).write_text(json.dumps(_asked(trial)))
+    asked = _asked(trial)
+    (folder / hook.WATCH).write_text(json.dumps(asked))
     baseline = _used(trial)
     words = script.words(trial, str(output))
     try:
         process = subprocess.Popen(words, env=environment(folder), stdin=subprocess.DEVNULL)
     except OSError as error:
         raise InvalidTrial(f"{words[0]} cannot be started: {error.strerror}") from None
-    code = process.wait()
+    code = _ended(process, folder) if asked["stop"] else process.wait()
     seen = _read(folder)
     trained = _trained(seen)
     if not trained:
-        _failed(trial, folder, code, seen, words)
+        script_ends.explain(script_ends.End(trial, folder, words, process.pid, code, seen))
     row = of_processes.columns(trial, trained, script.names(str(trial.runner.command)))
     more = sum("columns" in one for one in seen) - len(trained)
     if more > 0:
@@ -82,7 +66,7 @@ def run(trial: Trial, folder: Path) -> Columns:
     if code == 0 and all(one["complete"] for one in trained):
         return row
     result.values(folder, row, complete=False)
-    how = "ended before it" if code == 0 else _how(code, folder)
+    how = "ended before it" if code == 0 else script_ends.how(code, folder)
     left = "" if all(one["complete"] for one in trained) else "the step that counts FLOPs is missing: "
     raise result.EndedEarly(f"{left}after the measured steps the script {how}")
 
@@ -98,7 +82,58 @@ def _asked(trial: Trial) -> dict[str, Any]:
         "job": trial.protocol.job,
         "precision": None if "precision" in unseen else trial.precision,
         "worker": os.getpid(),
+        "variables": {name: os.environ.get(name) for name in variables.ALLOCATOR},
     }
+
+
+def _ended(process: subprocess.Popen[bytes], folder: Path) -> int:
+    """Wait until the command has ended, and end it once its steps are measured; the exit status, then 0.
+
+    What comes after the training, an evaluation or an upload, would take this one for a whole one.
+    """
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(LOOK_S)
+            return 0 if _measured(folder) else code
+        if measured := _measured(folder):
+            _end(process, measured)
+            return 0
+
+
+def _measured(folder: Path) -> set[int]:
+    """The processes of a training whose every rank has all its steps; none before."""
+    trained = _trained(_read(folder))
+    return {one["pid"] for one in trained} if all(one["complete"] for one in trained) else set()
+
+
+def _end(process: subprocess.Popen[bytes], measured: Collection[int]) -> None:
+    """End the command from its own process downwards, which so starts nothing more.
+
+    Those that have measured are done, and would only save what nobody needs; the others are asked first.
+    """
+    left: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(process.pid)
+        left = [top, *top.children(recursive=True)]
+    for one in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill() if one.pid in measured else one.terminate()
+    until = time.monotonic() + GRACE_S
+    while left and time.monotonic() < until:
+        process.poll()
+        left = [one for one in left if _alive(one)]
+        time.sleep(0.02)
+    for one in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
+def _alive(one: psutil.Process) -> bool:
+    """A zombie waits for whoever adopted it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(one.is_running() and one.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -107,11 +142,12 @@ def environment(folder: Path) -> dict[str, str]:
     lent = {str(Path(str(module.__file__)).resolve().parent) for module in (pynvml,)}
     lent.add(str(Path(str(psutil.__file__)).resolve().parent.parent))
     return {
+        "HYDRA_FULL_ERROR": "1",  # else it prints a script's exception, and ends it as if there was none
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
-        "VRAMSWEEP_ATTEMPT": str(folder.resolve()),
-        "VRAMSWEEP_PACKAGE": str(Path(str(vramsweep.__file__)).resolve().parent),
-        "VRAMSWEEP_LENT": os.pathsep.join(sorted(lent)),
+        hook.ATTEMPT: str(folder.resolve()),
+        hook.PACKAGE: str(Path(str(vramsweep.__file__)).resolve().parent),
+        hook.LENT: os.pathsep.join(sorted(lent)),
     }
 
 
@@ -131,7 +167,7 @@ def _used(trial: Trial) -> int | None:
 
 def _read(folder: Path) -> list[Seen]:
     """What the command's processes have left, in the order in which they ended."""
-    every = [json.loads(path.read_text()) for path in folder.glob(SEEN)]
+    every = [json.loads(path.read_text()) for path in folder.glob(hook.SEEN.format("*"))]
     return sorted(every, key=lambda one: float(one["at"]))
 
 
@@ -149,107 +185,3 @@ def _trained(seen: Sequence[Seen]) -> list[Seen]:
         if one["world_size"] == size:
             ranks.setdefault(one["rank"], one)
     return [ranks[rank] for rank in sorted(ranks)] if len(ranks) == size else []
-
-
-def _failed(trial: Trial, folder: Path, code: int, seen: Sequence[Seen], words: Sequence[str]) -> None:
-    """Raise what tells why there is nothing to make a row of. Ends this process where a signal ended the command."""
-    recorded = sum("step" in record for record in attempt.steps(folder))
-    steps = max((max(one["steps"], recorded) for one in seen), default=0)
-    asked = trial.protocol.warmup_steps + 1 + trial.protocol.measured_steps + 1  # the next one's begin ends the last
-    if trial.protocol.job:
-        asked = trial.protocol.warmup_steps + 4  # one whose FLOPs are counted, the probe, one measured, the last
-    own_words = of_processes.changed(trial, seen)
-    if own_words:
-        raise InvalidTrial(own_words)
-    for one in seen:
-        if one["problem"]:
-            raise ScriptError(f"the script could not be watched any further: {one['problem']}")
-    for path in folder.glob("problem-*.txt"):
-        raise InvalidTrial(f"the script cannot be watched: {path.read_text()}")
-    killed = [(int(rank), int(number)) for rank, number in _KILLED.findall(_end(folder))]
-    killed = [one for one in killed if one[1] != signal.SIGTERM]  # with which torchrun ends the others
-    if code > 0 and killed:
-        with (folder / STEPS).open("a") as file:
-            file.write(json.dumps({"event": ENDED, "rank": killed[0][0]}) + "\n")
-        code = -killed[0][1]
-    elif first := next((one for one in seen if "error" in one), None):
-        if first["world_size"] > trial.world_size and _FEW_CARDS.search(first["error"]["message"]):
-            raise InvalidTrial(
-                f"the training has {first['world_size']} ranks, and world_size={trial.world_size} is how many cards it "
-                f"is given: give world_size={first['world_size']}"
-            )
-        raise _gone(first, seen) or _as_raised(first, folder)
-    if code < 0:
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
-        sys.stdout.flush()
-        os.kill(os.getpid(), -code)
-    if code > 0:
-        said = _words(folder)
-        if said and _REFUSED.search(said):
-            raise InvalidTrial(f"{_name(words)} does not take these options: {said}")
-        raise ScriptError(_how(code, folder))
-    if not seen:
-        raise InvalidTrial(
-            f"{_name(words)} ended well, but no Python process of it imported torch where it could be watched "
-            "(python -I and -E leave PYTHONPATH out)"
-        )
-    if steps == 0:
-        calls, passes = (max(one[name] for one in seen) for name in ("forwards", "backwards"))
-        raise InvalidTrial(
-            f"{_name(words)} ended without an optimizer step ({calls} forward and {passes} backward passes were seen): "
-            "it must train with a torch.optim.Optimizer"
-        )
-    raise InvalidTrial(
-        f"{_name(words)} ended after {steps} optimizer steps, and protocol={trial.protocol.name} takes {asked}; let "
-        "it run longer, or give protocol.warmup_steps= and protocol.measured_steps="
-    )
-
-
-def _gone(first: Seen, seen: Sequence[Seen]) -> ScriptError | None:
-    """What to raise where the first error is that of a rank that misses another, which said nothing."""
-    silent = [one["rank"] for one in seen if not one["ended"] and one["world_size"] > 1]
-    if not silent or not _MISSED.search(first["error"]["message"]):
-        return None
-    return ScriptError(
-        f"rank {silent[0]} ended in the middle of the training without a word (os._exit?), and rank {first['rank']} "
-        "missed it"
-    )
-
-
-def _as_raised(one: Mapping[str, Any], folder: Path) -> BaseException:
-    """An exception by the type and text of the one that ended a process, with what the row can say all the same."""
-    error = one["error"]
-    if error.get("phase"):
-        with (folder / STEPS).open("a") as file:
-            file.write(json.dumps({"phase": error["phase"], "at_step": one["index"] or 0}) + "\n")
-    module, _, name = error["type"].rpartition(".")
-    kind = type(name, (RuntimeError,), {"__module__": module, "__qualname__": name})
-    raised: BaseException = kind(error["message"])
-    raised.columns = error.get("columns") or {}  # type: ignore[attr-defined]
-    return raised
-
-
-def _name(words: Sequence[str]) -> str:
-    """What to call the command in a sentence."""
-    return next((Path(word).name for word in words if word.endswith(".py")), words[0])
-
-
-def _how(code: int, folder: Path) -> str:
-    """How a command ended that did not end well."""
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    said = _words(folder)
-    return f"ended with {how}" + (f"; its last words: {said}" if said else "")
-
-
-def _end(folder: Path) -> str:
-    try:
-        return tail(folder / LOGS[1], LOG_KEPT).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _words(folder: Path) -> str | None:
-    """The last line of stderr that says anything: rulers, such as torchrun's, do not."""
-    lines = [line.strip() for line in _end(folder).splitlines()]
-    return next((line for line in reversed(lines) if re.search(r"\w", line)), None)

@@ -15,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -22,7 +23,10 @@ from types import ModuleType
 ATTEMPT = "VRAMSWEEP_ATTEMPT"  # the attempt's folder
 PACKAGE = "VRAMSWEEP_PACKAGE"  # our package's folder
 LENT = "VRAMSWEEP_LENT"  # where our own psutil and pynvml are
+# In that folder: what is asked of the observer, what the process of a number has seen, why it is not watched.
+WATCH, SEEN, PROBLEM = "watch.json", "seen-{}.json", "problem-{}.txt"
 LEAST = (3, 11)
+LEAST_TORCH = (2, 5)  # the first with torch.distributed.tensor
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
@@ -36,8 +40,9 @@ class AfterTorch(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)  # of those who only ask whether it is there, too
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+        found = (find(name, path, target) for find in finders if find is not None)  # an old one has none
+        spec = next(filter(None, found), None)  # of those who only ask whether it is there, too
         if spec is not None and spec.loader is not None:
             loader = spec.loader
             load = loader.exec_module
@@ -49,7 +54,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
                     sys.meta_path.remove(self)
                 guarded(self.folder, observe)
 
-            loader.exec_module = exec_module  # type: ignore[method-assign]
+            loader.exec_module = exec_module
         return spec
 
 
@@ -65,7 +70,11 @@ class Lent(importlib.abc.MetaPathFinder):
 
 
 def observe(folder: str) -> None:
-    """Watch this process, which has just imported torch."""
+    """Watch this process, which has just imported torch. Raises RuntimeError for a torch that is too old."""
+    version = str(getattr(sys.modules["torch"], "__version__", ""))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and tuple(map(int, numbers.groups())) < LEAST_TORCH:
+        raise RuntimeError(f"the script's torch is {version}, and it can be watched from {_dotted(LEAST_TORCH)} on")
     package = os.environ[PACKAGE]
     if "vramsweep" not in sys.modules:  # by its file: what lies beside it must not become importable
         spec = importlib.util.spec_from_file_location(
@@ -80,6 +89,10 @@ def observe(folder: str) -> None:
     observer.start(folder)
 
 
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
+
+
 def guarded(folder: str, function: Callable[[str], None]) -> None:
     """Call the function; what it raises is written down."""
     try:
@@ -87,7 +100,7 @@ def guarded(folder: str, function: Callable[[str], None]) -> None:
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         try:
-            with open(os.path.join(folder, f"problem-{os.getpid()}.txt"), "w") as file:
+            with open(os.path.join(folder, PROBLEM.format(os.getpid())), "w") as file:
                 file.write(text)
         except OSError:
             pass
@@ -96,8 +109,8 @@ def guarded(folder: str, function: Callable[[str], None]) -> None:
 def wait_for_torch(folder: str) -> None:
     """Have `observe` called once this process has imported torch. Raises RuntimeError in a Python that is too old."""
     if sys.version_info < LEAST:
-        found, least = (".".join(map(str, version)) for version in (sys.version_info[:3], LEAST))
-        raise RuntimeError(f"the script's Python is {found}, and it can be watched from {least} on")
+        found = _dotted(sys.version_info[:3])
+        raise RuntimeError(f"the script's Python is {found}, and it can be watched from {_dotted(LEAST)} on")
     sys.meta_path.insert(0, AfterTorch(folder))
 
 

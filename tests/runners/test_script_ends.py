@@ -1,0 +1,244 @@
+"""How commands end, and what their rows say of it: first from what is left of them, then with real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, Run, tiny
+
+from vramsweep.harness import outcome, trial, variables
+from vramsweep.harness.outcome import Evidence
+from vramsweep.runners import script, script_ends, worker
+
+PYTHON = sys.executable
+BIN = Path(sys.executable).parent
+NOTHING = {"seq_len": 1, "micro_batch": 1, "model": {"model_type": None, "config": {}, "parameters": None}}
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
+OOM = {"type": "torch.OutOfMemoryError", "message": FULL}
+CUDA = {"type": "builtins.RuntimeError", "message": "CUDA error: probe failed"}
+OLD = "RuntimeError: the script's Python is 3.9.18, and it can be watched from 3.11 on"
+ARGPARSE = "usage: t.py [-h]\nt.py: error: unrecognized arguments: --length 3\n"
+TORCHRUN = """\
+E1123 22:35:13 31306 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {0}) local_rank: 0
+Traceback (most recent call last):
+  File "/bin/torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+  rank      : 0 (local_rank: 0)
+  exitcode  : {0} (pid: 2)
+============================================================
+"""
+CHILD = {"type": "torch.distributed.elastic.multiprocessing.errors.ChildFailedError", "message": "\n=====\nt.py FAILED"}
+LAUNCHER = {"pid": 1, "program": "/bin/torchrun", "error": CHILD, "at": 9.0}
+
+
+def command(words: str, **over: Any) -> dict[str, Any]:
+    runner = {"name": "script", "command": words.replace("PYTHON", PYTHON)} | over.pop("runner", {})
+    return tiny(**(NOTHING | over), runner=runner)
+
+
+def seen(**over: Any) -> dict[str, Any]:
+    """What a process leaves that has imported torch and ended well."""
+    said: dict[str, Any] = {"pid": 1, "at": 1.0, "rank": 0, "world_size": 1, "program": "t.py", "problem": None}
+    said |= {"ended": True, "variables": {}, "index": None, "forwards": 0, "backwards": 0, "steps": 0}
+    return said | over
+
+
+def row_of(folder: Path, code: int, *every: dict[str, Any], log: str = "", problem: str = "") -> tuple[str, str | None]:
+    """Outcome and reason of a command whose own process is the first."""
+    (folder / "stderr.log").write_text(log)
+    if problem:
+        (folder / "problem-7.txt").write_text(problem)
+    values = trial.Trial.model_validate(command("PYTHON t.py"))
+    one = script_ends.End(values, folder, ["python", "t.py"], 1, code, sorted(every, key=lambda one: one["at"]))
+    with pytest.raises((trial.InvalidTrial, RuntimeError)) as caught:
+        script_ends.explain(one)
+    return outcome.classify(Evidence(exit_code=1, result=worker.told(caught.value)))
+
+
+TRAINED = {"forwards": 2, "backwards": 2, "steps": 2}
+ENDS: dict[str, tuple[int, Sequence[dict[str, Any]], dict[str, str], tuple[str, str]]] = {
+    "an error beside a tool's old Python": (
+        1, [seen(error=OOM, **TRAINED)], {"problem": OLD}, ("oom", f"torch.OutOfMemoryError: {FULL}")),
+    "an old Python alone": (1, [], {"problem": OLD}, ("invalid", f"the script cannot be watched: {OLD[14:]}")),
+    "an old Python's tool beside a training that is too short": (
+        0, [seen(**TRAINED)], {"problem": OLD}, ("invalid", "t.py ended after 2 optimizer steps, and protocol=brief")),
+    "a helper's error that the script survives": (
+        1, [seen(pid=2, error=CUDA), seen(at=2.0)], {"log": "RuntimeError: CUDA error: probe failed\nno data here"},
+        ("crash", "ended with exit status 1; its last words: no data here")),
+    "a shell's child": (1, [seen(pid=2, error=OOM)], {}, ("oom", f"torch.OutOfMemoryError: {FULL}")),
+    "a rank's while it loads": (
+        1, [seen(pid=2, error=OOM), seen(**LAUNCHER)], {"log": TORCHRUN.format(1)}, ("oom", "torch.OutOfMemoryError")),
+    "a rank's that another outlived": (
+        1, [seen(pid=2, error=OOM, world_size=2, rank=1), seen(pid=3, at=2.0, world_size=2), seen(**LAUNCHER)],
+        {"log": TORCHRUN.format(1)}, ("oom", "torch.OutOfMemoryError")),
+    "a rank's last words": (
+        1, [seen(pid=2), seen(**LAUNCHER)], {"log": "no file data.txt\n" + TORCHRUN.format(1)},
+        ("crash", "ended with exit status 1; its last words: no file data.txt")),
+    "words that only sound like an option's": (
+        1, [], {"log": "Missing checkpoint: model.pt"},
+        ("crash", "ended with exit status 1; its last words: Missing checkpoint: model.pt")),
+    "a compiler's words": (
+        2, [], {"log": "a.c:1: error: expected ;"}, ("crash", "ended with exit status 2; its last words: a.c:1")),
+    "argparse": (
+        2, [], {"log": ARGPARSE},
+        ("invalid", "t.py does not take these options: t.py: error: unrecognized arguments: --length 3")),
+    "argparse under torchrun": (
+        1, [seen(pid=2), seen(**LAUNCHER)], {"log": ARGPARSE + TORCHRUN.format(2)},
+        ("invalid", "t.py does not take these options: t.py: error: unrecognized arguments: --length 3")),
+    "argparse under accelerate": (
+        1, [seen(pid=2)], {"log": ARGPARSE + "CalledProcessError: Command '[]' returned non-zero exit status 2."},
+        ("invalid", "t.py does not take these options: t.py: error: unrecognized arguments: --length 3")),
+    "click": (
+        2, [], {"log": "Usage: t.py [OPTIONS]\nTry 't.py --help' for help.\n\nError: Missing option '--x'.\n"},
+        ("invalid", "t.py does not take these options: Error: Missing option '--x'.")),
+    "typer": (
+        2, [], {"log": "Usage: t.py [OPTIONS]\n╭─ Error ──╮\n│ No such option: --len    │\n╰───╯\n"},
+        ("invalid", "t.py does not take these options: No such option: --len")),
+    "Hydra's override": (
+        1, [seen(error={"type": "hydra.errors.ConfigCompositionException", "message": "Could not override 'x'.\nTo"})],
+        {}, ("invalid", "t.py does not take these options: hydra.errors.ConfigCompositionException: Could not")),
+    "transformers' parser": (
+        1, [], {"log": "Traceback\nValueError: Some specified arguments are not used by the HfArgumentParser: ['--x']"},
+        ("invalid", "t.py does not take these options: ValueError: Some specified arguments are not used")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_each_end_has_its_cause(case: str, tmp_path: Path) -> None:
+    code, every, left, (kind, reason) = ENDS[case]
+    found, said = row_of(tmp_path, code, *every, **left)
+    assert (found, (said or "")[: len(reason)]) == (kind, reason), said
+
+
+def hooked(tmp_path: Path, code: str, version: str) -> str:
+    """What the hook says of a process that imports a torch of this version."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {version!r}")
+    environ = script.environment(tmp_path) | {"PYTHONPATH": f"{script.HOOK}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([PYTHON, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return "".join(path.read_text() for path in tmp_path.glob("problem-*.txt"))
+
+
+def test_a_torch_that_is_too_old_is_said(tmp_path: Path) -> None:
+    said = hooked(tmp_path, "import torch", "2.4.1+cu121")
+    assert said == "RuntimeError: the script's torch is 2.4.1+cu121, and it can be watched from 2.5 on"
+
+
+def test_one_that_is_not_is_watched(tmp_path: Path) -> None:
+    assert "watched from" not in hooked(tmp_path, "import torch", "2.5.0a0+git")
+
+
+def test_a_finder_of_old_is_passed_over(tmp_path: Path) -> None:
+    finder = "import sys; sys.meta_path.insert(1, type('Old', (), {'find_module': lambda *told: None})()); import torch"
+    assert "watched from 2.5" in hooked(tmp_path, f"import warnings; warnings.simplefilter('ignore'); {finder}", "1.0")
+
+
+def test_the_workers_own_variables_are_handed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "a:1")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    asked = script._asked(trial.Trial.model_validate(command("PYTHON t.py")))["variables"]
+    assert set(asked) == set(variables.ALLOCATOR)
+    assert (asked["PYTORCH_CUDA_ALLOC_CONF"], asked["PYTORCH_ALLOC_CONF"]) == ("a:1", None)
+
+
+LOOP = """
+import os, sys, torch
+w = torch.nn.Linear(8, 8)
+o = torch.optim.SGD(w.parameters(), lr=0.1)
+for step in range(9):
+    w(torch.randn(2, 8)).sum().backward(); o.step(); o.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("PYTHON t.py", 'import os; os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"\n'),
+        ("bash -c 'PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 PYTHON t.py'", ""),
+    ],
+)
+def test_an_allocator_of_its_own_is_seen_however_it_is_set(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text(code + LOOP)
+    (row,) = run_sweep(command(words))
+    assert row["outcome"] == "invalid"
+    assert row["reason"].startswith("the script sets PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 itself")
+
+
+@pytest.mark.slow
+def test_the_whole_command_ends_once_it_is_measured(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text(LOOP)
+    (row,) = run_sweep(command("bash -c 'PYTHON t.py; sleep 8; echo after > after.txt'"))
+    assert row["outcome"] == "ok" and not any("after the measured steps" in note for note in row["notes"])
+    assert not Path("after.txt").exists()
+
+
+@pytest.mark.slow
+def test_ranks_end_well_once_they_are_measured(run_sweep: Run) -> None:
+    (row,) = run_sweep(command(f"{BIN}/torchrun --nproc-per-node 2 {ROOT}/tests/scripts/ddp.py", world_size=2))
+    assert (row["outcome"], row["reason"], row["notes"]) == ("ok", None, None)
+
+
+@pytest.mark.slow
+def test_the_folder_for_what_it_writes_is_where_it_goes_elsewhere(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.py").write_text(f"import os, sys; os.chdir('/'); open(sys.argv[1] + '/x', 'w').close()\n{LOOP}")
+    (row,) = run_sweep(command("PYTHON t.py {output_dir}"))
+    assert row["outcome"] == "ok", row["reason"]
+    assert len(list(tmp_path.glob("t/attempts/*/1/output/x"))) == 1
+
+
+HYDRA = f"""
+import hydra, torch
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    torch.nn.Linear(2, 2)(torch.randn(2, 2))
+    raise torch.OutOfMemoryError({FULL!r})
+main()
+"""
+HELPER = """
+import subprocess, sys, torch
+subprocess.run([sys.executable, "-c", "import torch; raise RuntimeError('CUDA error: probe failed')"])
+sys.exit("no data here")
+"""
+ARGUMENTS = "import argparse, torch; argparse.ArgumentParser().parse_args()"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code", "kind", "reason"),
+    [
+        ("PYTHON t.py", HYDRA, "oom", f"torch.OutOfMemoryError: {FULL}"),
+        ("PYTHON t.py x=1", HYDRA, "invalid", "t.py does not take these options: hydra.errors.ConfigCompositionExcept"),
+        ("PYTHON t.py", HELPER, "crash", "ended with exit status 1; its last words: no data here"),
+        (f"{BIN}/torchrun t.py --length 3", ARGUMENTS, "invalid", "t.py does not take these options: t.py: error: unr"),
+        (f"{BIN}/accelerate launch --cpu t.py --length 3", ARGUMENTS, "invalid", "t.py does not take these options: "),
+    ],
+)
+def test_a_failing_command_says_its_own_cause(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: str, kind: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    Path("t.py").write_text(code)
+    (row,) = run_sweep(command(words))
+    assert (row["outcome"], row["reason"][: len(reason)]) == (kind, reason), row["reason"]
+    if kind == "oom":
+        assert json.loads(next(tmp_path.glob("t/attempts/*/1/seen-*.json")).read_text())["forwards"] == 1
