@@ -5,7 +5,8 @@
 
 Every optimizer step in the block is looked at (observer.py): `warmup_steps`, one whose FLOPs are counted, one whose
 phases are told apart, then all others are measured. With several ranks each has its own block and rank 0 writes the
-row. An exception that leaves the block is the row's outcome and goes on its way. Afterwards torch is as it was.
+row; they meet where the block ends, or just before their process group is destroyed in it. An exception that leaves the
+block is the row's outcome and goes on its way. Afterwards torch is as it was.
 
 Not covered: a training that vramsweep started itself, which has a row already: there the block does nothing.
 """
@@ -13,6 +14,7 @@ Not covered: a training that vramsweep started itself, which has a row already: 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -21,11 +23,14 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vramsweep.harness import account, machine, outcome, script, techniques, variables
 from vramsweep.harness import trial as trials
@@ -51,7 +56,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         """`name` is the folder under `results`; `settings` are what the training is known to have.
 
         Those that a trial has (seq_len, micro_batch, precision, ...) fill their columns, others are options of the
-        row. Raises UserError for a value that a setting cannot have.
+        row. Raises UserError for a value that a setting cannot have, or that a row cannot hold.
         """
         self.row: Row | None = None
         self._place = Path(results) / name
@@ -79,6 +84,10 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         (self._folder / SPEC).write_text(json.dumps(asked | {"precision": told, "worker": os.getpid()}))
         self._observer = Observer(self._folder)
         self._observer.install()
+        self._ranks: list[seen.Seen] = []  # what each has seen, once they have met
+        if torch.distributed.is_available():
+            destroy = torch.distributed.destroy_process_group
+            self._observer.patch(torch.distributed, "destroy_process_group", self._meeting_before(destroy))
         _watching.append(self)
         return self
 
@@ -91,32 +100,55 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         _watching.remove(self)
         ended = error if isinstance(error, Exception) else None  # sys.exit and Ctrl-C end a training that went well
         try:
-            observer.block_ended()
-            observer.uninstall()
+            if not self._ranks:
+                self._meet(observer, alone=ended is not None)  # a rank that failed waits for nobody
             self._write(json.loads(observer.file.read_text()), ended)
         except Exception as problem:
-            warnings.warn(f"vramsweep.watch wrote no row: {type(problem).__name__}: {problem}", stacklevel=2)
+            said = str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
+            warnings.warn(f"vramsweep.watch wrote no row: {said}", stacklevel=2)
         finally:
+            observer.uninstall()
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _write(self, own: seen.Seen, error: Exception | None) -> None:
-        ranks = [own]
-        if error is None and own["world_size"] > 1:  # a rank that failed waits for nobody
-            every: list[Any] = [None] * own["world_size"]
+    def _meeting_before(self, destroy: Callable[..., None]) -> Callable[..., None]:
+        """torch.distributed.destroy_process_group, before which the ranks meet for the last time."""
+
+        @functools.wraps(destroy)
+        def run(group: Any = None) -> None:
+            every = group is None or group is torch.distributed.group.WORLD
+            if every and self._observer is not None and sys.exc_info()[0] is None:
+                with contextlib.suppress(Exception):  # the block's end says so
+                    self._meet(self._observer, alone=False)
+            destroy(group)
+
+        return run
+
+    def _meet(self, observer: Observer, alone: bool) -> None:
+        """Learn what every rank has seen, or only this one. Raises UserError where there is nothing to meet in."""
+        observer.block_ended()
+        own = json.loads(observer.file.read_text())
+        if alone or own["world_size"] == 1:
+            self._ranks = [own]
+            return
+        if not torch.distributed.is_initialized():
+            raise UserError(f"its {own['world_size']} ranks have no process group any more; destroy it after the block")
+        every: list[Any] = [None] * own["world_size"]
+        with torch.cuda.device(own["card"]) if "card" in own else contextlib.nullcontext():  # NCCL's is the current one
             torch.distributed.all_gather_object(every, own)
-            ranks = every
+        self._ranks = every
+
+    def _write(self, own: seen.Seen, error: Exception | None) -> None:
         if own["rank"] != 0 and error is None:
             return
         if own["problem"]:
             raise RuntimeError(own["problem"])
-        if error is None and not all("columns" in one for one in ranks):
+        measured = len(self._ranks) == own["world_size"] and all("columns" in one for one in self._ranks)
+        if error is None and not measured:
             needed = self._warmup_steps + 4
-            few = f"{own['steps']} optimizer steps were seen, and it takes {needed}"
-            warnings.warn(f"vramsweep.watch wrote no row: {few}", stacklevel=3)
-            return
+            raise UserError(f"{own['steps']} optimizer steps were seen, and it takes {needed}")
         row = self._base(own)
-        if all("columns" in one for one in ranks):
-            row |= {k: v for k, v in seen.columns(self._trial, ranks, self._told).items() if v is not None}
+        if measured:
+            row |= {k: v for k, v in seen.columns(self._trial, self._ranks, self._told).items() if v is not None}
         row.pop("steps_s", None)
         if error is not None:
             kind, reason = outcome.classify(outcome.Evidence(exit_code=1, result=worker.told(error)))
@@ -136,7 +168,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             **machine.facts(),
             **axes,
             "sweep": self._place.name,
-            "trial_id": trials.trial_id(resolved | {"started_at": self._started_at}),
+            "trial_id": trials.trial_id(resolved | {"began": [self._started_at, self._began]}),
             "attempt": 1,
             "terminal": True,
             "started_at": self._started_at,
@@ -167,24 +199,35 @@ def _append(place: Path, row: Row) -> Row:
 
 
 def _trial(settings: dict[str, Any], told: set[str], warmup_steps: int) -> trials.Trial:
-    """A trial that says what is known of this training. Raises UserError for a value that a setting cannot have."""
+    """A trial that says what is known of this training. Raises UserError for a value that cannot be."""
     values = {name: settings.get(name, default) for name, default in script.UNSAID.items()}
-    conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-    canonical = allocator_config.parse(conf).render()
+    for name in told:
+        allowed = techniques.values(name)
+        if allowed and values[name] not in allowed:
+            raise UserError(f"vramsweep.watch: {name}={values[name]}: choose one of {', '.join(map(str, allowed))}")
     own = {name: value for name, value in settings.items() if name not in told}
-    found = trials.Trial.model_validate(
-        values
-        | {
-            "model": {"name": script.program(shlex.join(["python", *sys.argv[:1]]))},
-            "allocator": {"name": canonical or "default", "conf": canonical},
-            "runner": {"name": "watch", "command": shlex.join(sys.argv), "stop": False, "options": own},
-            "device": {"name": "cpu"},
-            "protocol": {"name": "watch", "warmup_steps": warmup_steps, "measured_steps": 1},
-            **{name: settings[name] for name in script.TOLD if name in settings},
-        }
-    )
-    for axis in techniques.AXES:
-        allowed, value = techniques.values(axis.name), getattr(found, axis.name)
-        if allowed and value not in allowed:
-            raise UserError(f"vramsweep.watch: {axis.name}={value}: choose one of {', '.join(map(str, allowed))}")
-    return found
+    for name, value in own.items():
+        try:
+            json.dumps(to_jsonable_python(value), allow_nan=False)
+        except (PydanticSerializationError, ValueError):
+            what = f"{name} is of type {type(value).__name__}"
+            raise UserError(f"vramsweep.watch: {what}, which a row cannot hold; give text or numbers") from None
+    conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    try:
+        canonical = allocator_config.parse(conf).render()
+    except allocator_config.AllocatorConfigError as error:
+        raise UserError(f"vramsweep.watch: PYTORCH_CUDA_ALLOC_CONF: {error}") from None
+    values |= {
+        "model": {"name": script.program(shlex.join(["python", *sys.argv[:1]]))},
+        "allocator": {"name": canonical or "default", "conf": canonical},
+        "runner": {"name": "watch", "command": shlex.join(sys.argv), "stop": False, "options": own},
+        "device": {"name": "cpu"},
+        "protocol": {"name": "watch", "warmup_steps": warmup_steps, "measured_steps": 1},
+        **{name: settings[name] for name in script.TOLD if name in settings},
+    }
+    try:
+        return trials.Trial.model_validate(values)  # not parse: rules say what vramsweep could run, and this runs
+    except ValidationError as error:
+        first = error.errors()[0]
+        wrong = f"{first['loc'][-1]}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        raise UserError(f"vramsweep.watch: {wrong}") from None
