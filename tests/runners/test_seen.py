@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import merged, tiny
 
 from vramsweep.harness import trial
-from vramsweep.runners import script, seen
+from vramsweep.runners import seen
 
 NATIVE = {"backend": "native", "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}}
 
@@ -56,12 +55,3 @@ def test_an_allocator_that_is_not_the_trials_is_an_error() -> None:
     told = process(0, 0, world_size=1, variables={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     with pytest.raises(trial.InvalidTrial, match="the script sets PYTORCH_ALLOC_CONF=expandable_segments:True itself"):
         seen.columns(asked(), [told], set())
-
-
-@pytest.mark.parametrize("text", ["CUDA error: invalid device ordinal", "Duplicate GPU detected : rank 0 and rank 1"])
-def test_more_ranks_than_cards_say_how_many_to_give(tmp_path: Path, text: str) -> None:
-    error = {"type": "torch.AcceleratorError", "message": text}
-    one = process(1, 0, error=error, problem=None, steps=0, ended=True)
-    del one["columns"]
-    with pytest.raises(trial.InvalidTrial, match=r"the training has 2 ranks, and world_size=1 .* give world_size=2"):
-        script._failed(asked(), tmp_path, 1, [one], ["torchrun"])
