@@ -35,7 +35,8 @@ class Count:
         self, compiler: Compiler, tokens: int | None, precision: str | None, world_size: int, fused_loss: bool
     ) -> None:
         self.compiler, self.tokens, self.precision = compiler, tokens, precision
-        self.world_size, self.fused_loss = world_size, fused_loss
+        self.world_size = world_size
+        self.uneven = fused_loss  # the backward passes are not twice the forward passes
         self.spent = 0.0
         self.compiled = False
         self.forward: int | None = None  # up to the start of each backward pass
@@ -80,7 +81,7 @@ class Count:
     def columns(self, row: Columns) -> Columns:
         """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
         frozen = row.get("trainable_parameters") != row.get("parameters")
-        model, hardware, found = self._trusted(row.get("attention_effective"), frozen or self.fused_loss)
+        model, hardware, found = self._trusted(row.get("attention_effective"), frozen or self.uneven)
         notes = [*(row.get("notes") or ()), *found]
         of_model = None if model is None or not self.tokens else model / self.tokens
         of_hardware = None if hardware is None or not self.tokens else hardware / self.tokens

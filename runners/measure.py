@@ -400,11 +400,8 @@ class Measured:
             "gpu_energy_j": joules,
             "gpu_power_w": None if joules is None else joules / elapsed,
             "throttle_reasons": None if reasons is None else sorted(reasons | (self._reasons or set())),
-            "elapsed_s": elapsed,
-            "step_times_s": times,
+            **timed(times),
             "compile_s": self.gauges.compiler.seconds(),
-            "step_median_s": statistics.median(times),
-            "step_iqr_s": _iqr(times),
             "tokens_per_s": None if tokens is None else tokens / elapsed,
             "samples_per_s": None if samples is None else samples / elapsed,
             "skipped_steps": None if skipped is None or self._skipped is None else skipped - self._skipped,
@@ -596,6 +593,16 @@ class Meter:
     def _record(self, record: dict[str, Any]) -> None:
         if self._records is not None:
             self._records.write(json.dumps(record) + "\n")
+
+
+def timed(times: Sequence[float]) -> Columns:
+    """Columns of how long the measured steps took, one by one, in seconds."""
+    return {
+        "elapsed_s": sum(times),
+        "step_times_s": list(times),
+        "step_median_s": statistics.median(times),
+        "step_iqr_s": _iqr(times),
+    }
 
 
 def growth(held: Sequence[int | None]) -> int | None:

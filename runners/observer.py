@@ -27,13 +27,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from vramsweep.runners import constants
+from vramsweep.runners.shared_peaks import SHARED
+from vramsweep.runners.volume import Volume
 
 if TYPE_CHECKING:
     from vramsweep.runners.measure import Gauges, Meter
@@ -42,14 +47,19 @@ ATTEMPT = "VRAMSWEEP_ATTEMPT"  # set where vramsweep started the training (hook/
 SPEC = "watch.json"  # what is asked of the observer
 SEEN = "seen-{}.json"  # what the process of this number has to say
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-UNLOADED = "what loading took is not known: no module was called, so it was not seen where the first step begins"
+UNLOADED = (
+    "what loading took is not known: no module was called on the card, so where the first step begins is not seen"
+)
+DISTURBED = "the optimizer's peak is not known: the script evaluated or saved before the next step began"
 MEETING_S = 60.0  # that a rank waits for the others to have measured, before it ends
 _BACKWARD = ((torch.autograd, "backward"), (torch.autograd, "grad"), (torch.autograd, "_engine_run_backward"))
 
 
 def start(folder: str) -> None:
     """Watch this process from now on, and every process that is forked from it."""
-    watch = Observer(Path(folder), _storages())
+    imported = _storages()
+    watch = Observer(Path(folder), imported)
+    watch.undo.append(constants.collect(imported))
     watch.install()
     os.register_at_fork(after_in_child=watch.forked)
     atexit.register(watch.ended)
@@ -64,7 +74,8 @@ class Observer:
     def __init__(self, folder: Path, imported: Sequence[torch.UntypedStorage] = ()) -> None:
         self.folder, self.imported = folder, imported
         self.asked: dict[str, Any] = json.loads((folder / SPEC).read_text())
-        self.variables = {name: os.environ.get(name) for name in VARIABLES}
+        given = self.asked.get("variables", os.environ)  # before torch was imported, if that is known
+        self.variables = {name: given.get(name) for name in VARIABLES}
         self.handle: Any = None
         self.undo: list[Callable[[], None]] = []
         self._fresh()
@@ -79,11 +90,18 @@ class Observer:
         self.depth = 0
         self.stepped = False  # since the last forward pass began
         self.forward_seen = False  # since the last step ended
+        self.inside = False  # of a call of a class whose calls are followed
+        self.trained = False  # a model in train() has had a backward pass
+        self.closing = False  # an optimizer is amid its step, and calls what it was given
+        self.late = False  # the meter began with a backward pass
+        self.elsewhere: set[int] = set()  # steps in which something else was done: evaluated, saved
         self.counts = dict.fromkeys(("forwards", "backwards", "steps"), 0)
-        self.skips = 0  # optimizer steps that GradScaler left out for an overflow
-        self.volume = _Volume()
-        self.optimizer: Any = None
-        self.net: Any = None
+        self.skips: int | None = 0  # optimizer steps that GradScaler left out for an overflow
+        self.volume = Volume()
+        self.modules: list[weakref.ref[torch.nn.Module]] = []  # that were called, whose gradients are wanted
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.built: dict[str, Any] | None = None
+        self.place = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.told: dict[str, Any] = {}
 
     def forked(self) -> None:
@@ -95,7 +113,10 @@ class Observer:
 
     def install(self) -> None:
         """Hook what there is to hook."""
+        SHARED.install()
+        self.undo.append(SHARED.uninstall)
         self.arm()
+        self.undo.append(register_optimizer_step_pre_hook(self.guarded(self.optimizer_begins)).remove)
         self.undo.append(register_optimizer_step_post_hook(self.guarded(self.optimizer_stepped)).remove)
         for module, name in _BACKWARD:
             self.patch(module, name, self.watched(getattr(module, name)))
@@ -105,24 +126,27 @@ class Observer:
         @functools.wraps(update)
         def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             result = update(scaler, *args, **kwargs)
-            self.guarded(self.scaler_updated)()
+            self.guarded(self.scaler_updated)(scaler)
             return result
 
         self.patch(scaler_class, "update", updated)
         self.patch(torch, "compile", self.compiling(torch.compile))
+        self.patch(torch, "save", self.before(torch.save, self.saves))
         if self.asked["job"]:
             self.install_job()
         if "torch._dynamo.eval_frame" in sys.modules:
-            self.patch_compiled(sys.modules["torch._dynamo.eval_frame"].OptimizedModule)
+            self.follow(sys.modules["torch._dynamo.eval_frame"].OptimizedModule)
 
     def patch(self, owner: Any, name: str, function: Any) -> None:
         """Replace a function of torch's, until `uninstall`; one that somebody else replaces meanwhile stays so."""
-        before = getattr(owner, name)
+        before, own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, function)
 
         def restore() -> None:
-            if getattr(owner, name) is function:
+            if getattr(owner, name) is function and own:
                 setattr(owner, name, before)
+            elif getattr(owner, name) is function:
+                delattr(owner, name)
 
         self.undo.append(restore)
 
@@ -144,7 +168,6 @@ class Observer:
         self.patch(torch, "load", self.before(torch.load, self.loads))
         kind = torch.optim.Optimizer
         self.patch(kind, "load_state_dict", self.before(kind.load_state_dict, self.loads_state))
-        self.patch(torch, "save", self.before(torch.save, self.saves))
         self.patch(torch.nn.Module, "train", self.before(torch.nn.Module.train, self.changes_mode))
         self.patch(torch.nn.Module, "state_dict", self.before(torch.nn.Module.state_dict, self.takes_state))
 
@@ -196,12 +219,14 @@ class Observer:
             self.depth += 1
             if outer:
                 begins()
+            over = False
             try:
                 result = function(*args, **kwargs)
+                over = True
             finally:
                 self.depth -= 1
-            if outer:
-                ends()
+                if outer:
+                    ends(over)
             return result
 
         return run
@@ -213,57 +238,73 @@ class Observer:
         def run(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             if isinstance(result, torch.nn.Module) and not self.done:
-                self.patch_compiled(type(result))
+                self.follow(type(result))
             return result
 
         return run
 
-    def patch_compiled(self, kind: Any) -> None:
-        """Be told of each call of a compiled module, of whose kind this is."""
+    def follow(self, kind: Any) -> None:
+        """Be told of each call of the modules of this class, without a hook in the modules, which would be saved with
+        them: of compiled ones, and of a model's class once it is known. A hook for all modules then need not look."""
         call = kind.__call__
         if hasattr(call, "_watched"):
             return
 
         @functools.wraps(call)
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.compiled_called(module, args, kwargs):
+            if self.done or self.inside or self.depth:
                 return call(module, *args, **kwargs)
+            armed, counted = self.handle is not None, self.counts["forwards"]
+            self.inside = True
+            try:
+                self.called(module, args, kwargs)
+                self.disarm()  # torch.compile would warn of a hook like ours
+                return call(module, *args, **kwargs)
+            except BaseException:
+                self.volume.backward(over=False)
+                raise
+            finally:
+                self.inside = False
+                if armed and counted == self.counts["forwards"]:
+                    self.arm()
 
         run._watched = True  # type: ignore[attr-defined]
         self.patch(kind, "__call__", run)
 
     def module_called(self, module: torch.nn.Module, args: Any) -> None:
         """torch's hook before a module's forward."""
-        if torch.compiler.is_compiling() or self.depth:
+        if torch.compiler.is_compiling() or self.depth or self.inside:
             return
-        if not torch.is_grad_enabled():
-            if self.asked["job"]:
-                self.guarded(self.evaluates)(module)
+        if not torch.is_grad_enabled() and not self.unevaluated():
             return
         called = sys._getframe(1).f_locals  # which has the keyword arguments, as the hook has not
-        self.guarded(self.forward_begins)(module, args, called.get("kwargs") or {})
+        self.called(module, args, called.get("kwargs") or {})
 
-    @contextlib.contextmanager
-    def compiled_called(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-        """The same around one that torch.compile has made: it would warn of a hook like ours."""
-        if self.handle is None:
-            yield
-        elif torch.is_grad_enabled() and not self.depth:
+    def called(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is called, not by another."""
+        if torch.is_grad_enabled():
             self.guarded(self.forward_begins)(module, args, kwargs)
-            self.disarm()
-            yield
         else:
-            if self.asked["job"] and not torch.is_grad_enabled():
-                self.guarded(self.evaluates)(module)
-            self.disarm()
-            yield
-            self.arm()
+            self.guarded(self.evaluates)(module)
 
     # ---- what happens
 
     def forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            frozen = next(module.parameters(), None) is not None
+            if frozen and self.meter is not None and self.meter.step() is self.meter.count:
+                self.meter.count.uneven = True  # its pass has no backward pass
+            return  # a transform of the data; a teacher
+        if self.trained and not module.training:
+            self.evaluates(module)  # with gradients, that nobody asks for
+            return
         self.disarm()
+        self.follow(type(module))
         self.counts["forwards"] += 1
+        if all(one() is not module for one in self.modules):
+            self.modules.append(weakref.ref(module))
+        if self.meter is None and torch.cuda.is_available() and _device(module).type == "cpu":
+            return  # it may be moved yet: where the backward pass runs is where it trains
         if self.meter is None:
             self.begin(module)
         elif self.stepped:
@@ -271,22 +312,31 @@ class Observer:
         elif self.asked["job"]:
             self.part("steps" if self.meter.index else "first_step")
         self.forward_seen = True
-        self.volume.add(args, kwargs)
+        self.volume.forward(args, kwargs)
 
     def backward_begins(self) -> None:
         self.counts["backwards"] += 1
         self.backwards += 1
-        if self.meter is None:  # of a model that is no module: what was loaded has not been seen apart
-            self.begin(None)
+        if self.closing:
+            self.volume.again()
+        if self.meter is None:  # of a model that is no module, or was on the host when it was called
+            self.late = True
+            self.begin(next((module for one in self.modules if (module := one()) is not None), None))
         elif self.stepped:
             self.boundary()
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, over: bool) -> None:
+        self.trained |= over and any(module.training for one in self.modules if (module := one()) is not None)
+        self.volume.backward(over)
         self.arm()
 
+    def optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+        self.closing = True
+
     def optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        if optimizer is not None:
-            self.optimizer = optimizer
+        self.closing = False
+        if optimizer is not None and all(one() is not optimizer for one in self.optimizers):
+            self.optimizers.append(weakref.ref(optimizer))
         if not self.backwards:  # DeepSpeed makes states so; and its third stage steps group by group
             return
         self.backwards = 0
@@ -297,16 +347,19 @@ class Observer:
         if not self.forward_seen:
             self.boundary()
 
-    def scaler_updated(self) -> None:
+    def scaler_updated(self, scaler: Any) -> None:
+        if not scaler.is_enabled():
+            return
+        if any(getattr(one(), "_step_supports_amp_scaling", False) for one in self.optimizers):
+            self.skips = None  # a fused step leaves itself out on the card, and says nothing
         if self.backwards:  # no optimizer has stepped since
-            self.skips += 1
+            self.skips = None if self.skips is None else self.skips + 1
             self.optimizer_stepped(None)
 
     def begin(self, module: torch.nn.Module | None) -> None:
         """Everything is loaded; the first step begins."""
         from vramsweep.runners import measure
 
-        self.net = module
         gauges = self.look(module)
         asked = measure.Asked(
             self.asked["warmup_steps"],
@@ -315,7 +368,7 @@ class Observer:
             precision=self.asked["precision"],
             job=self.asked["job"],
         )
-        self.meter = measure.Meter(asked, self.folder, gauges, self.rank(), self.publish)
+        self.meter = measure.Meter(asked, self.folder, gauges, self.ranks()[0], self.publish)
         self.meter.built(self.describe, lambda: self.skips)
         self.write()  # a process that ends by os._exit says nothing later
         self.volume.begin_step()
@@ -341,14 +394,22 @@ class Observer:
         """From now on it is this part; before the card is touched there is none to tell apart."""
         if self.gauges is None and torch.cuda.is_available() and not torch.cuda.is_initialized():
             return
-        gauges = self.look(self.net)
+        gauges = self.look(next(iter(self.nets()), None))
         if gauges.part != name:
             gauges.enter(name)
 
     def evaluates(self, module: torch.nn.Module) -> None:
         """A module is called without gradients between two steps, which evaluates if it is the one that is trained."""
-        if self.trains(module):
-            self.part("evaluation")
+        if self.meter is not None and self.unevaluated() and self.trains(module):
+            self.elsewhere.add(self.meter.index)
+            if self.asked["job"]:
+                self.part("evaluation")
+
+    def unevaluated(self) -> bool:
+        """Whether an evaluation would be news."""
+        if self.meter is None or self.gauges is None:
+            return False
+        return self.gauges.part != "evaluation" if self.asked["job"] else self.meter.index not in self.elsewhere
 
     def changes_mode(self, module: torch.nn.Module, mode: bool = True) -> None:
         """train(mode), which is also what eval() calls, of every module in turn."""
@@ -358,12 +419,14 @@ class Observer:
     def saves(self, *args: Any, **kwargs: Any) -> None:
         """Something is written; before the first step that is nothing of the training's."""
         if self.meter is not None:
-            self.part("save")
+            self.elsewhere.add(self.meter.index)
+            if self.asked["job"]:
+                self.part("save")
 
     def takes_state(self, module: Any, *args: Any, **kwargs: Any) -> None:
         """Its state is taken: where that is divided among ranks, this is what gathers it."""
         if self.trains(module):
-            self.part("save")
+            self.saves()
 
     def loads(self, *args: Any, **kwargs: Any) -> None:
         """A file is read. Once there is an optimizer, that is a checkpoint to go on from."""
@@ -377,10 +440,18 @@ class Observer:
 
     def trains(self, module: Any) -> bool:
         """Whether it has parameters of what is trained."""
-        if self.net is None or self.meter is None:
+        if self.meter is None:
             return False
-        own = {id(parameter) for parameter in self.net.parameters()}
+        own = {id(parameter) for net in self.nets() for parameter in net.parameters()}
         return any(id(parameter) in own for parameter in module.parameters())
+
+    def nets(self) -> list[torch.nn.Module]:
+        """The modules that are trained, as far as they are there: they hold something that an optimizer steps."""
+        alive = [module for one in self.modules if (module := one()) is not None]
+        groups = [group for one in self.optimizers if (optimizer := one()) for group in optimizer.param_groups]
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        found = [net for net in alive if any(id(parameter) in stepped for parameter in net.parameters())]
+        return found or alive[-1:]  # an optimizer may have copies: DeepSpeed's, FSDP's of its first kind
 
     def boundary(self) -> None:
         """A step has ended, and the next begins."""
@@ -389,6 +460,8 @@ class Observer:
         if self.asked["job"]:  # what came in between is another part's
             self.part("steps")
         self.stepped = self.forward_seen = False
+        if self.built is None:
+            self.built = self.describe()
         if meter.step() is meter.count:
             meter.count.tokens = self.volume.tokens_of(-1)
         meter.step_end()
@@ -403,13 +476,32 @@ class Observer:
         meter = self.meter
         assert meter is not None
         first = len(meter.plan) if meter.asked.measured_steps is None else meter.asked.warmup_steps + 1
-        row = own | self.volume.columns(first, own["measured_steps"], own["elapsed_s"])
-        if self.net is None:
+        steps = range(first, first + own["measured_steps"])
+        row = own | self.undisturbed(steps, own)
+        if meter.plan.index(meter.probe) in self.elsewhere:
+            row |= dict.fromkeys(("optimizer_peak_allocated_bytes", "optimizer_peak_reserved_bytes"))
+            row["notes"] = [*row["notes"], DISTURBED]
+        if self.late:
             row |= dict.fromkeys(("load_peak_allocated_bytes", "load_peak_reserved_bytes"))
             row["notes"] = [*row["notes"], UNLOADED]
         self.told = {"columns": row, "complete": False}
         self.write()
         return row
+
+    def undisturbed(self, steps: Sequence[int], own: dict[str, Any]) -> dict[str, Any]:
+        """The speed of those of the steps in which the script did nothing else."""
+        from vramsweep.runners import measure
+
+        clean = [step for step in steps if step not in self.elsewhere]
+        if own["elapsed_s"] is None or len(clean) == len(steps):
+            return self.volume.columns(clean, own["elapsed_s"])
+        what = f"the script evaluated or saved in {len(steps) - len(clean)} of {len(steps)} measured steps"
+        notes = [*own["notes"], f"{what}: their memory counts, and the speed is that of the others"]
+        if not clean:
+            return {**dict.fromkeys(measure.SPEED), "notes": notes}
+        times = [seconds for step, seconds in zip(steps, own["step_times_s"], strict=True) if step in clean]
+        energy = dict.fromkeys(("gpu_energy_j", "gpu_power_w"))
+        return energy | measure.timed(times) | self.volume.columns(clean, sum(times)) | {"notes": notes}
 
     def finish(self, meter: Meter) -> None:
         """Every step that was asked for is over."""
@@ -425,8 +517,7 @@ class Observer:
         self.disarm()
         if self.meter is not None:
             with contextlib.suppress(Exception):
-                self.meter.count.close()
-                self.meter.gauges.release()
+                self.meter.abandon()
 
     def leave(self) -> None:
         """End this process as a trial's worker ends, once the other ranks have measured too: they may wait for us."""
@@ -440,7 +531,7 @@ class Observer:
 
     def others_measure(self) -> bool:
         """Whether other ranks of this training are still to come to their end."""
-        size = self.world_size()
+        size = self.ranks()[1]
         if size < 2:
             return False
         complete = 0
@@ -482,16 +573,20 @@ class Observer:
         """Columns of what was built, and of the environment that it runs in."""
         from vramsweep.runners import described
 
-        net = getattr(self.net, "_orig_mod", self.net)
-        net = getattr(net, "module", net)
+        if self.built is not None:
+            return self.built
+        nets = self.nets()
+        inner = [getattr(net, "_orig_mod", net) for net in nets]
+        inner = [getattr(net, "module", net) for net in inner]
         found: dict[str, Any] = {"padding_fraction": None}
-        if net is not None and not _divided(self.net):
-            found |= described.counts(net)
-        if net is not None:
-            found["attention_effective"] = getattr(getattr(net, "config", None), "_attn_implementation", None)
-        if self.optimizer is not None:
-            found["optimizer_effective"] = described.optimizer_name(self.optimizer)
-        if "deepspeed" in sys.modules and type(self.net).__name__ == "DeepSpeedEngine":
+        if nets and not any(map(_divided, nets)):
+            found |= described.counts(inner[0] if len(inner) == 1 else torch.nn.ModuleList(inner))
+        kinds = {getattr(getattr(net, "config", None), "_attn_implementation", None) for net in inner}
+        found["attention_effective"] = kinds.pop() if len(kinds) == 1 else None
+        names = {described.optimizer_name(optimizer) for one in self.optimizers if (optimizer := one()) is not None}
+        if names:
+            found["optimizer_effective"] = ", ".join(sorted(names))
+        if "deepspeed" in sys.modules and any(type(net).__name__ == "DeepSpeedEngine" for net in nets):
             found["deepspeed_version"] = _version("deepspeed")
         return found | {
             "torch_version": torch.__version__,
@@ -506,8 +601,8 @@ class Observer:
         said = {
             "pid": os.getpid(),
             "at": time.time(),
-            "rank": self.rank(),
-            "world_size": self.world_size(),
+            "rank": self.ranks()[0],
+            "world_size": self.ranks()[1],
             "program": sys.argv[0] if sys.argv else None,
             "problem": self.problem,
             "ended": False,  # by itself, as far as Python knows
@@ -528,70 +623,11 @@ class Observer:
         """Where this process says what it has seen."""
         return self.folder / SEEN.format(os.getpid())
 
-    @staticmethod
-    def rank() -> int:
-        """This process's rank in its training."""
+    def ranks(self) -> tuple[int, int]:
+        """This process's rank in its training, and how many there are; also once the process group is gone."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank()
-        return int(os.environ.get("RANK", "0"))
-
-    @staticmethod
-    def world_size() -> int:
-        """How many ranks the training has."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_world_size()
-        return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-class _Volume:
-    """How many tokens and samples each step had: the shapes of the token ids that a model was called with."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[tuple[int, int] | None]] = []
-
-    def begin_step(self) -> None:
-        """What follows is the next step's."""
-        self.steps.append([])
-
-    def add(self, args: Any, kwargs: Any) -> None:
-        """A forward pass with these arguments."""
-        if self.steps:
-            self.steps[-1].append(_shape(args, kwargs))
-
-    def tokens_of(self, step: int) -> int | None:
-        """Tokens of a step; None where they were not seen."""
-        shapes = self.steps[step] if self.steps else []
-        return None if not shapes or None in shapes else sum(b * n for b, n in shapes if b)  # type: ignore[misc]
-
-    def columns(self, first: int, count: int, elapsed: float | None) -> dict[str, Any]:
-        """Columns of this rank, `count` steps of which were measured from `first` on; what was not seen is left out."""
-        tokens = [self.tokens_of(step) for step in range(first, first + count)]
-        if not tokens or None in tokens or elapsed is None:
-            return {}
-        shapes = [shape for step in self.steps[first : first + count] for shape in step if shape]
-        return {
-            "tokens_per_s": sum(t for t in tokens if t) / elapsed,
-            "samples_per_s": sum(b for b, _ in shapes) / elapsed,
-        }
-
-    def said(self) -> dict[str, Any]:
-        """The distinct shapes, passes per step, and the tokens and samples so far."""
-        shapes = [shape for step in self.steps for shape in step]
-        return {
-            "shapes": sorted({shape for shape in shapes if shape is not None}),
-            "shapes_known": bool(shapes) and None not in shapes,
-            "passes": sorted({len(step) for step in self.steps[:-1]}),
-        }
-
-
-def _shape(args: Any, kwargs: Any) -> tuple[int, int] | None:
-    """(samples, tokens) of the token ids among a model's arguments; None where there are none."""
-    ids = kwargs.get("input_ids")
-    if ids is None:
-        ids = next((one for one in args if isinstance(one, torch.Tensor)), None)
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        return None
-    return int(ids.shape[0]), int(ids.shape[1])
+            self.place = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return self.place
 
 
 def _device(module: torch.nn.Module | None) -> torch.device:

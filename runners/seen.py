@@ -71,26 +71,33 @@ def _shapes(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collectio
     first = trained[0]
     shapes = [tuple(shape) for shape in first["shapes"]] if first["shapes_known"] else []
     both = {"seq_len", "micro_batch"} <= set(told)
+    if first["repeated"]:
+        return ["tokens/s is not known: the optimizer asks for the passes itself (a closure), as often as it likes"]
     if not shapes:
         passes = first["passes"]
         if not both or len(passes) != 1 or row["elapsed_s"] is None:
             lacking = "{seq_len} and {micro_batch} are not told"
             return [f"tokens/s is not known: no model was called with token ids, and {lacking}"]
-        samples = trial.micro_batch * passes[0] * len(trained) * row["measured_steps"]
+        samples = trial.micro_batch * passes[0] * len(trained) * len(row["step_times_s"])
         row["samples_per_s"] = samples / row["elapsed_s"]
         row["tokens_per_s"] = samples * trial.seq_len / row["elapsed_s"]
         return ["tokens/s is of the length and batch that are told: no model was called with token ids"]
     batches, lengths = zip(*shapes, strict=True)
-    for name, values in (("micro_batch", batches), ("seq_len", lengths)):
-        if name not in told and len(set(values)) == 1:
-            row[name] = values[0]
+    seen = {"micro_batch": set(batches), "seq_len": set(lengths)}
+    for name, values in seen.items():
+        if name not in told and len(values) == 1:
+            row[name] = next(iter(values))
     if "grad_accum" not in told and len(first["passes"]) == 1:
         row["grad_accum"] = first["passes"][0]
-    if both and shapes != [(trial.micro_batch, trial.seq_len)]:
+    if both and shapes == [(trial.seq_len, trial.micro_batch)]:  # the length first, as torch's own Transformer has it
+        return []
+    other = [name for name, values in seen.items() if name in told and values != {getattr(trial, name)}]
+    if other:
         every = ", ".join(f"{b} x {n}" for b, n in shapes[:3]) + (", ..." if len(shapes) > 3 else "")
+        said = " and ".join(f"{name}={getattr(trial, name)}" for name in other)
         return [
-            f"the model was called with {every} tokens, where {trial.micro_batch} x {trial.seq_len} are told; tokens/s "
-            "counts what it was called with"
+            f"the model was called with {every} tokens (batch x length), where {said} is told; tokens/s counts what it "
+            "was called with"
         ]
     return []
 

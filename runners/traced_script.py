@@ -123,7 +123,7 @@ class _Traced(Observer):
         self.trial, self.traced, self.values, self.triton = trial, meter, values, triton
 
     def begin(self, module: torch.nn.Module | None) -> None:
-        self.net, self.meter = module, self.traced
+        self.meter = self.traced
         self.traced.built(self.describe)
         self.volume.begin_step()
         self.traced.step_begin()
@@ -152,7 +152,7 @@ class _Traced(Observer):
         shapes = {shape for step in self.volume.steps for shape in step}
         same = next(iter(shapes)) if len(shapes) == 1 else None
         batch, length = same if same is not None else (None, None)
-        passes = {len(step) for step in self.volume.steps}
+        passes = set(self.volume.backwards)
         if "precision" not in told or self.triton.launches:
             found |= dict.fromkeys(ESTIMATES)
         if (batch, length, passes) != (self.trial.micro_batch, self.trial.seq_len, {self.trial.grad_accum}):
