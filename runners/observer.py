@@ -37,20 +37,19 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vramsweep.runners import constants
+from vramsweep.runners.hook.sitecustomize import SEEN, WATCH
 from vramsweep.runners.shared_peaks import SHARED
 from vramsweep.runners.volume import Volume
 
 if TYPE_CHECKING:
     from vramsweep.runners.measure import Gauges, Meter
 
-ATTEMPT = "VRAMSWEEP_ATTEMPT"  # set where vramsweep started the training (hook/sitecustomize.py)
-SPEC = "watch.json"  # what is asked of the observer
-SEEN = "seen-{}.json"  # what the process of this number has to say
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 UNLOADED = (
     "what loading took is not known: no module was called on the card, so where the first step begins is not seen"
 )
 DISTURBED = "the optimizer's peak is not known: the script evaluated or saved before the next step began"
+HELD_S = 5.0  # that the process stays once all is said: the worker ends it, and what would follow it
 MEETING_S = 60.0  # that a rank waits for the others to have measured, before it ends
 _BACKWARD = ((torch.autograd, "backward"), (torch.autograd, "grad"), (torch.autograd, "_engine_run_backward"))
 
@@ -73,7 +72,7 @@ class Observer:
 
     def __init__(self, folder: Path, imported: Sequence[torch.UntypedStorage] = ()) -> None:
         self.folder, self.imported = folder, imported
-        self.asked: dict[str, Any] = json.loads((folder / SPEC).read_text())
+        self.asked: dict[str, Any] = json.loads((folder / WATCH).read_text())
         given = self.asked.get("variables", os.environ)  # before torch was imported, if that is known
         self.variables = {name: given.get(name) for name in VARIABLES}
         self.handle: Any = None
@@ -527,6 +526,7 @@ class Observer:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+        time.sleep(HELD_S)
         os._exit(0)
 
     def others_measure(self) -> bool:

@@ -150,7 +150,8 @@ def _raise(one: Seen, end: End) -> NoReturn:
     if unknown := _UNKNOWN.search(f"{error['type']}: {error['message']}"):
         raise InvalidTrial(f"{_name(end.words)} does not take these options: {unknown[0]}")
     if error.get("phase"):
-        _record(end.folder, {"phase": error["phase"], "at_step": one["index"] or 0})
+        at = {"phase": "load", "at_step": None} if one["index"] is None else {"at_step": one["index"]}
+        _record(end.folder, {"phase": error["phase"]} | at)
     module, _, name = error["type"].rpartition(".")
     kind = type(name, (RuntimeError,), {"__module__": module, "__qualname__": name})
     raised: BaseException = kind(error["message"])

@@ -445,6 +445,10 @@ class Tracer(TorchDispatchMode):
         finally:
             self._placing = before
 
+    def live(self) -> int:
+        """Bytes that are allocated on the card now, unrounded."""
+        return sum(self.trace.sizes[number] for number in self._card.numbers.values())
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it has memory, here or on the host."""
         return any(book.number(tensor) is not None for book in self._books)

@@ -12,6 +12,8 @@ Not covered: several processes (torchrun, accelerate launch), a Python that is n
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextlib
 import importlib.util
 import json
@@ -36,12 +38,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vramsweep.harness import gpus, interpreter, script
 from vramsweep.harness.row import COLUMNS
 from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.runners.hook.sitecustomize import WATCH
 from vramsweep.runners.known_values import KnownValues
-from vramsweep.runners.observer import SPEC, Observer
+from vramsweep.runners.observer import Observer
 from vramsweep.runners.script_memory import TwoMemories
+from vramsweep.runners.trace import Tracer
 
 TRITON = "{} launches of Triton kernels a step are not run: they allocate nothing, and the time they take is not known"
-MADE_UP = "the script asked {} times for the value of a tensor, such as its loss: it was nan, as no card computed it"
+MADE_UP = "the script asked {} for the value of a tensor, such as its loss: it was nan, which is not less than anything"
 LENGTHS = "the traced steps' batches are of several shapes ({} tokens): the peak is theirs, not that of a longer one"
 CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a card is there when it is imported
 ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
@@ -64,10 +68,10 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     """Run the script until `trial.steps()` of its steps are traced. Raises InvalidTrial where it cannot be."""
     if type(trial.seq_len) is not int or type(trial.micro_batch) is not int:
         raise RuntimeError("a command has numbers in it, not symbols")
-    output = folder / "output"
+    output = (folder / script.OUTPUT).resolve()
     output.mkdir(exist_ok=True)
     asked = {"stop": True, "job": False, "precision": None}
-    (folder / SPEC).write_text(json.dumps(asked))
+    (folder / WATCH).write_text(json.dumps(asked))
     file, module, arguments = _python(trial, script.words(trial, str(output)))
     for package in CARDLESS:
         # one that is not installed, or is broken, is the script's to see
@@ -81,7 +85,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     ended = "ended"
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in (
-            *_card(trial),
+            *_card(trial, meter.tracer),
+            *_left_out(),
             *values.replacements(),
             *memories.replacements(),
             *triton.replacements(),
@@ -102,16 +107,16 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             return
         except SystemExit as end:
             ended = "ended" if end.code is None else f"ended with {end.code!r}"
-        except _REFUSED:
+        except (InvalidTrial, *_REFUSED):
             raise  # tracing.py says what it is
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except Exception as error:
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             raise InvalidTrial(f"cannot be simulated: on fake tensors the script fails ({what}); measure it") from error
     if observer.problem is not None:
         raise RuntimeError(observer.problem)
     raise InvalidTrial(
-        f"cannot be simulated: the script {ended} after {meter.index} of the {trial.steps()} optimizer steps that a "
-        "prediction needs"
+        f"cannot be simulated: the script {ended} after {observer.counts['steps']} optimizer steps, and a prediction "
+        f"takes {trial.steps() + 1}" + (f"; {values.note()}" if values.asked else "")
     )
 
 
@@ -158,10 +163,18 @@ class _Traced(Observer):
         if (batch, length, passes) != (self.trial.micro_batch, self.trial.seq_len, {self.trial.grad_accum}):
             found |= dict.fromkeys(_TOKENS)
         seen = {"micro_batch": batch, "seq_len": length}
+        other = [
+            name for name, value in seen.items() if name in told and value not in (None, getattr(self.trial, name))
+        ]
         found |= {name: value for name, value in seen.items() if name not in told and value is not None}
-        notes = [MADE_UP.format(self.values.asked)] if self.values.asked else []
+        notes = [self.values.note()] if self.values.asked else []
         if self.triton.launches:
             notes.append(TRITON.format(self.triton.launches // self.trial.steps()))
+        if other and same is not None:
+            said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
+            notes.append(
+                f"in the traced steps the model was called with {batch} x {length} tokens, where {said} is told"
+            )
         if len(shapes) > 1:
             found |= {"step_growth_bytes": None, "plateau": None}
             notes.append(LENGTHS.format(", ".join(f"{b} x {n}" for b, n in sorted(s for s in shapes if s))))
@@ -192,11 +205,29 @@ class _Triton:
         return run
 
 
+def _left_out() -> Iterator[tuple[Any, str, Any]]:
+    """What a script is kept from: owner, name, stand-in. A checkpoint without values would overwrite its own."""
+
+    def refused(parser: Any, message: str) -> None:
+        raise InvalidTrial(f"{parser.prog} does not take these options: {message}")
+
+    yield argparse.ArgumentParser, "error", refused
+    yield torch, "save", lambda *args, **kwargs: None
+    if importlib.util.find_spec("safetensors") is not None:
+        import safetensors.torch
+
+        yield safetensors.torch, "save_file", lambda *args, **kwargs: None
+
+
 class _Values:
     """Values of fake tensors that the script asks for: numbers with a point are nan."""
 
     def __init__(self, known: KnownValues) -> None:
         self.known, self.asked = known, 0
+
+    def note(self) -> str:
+        """What to say of it."""
+        return MADE_UP.format("once" if self.asked == 1 else f"{self.asked} times")
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What of torch.Tensor is replaced: owner, name, stand-in."""
@@ -237,7 +268,8 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
         raise InvalidTrial(f"cannot be simulated: {words[0]} is not the Python that vramsweep runs in; use that one")
     rest = list(words[1:])
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
-        rest.pop(0)
+        if rest.pop(0) in ("-X", "-W") and rest:  # whose value is a word of its own
+            rest.pop(0)
     if not rest or rest[0] == "-c" or rest == ["-m"]:
         raise InvalidTrial("cannot be simulated: the command runs no Python file and no module")
     if rest[0] == "-m":
@@ -247,7 +279,7 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
     return rest[0], None, rest[1:]
 
 
-def _card(trial: Trial) -> Iterator[tuple[Any, str, Any]]:
+def _card(trial: Trial, tracer: Tracer) -> Iterator[tuple[Any, str, Any]]:
     """What torch.cuda says of the simulated card: owner, name, stand-in."""
     card = trial.device.card
     total = gpus.reported_bytes(card) or gpus.memory_limit(card)
@@ -273,10 +305,14 @@ def _card(trial: Trial) -> Iterator[tuple[Any, str, Any]]:
         "manual_seed_all": None,
         "empty_cache": None,
         "reset_peak_memory_stats": None,
-        "memory_stats": {},
-        **dict.fromkeys(
-            ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), float("nan")
-        ),
+        "memory_summary": "",
     }
     for name, answer in answers.items():
         yield torch.cuda, name, lambda *args, answer=answer, **kwargs: answer
+
+    def held(*args: Any, **kwargs: Any) -> int:
+        return tracer.live()
+
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        yield torch.cuda, name, held
+    yield torch.cuda, "memory_stats", lambda *args, **kwargs: collections.defaultdict(held)

@@ -40,7 +40,8 @@ from vramsweep.harness.flags import flags
 from vramsweep.harness.journal import Journal
 from vramsweep.harness.row import BY_NAME, Outcome, Row
 from vramsweep.runners import seen, worker
-from vramsweep.runners.observer import ATTEMPT, SPEC, Observer
+from vramsweep.runners.hook.sitecustomize import ATTEMPT, WATCH
+from vramsweep.runners.observer import Observer
 
 WARMUP_STEPS = 3
 TRIES = 50  # to get the journal's lock, a tenth of a second apart
@@ -81,7 +82,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             "job": False,
         }
         told = self._trial.precision if "precision" in self._told else None
-        (self._folder / SPEC).write_text(json.dumps(asked | {"precision": told, "worker": os.getpid()}))
+        (self._folder / WATCH).write_text(json.dumps(asked | {"precision": told, "worker": os.getpid()}))
         self._observer = Observer(self._folder)
         self._observer.install()
         self._ranks: list[seen.Seen] = []  # what each has seen, once they have met

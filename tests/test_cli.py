@@ -39,13 +39,20 @@ def test_a_multirun_with_lists_ranges_and_groups() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "count"), [("allocator", 7), ("precision", 7), ("protocol", 4)])
+@pytest.mark.parametrize(("group", "count"), [("allocator", 7), ("precision", 7), ("protocol", 5)])
 def test_every_option_of_a_group_composes_and_can_run_on_cuda(group: str, count: int) -> None:
-    names = [p.stem for p in sorted((ROOT / "conf" / group).glob("*.yaml")) if p.stem != "custom"]
+    names = [p.stem for p in sorted((ROOT / "conf" / group).glob("*.yaml")) if p.stem not in ("custom", "job")]
     found = planned("-m", "device=cuda", f"{group}={','.join(names)}")
     assert len(found) == count
     reasons = {str(t["reason"]) for t in found}
     assert not {reason for reason in reasons - {"None"} if "pip install 'torchao" not in reason}  # fp8, without it
+
+
+@pytest.mark.slow
+def test_a_whole_job_is_for_what_has_one() -> None:
+    """The protocol that the test above leaves out."""
+    ours, trainers = planned("-m", "device=cuda", "protocol=job", "runner=torch,trainer")
+    assert "protocol=job is for runner=trainer and scripts" in str(ours["reason"]) and trainers["reason"] is None
 
 
 @pytest.mark.slow

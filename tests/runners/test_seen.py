@@ -19,11 +19,20 @@ def process(rank: int, card: int, **over: Any) -> dict[str, Any]:
         "tokens_per_s": 50.0,
         "samples_per_s": 1.0,
         "elapsed_s": 2.0 + rank,
+        "step_times_s": [1.0 + rank / 2] * 2,
         "gpu_uuid": f"GPU-{card}",
         "measured_steps": 2,
         "notes": None,
     }
-    about = {"variables": {}, "rank": rank, "world_size": 2, "card": card, "shapes": [[1, 50]], "shapes_known": True}
+    about = {
+        "variables": {},
+        "rank": rank,
+        "world_size": 2,
+        "card": card,
+        "shapes": [[1, 50]],
+        "shapes_known": True,
+        "repeated": False,
+    }
     return merged({"columns": columns, **about, "passes": [1], **NATIVE}, over)
 
 

@@ -37,6 +37,9 @@ for step in range(steps):
             os._exit(3)
         case "exit0":
             os._exit(0)
+        case "decide":
+            if not loss.item() < float("inf"):
+                sys.exit(1)
         case "text":
             sys.exit("no such file: data.txt")
         case "kill":
