@@ -477,7 +477,7 @@ class Observer:
         first = len(meter.plan) if meter.asked.measured_steps is None else meter.asked.warmup_steps + 1
         steps = range(first, first + own["measured_steps"])
         row = own | self.undisturbed(steps, own)
-        if meter.plan.index(meter.probe) in self.elsewhere:
+        if meter.plan.index(meter.probe) in self.elsewhere and not self.each_time(steps):
             row |= dict.fromkeys(("optimizer_peak_allocated_bytes", "optimizer_peak_reserved_bytes"))
             row["notes"] = [*row["notes"], DISTURBED]
         if self.late:
@@ -495,12 +495,16 @@ class Observer:
         if own["elapsed_s"] is None or len(clean) == len(steps):
             return self.volume.columns(clean, own["elapsed_s"])
         what = f"the script evaluated or saved in {len(steps) - len(clean)} of {len(steps)} measured steps"
+        if self.each_time(steps):
+            return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": [*own["notes"], f"{what}: it counts"]}
         notes = [*own["notes"], f"{what}: their memory counts, and the speed is that of the others"]
-        if not clean:
-            return {**dict.fromkeys(measure.SPEED), "notes": notes}
         times = [seconds for step, seconds in zip(steps, own["step_times_s"], strict=True) if step in clean]
         energy = dict.fromkeys(("gpu_energy_j", "gpu_power_w"))
         return energy | measure.timed(times) | self.volume.columns(clean, sum(times)) | {"notes": notes}
+
+    def each_time(self, steps: Sequence[int]) -> bool:
+        """Whether what is done beside training belongs to its steps: the trained model is its own reference."""
+        return 2 * len(self.elsewhere.intersection(steps)) > len(steps)
 
     def finish(self, meter: Meter) -> None:
         """Every step that was asked for is over."""

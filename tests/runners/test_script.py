@@ -296,6 +296,26 @@ def test_steps_are_seen_however_they_are_made(run_sweep: Run, tmp_path: Path, ki
     assert row["skipped_steps"] == (6 if kind == "scaled" else 0)  # 2 to the 127 overflows until it is halved often
 
 
+@pytest.mark.slow
+def test_what_is_called_beside_the_trained_model_counts_for_nothing(run_sweep: Run) -> None:
+    """Every row is that of the plain one but in what its name says."""
+    protocol = {"name": "x", "warmup_steps": 2, "measured_steps": 8}
+    kinds = ("plain", "big", "teacher", "transform", "retry", "siamese", "closure", "evaluation", "with_gradients")
+    rows = run_sweep(*(command(f"PYTHON SCRIPTS/models.py {kind}", protocol=protocol) for kind in kinds))
+    by = dict(zip(kinds, rows, strict=True))
+    assert {row["outcome"] for row in rows} == {"ok"}
+    assert {row["parameters"] for row in rows} == {50 * 32 + 32 * 32 + 32 + 32 * 50 + 50}
+    tokens = {kind: row["tokens_per_s"] and row["tokens_per_s"] * row["elapsed_s"] for kind, row in by.items()}
+    told = tokens.pop("closure"), tokens.pop("siamese"), tokens.pop("evaluation")
+    assert told == (None, pytest.approx(2 * 8 * 64), pytest.approx(6 * 64))
+    assert tokens == {kind: pytest.approx(8 * 64) for kind in tokens}
+    assert len(by["evaluation"]["step_times_s"]) == 6 and by["evaluation"]["elapsed_s"] < 0.3
+    assert any("evaluated or saved in 2 of 8 measured steps" in note for note in by["evaluation"]["notes"])
+    assert by["big"]["peak_allocated_bytes"] == by["plain"]["peak_allocated_bytes"]
+    assert by["teacher"]["model_flops_per_token"] <= by["teacher"]["hardware_flops_per_token"]
+    assert [row["grad_accum"] for row in rows] == [1] * 6 + [None, 1, 1]
+
+
 def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
     hook = script.HOOK / "sitecustomize.py"
     code = "import sys; sys.version_info = (3, 8, 1); sys.path.insert(0, sys.argv[1]); import sitecustomize"
