@@ -306,6 +306,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _frontier(arguments: argparse.Namespace) -> int:
+    from vramsweep.analysis.data import parts
+    from vramsweep.analysis.data.groups import groups
+    from vramsweep.analysis.data.load import varying
     from vramsweep.analysis.model import frontier
 
     try:
@@ -315,13 +318,18 @@ def _frontier(arguments: argparse.Namespace) -> int:
         usable = False
     if not usable:
         raise UserError(f"--gib takes sizes above 0 such as 24,80; not {arguments.gib}")
-    limits = frontier.frontier(_open(arguments), sizes, "micro_batch" if arguments.batch else "seq_len")
+    table = _open(arguments)
+    limits = frontier.frontier(table, sizes, "micro_batch" if arguments.batch else "seq_len")
+    if not limits and varying(table.frame).all():
+        raise UserError(
+            "lengths vary in every row (data=lengths:...), so seq_len is only where samples are cut; see report"
+        )
     if not limits:
         raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")
     if arguments.json:
         _print_json([limit.as_json() for limit in limits])
     else:
-        print(frontier.text(limits))
+        print("\n".join(filter(None, [frontier.text(limits), parts.remark(parts.jobs(groups(table)))])))
     return 0
 
 

@@ -1,11 +1,12 @@
-"""Runs whose lengths vary (data=lengths:...), under several allocator settings: what each holds after so many steps.
+"""Runs whose lengths vary (data=lengths:...): what their steps had, and what each allocator setting holds at the end.
 
 Not covered: the figure (analysis/figures/lengths.py). All sizes are in bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,11 +14,18 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from vramsweep.analysis.data.groups import Group, label, others_equal
-from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.analysis.data.metrics import GIB, show_bytes
 
-NEEDED = ("step_reserved_bytes", "step_peak_allocated_bytes", "step_tokens", "seq_len", "seed", "allocator")
-ALSO = ("peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "allocator_conf")
+NEEDED = ("seq_len", "seed", "allocator")
+STEPS = ("step_reserved_bytes", "step_peak_allocated_bytes", "step_tokens")
+DOCUMENTS = ("shortest_document", "mean_document", "longest_document")
+COLUMNS = (
+    *NEEDED, *STEPS, *DOCUMENTS, "allocator_conf", "outcome", "phase", "warmup_steps", "padding_fraction",
+    "peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "tokens_per_s", "memory_source", "trial_id",
+)  # fmt: skip
 SAME = 0.005  # a smaller share of reserved is no difference worth words
+_APART = ("allocator", "allocator_conf", "seed")  # what runs of one comparison may differ in
+_STEP = re.compile(r"step (\d+)(?:: (.*))?")
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class Held:
 
     allocator: str
     trial_id: str
+    seed: int
     reserved: NDArray[np.float64] = field(repr=False)
     allocated: NDArray[np.float64] = field(repr=False)
     waste: float | None
@@ -37,44 +46,87 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """The runs of one allocator setting, by seed, and where those that ran out of memory did, in words."""
+
+    name: str
+    held: tuple[Held, ...]
+    full: tuple[str, ...]
+
+    def at(self, seed: int) -> Held | None:
+        """Its run on the lengths of a seed."""
+        return next((one for one in self.held if one.seed == seed), None)
+
+
+@dataclass(frozen=True)
 class Runs:
-    """Runs on the same lengths that differ in the allocator's setting, the default first; `full` are the settings that
-    ran out of memory, with the row's phase. `seq_len` is where samples were cut; `label` what tells them from others.
+    """Runs that differ in the allocator's setting and the seed alone, the default first. `seq_len` is where samples
+    were cut, the largest there is; `label` what tells them from others; `rows` are all of them.
     """
 
     label: str
     seq_len: int
-    held: tuple[Held, ...]
-    full: tuple[tuple[str, str], ...]
+    settings: tuple[Setting, ...]
+    rows: pd.DataFrame = field(repr=False)
+
+    @property
+    def where(self) -> str:
+        """What the runs are of, in words."""
+        seeds = sorted({int(seed) for seed in self.rows["seed"].dropna()})
+        of = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
+        return " · ".join(filter(None, [self.label, f"samples of at most {self.seq_len:,} tokens", of]))
+
+    def drawn(self) -> list[Held]:
+        """One run of each setting, all of the seed that most settings have."""
+        counts = pd.Series([held.seed for one in self.settings for held in one.held], dtype=int).value_counts()
+        best = min(counts.index[counts == counts.max()], default=0)
+        return [held for one in self.settings if (held := one.at(best)) is not None]
 
 
 def runs(groups: Sequence[Group]) -> list[Runs]:
-    """What there is to compare, one for each setting of everything but the allocator: of its longest seq_len and its
-    first seed, with the last of several rows."""
-    left = [g for g in groups if g.take("data")["data"].astype("string").str.startswith("lengths:").any()]
+    """What there is to compare, one for each setting of everything but the allocator and the seed: of its longest
+    seq_len, of repeats the last."""
+    left = [group for group in groups if group.varies]
     found = []
     while left:
-        alike = others_equal(left, ("allocator", "allocator_conf"))
+        alike = others_equal(left, _APART)
         left = [group for group in left if group not in alike]
-        rows = [group.ok(*NEEDED, also=ALSO) for group in alike]
-        known = pd.concat(rows) if rows else pd.DataFrame()
-        if known.empty:
+        rows = pd.concat([group.take(*COLUMNS) for group in alike])
+        rows = rows[rows["outcome"].isin(["ok", "oom"])].dropna(subset=list(NEEDED))
+        if rows.empty:
             continue
-        seq_len = known["seq_len"].max()
-        seed = known[known["seq_len"] == seq_len]["seed"].min()
-        same = known[(known["seq_len"] == seq_len) & (known["seed"] == seed)]
-        held = [_held(row) for _, row in same.drop_duplicates("allocator", keep="last").iterrows()]
-        held.sort(key=lambda one: one.allocator != "default")
-        rest = {k: v for group in alike for k, v in group.settings.items() if k not in ("allocator", "allocator_conf")}
-        found.append(Runs(label(rest) if rest else "", int(seq_len), tuple(held), _full(alike, seq_len, seed)))
+        rows = rows[rows["seq_len"] == rows["seq_len"].max()]
+        rest = {
+            k: v
+            for group in alike
+            for k, v in group.settings.items()
+            if not k.removeprefix("trial.").startswith(_APART)
+        }
+        found.append(Runs(label(rest) if rest else "", int(rows["seq_len"].max()), _settings(rows), rows))
     return found
 
 
-def _held(row: pd.Series) -> Held:
+def _settings(rows: pd.DataFrame) -> tuple[Setting, ...]:
+    warm = rows["warmup_steps"].max()
+    several = rows.groupby("allocator")["allocator_conf"].nunique() > 1
+    found = []
+    texts = rows.assign(allocator_conf=rows["allocator_conf"].fillna(""))
+    for keys, mine in texts.groupby(["allocator", "allocator_conf"], sort=False):
+        allocator, conf = map(str, keys)
+        name = f"{allocator} {conf}".rstrip() if several[allocator] else allocator
+        known = mine[mine["outcome"].eq("ok")].dropna(subset=list(STEPS)).drop_duplicates("seed", keep="last")
+        held = tuple(_held(name, row) for _, row in known.sort_values("seed").iterrows())
+        full = mine[mine["outcome"].eq("oom")].drop_duplicates("seed", keep="last").sort_values("seed")
+        found.append(Setting(name, held, tuple(_place(phase, warm) for phase in full["phase"].fillna(""))))
+    return tuple(sorted(found, key=lambda one: (one.name != "default", not one.held)))
+
+
+def _held(name: str, row: pd.Series) -> Held:
     allocated, reserved = row["peak_allocated_bytes"], row["peak_reserved_bytes"]
     return Held(
-        str(row["allocator"]),
+        name,
         str(row["trial_id"]),
+        int(row["seed"]),
         np.array(row["step_reserved_bytes"], dtype=float),
         np.array(row["step_peak_allocated_bytes"], dtype=float),
         None if pd.isna(allocated) or pd.isna(reserved) or not reserved else 1 - float(allocated) / float(reserved),
@@ -82,49 +134,152 @@ def _held(row: pd.Series) -> Held:
     )
 
 
-def _full(groups: Sequence[Group], seq_len: int, seed: int) -> tuple[tuple[str, str], ...]:
-    rows = pd.concat([g.take("outcome", "allocator", "phase", "seq_len", "seed") for g in groups])
-    rows = rows[rows["outcome"].eq("oom") & (rows["seq_len"] == seq_len) & (rows["seed"] == seed)]
-    return tuple(
-        (str(row["allocator"]), "" if pd.isna(row["phase"]) else str(row["phase"])) for _, row in rows.iterrows()
-    )
+def _place(phase: str, warm: float) -> str:
+    """Where memory ran out. A row counts all steps from 0; here measured ones count from 1, as in the figure: before
+    them are those of the warm-up and the probe."""
+    if (step := _STEP.fullmatch(phase)) is None or pd.isna(warm):
+        return phase
+    number = int(step[1]) - int(warm)
+    before = "the probe step" if number == 0 else f"warm-up step {int(step[1]) + 1}"
+    return (f"measured step {number:,}" if number > 0 else before) + (f" ({step[2]})" if step[2] else "")
 
 
 def sentences(every: Sequence[Runs]) -> list[str]:
-    """What the settings hold in the end, each against the first."""
-    return [text for one in every for text in _of(one)]
+    """What the settings hold in the end, each against the first; without that, what the steps had."""
+    return [f"With lengths that vary ({one.where}), {text}." for one in every for text in _of(one)]
 
 
-def _of(found: Runs) -> list[str]:
-    first, *others = found.held
-    steps, where = len(first.reserved), f" ({found.label})" if found.label else ""
-    said = [_against(first, other, steps, where) for other in others if len(other.reserved) == steps]
-    if not others:
-        grown = first.reserved[-1] - first.reserved[0]
-        said = [
-            f"Lengths that vary{where}: {first.allocator} holds {show_bytes(first.reserved[-1])} after {steps:,} steps,"
-            f" {show_bytes(grown)} more than after the first of them{_wasted(first)}."
-        ]
-    for allocator, phase in found.full:
-        at = f" at {phase}" if phase else ""
-        said.append(f"Lengths that vary{where}: with {allocator} memory runs out{at}; {first.allocator} goes on.")
-    return said
+def _of(found: Runs) -> Iterator[str]:
+    holding = [one for one in found.settings if one.held]
+    if not holding and (drawn := _steps(found.rows)):
+        yield drawn
+    if len(holding) == 1:
+        yield _alone(holding[0])
+    for other in holding[1:]:
+        yield _against(holding[0], other)
+    lasting = [one.name for one in found.settings if one.held and not one.full]
+    for one in found.settings:
+        if one.full:
+            total = len(one.full) + len(one.held)
+            often = "" if total == 1 else f" in {len(one.full)} of {total} runs"
+            places = f" at {one.full[0]}" if one.full[0] else ""
+            on = f"; {' and '.join(lasting)} go{'es' * (len(lasting) == 1)} on" if lasting else ""
+            yield f"{one.name} runs out of memory{often}{',' * bool(often and places)}{places}{on}"
 
 
-def _against(first: Held, other: Held, steps: int, where: str) -> str:
-    change = other.reserved[-1] / first.reserved[-1] - 1
-    sizes = f"{show_bytes(other.reserved[-1])} against {show_bytes(first.reserved[-1])} of {first.allocator}"
-    how = (
-        f"{abs(change):.0%} {'less' if change < 0 else 'more'} reserved" if abs(change) >= SAME else "as much reserved"
+def _steps(rows: pd.DataFrame) -> str:
+    """Tokens, padding and documents of the steps."""
+    done = rows[rows["outcome"].eq("ok")].dropna(subset=["step_tokens"])
+    if done.empty:
+        return ""
+    tokens = np.concatenate([np.array(one, dtype=float) for one in done["step_tokens"]])
+    text = f"a step has {_ends(tokens.min(), tokens.max())} tokens, {tokens.mean():,.0f} in the mean"
+    if done["padding_fraction"].notna().any():
+        text += f", {100 * done['padding_fraction'].mean():.0f} % of it padding"
+    if done["mean_document"].notna().any():
+        ends = _ends(done["shortest_document"].min(), done["longest_document"].max())
+        text += f"; documents have {ends}, {done['mean_document'].mean():,.0f} in the mean"
+    most = done["peak_allocated_bytes"].dropna()
+    return text + (f"; peak allocated {_range(list(most), show_bytes)}" if len(most) else "")
+
+
+def _ends(low: float, high: float) -> str:
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+
+
+def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
+    return " to ".join(dict.fromkeys([show(min(values)), show(max(values))]))
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _alone(one: Setting) -> str:
+    """What the only setting holds, each of its seeds."""
+    ends = _range([held.reserved[-1] for held in one.held], show_bytes)
+    grown = [held.reserved[-1] - held.reserved[0] for held in one.held]
+    most = max(grown, key=abs)
+    way = f"{show_bytes(abs(most))} {'more' if most > 0 else 'less'} than" if most else "as much as"
+    up_to = "up to " if most and min(grown) != max(grown) else ""
+    retries = [held.retries for held in one.held if held.retries]
+    tries = f", with {sum(retries):,} retr{'y' if sum(retries) == 1 else 'ies'}" if retries else ""
+    waste = [held.waste for held in one.held if held.waste is not None]
+    idle = f"; {_range(waste, _share)} of its peak reserved was never allocated" if waste else ""
+    return f"{one.name} holds {ends} after {_counted(one)} steps, {up_to}{way} after the first of them{idle}{tries}"
+
+
+def _counted(one: Setting) -> str:
+    return _range([len(held.reserved) for held in one.held], lambda steps: f"{steps:,}")
+
+
+def _against(first: Setting, other: Setting) -> str:
+    """One setting against the first, over the seeds on which both have the same steps."""
+    pairs = [(mine, its) for its in other.held if (mine := first.at(its.seed)) is not None]
+    if not pairs:
+        return f"{other.name} and {first.name} have no seed in common, so they are not compared"
+    if not (pairs := [pair for pair in pairs if len(pair[0].reserved) == len(pair[1].reserved)]):
+        counts = f"{_counted(other)} and {_counted(first)}"
+        return f"{other.name} and {first.name} have {counts} measured steps, so they are not compared"
+    pairs.sort(key=lambda pair: _change(*pair))
+    ends = [pairs[0], pairs[-1]] if _how(_change(*pairs[0])) != _how(_change(*pairs[-1])) else pairs[:1]
+    said = " to ".join(_how(_change(*pair)) for pair in ends)
+    sizes = ", ".join(
+        f"{show_bytes(its.reserved[-1])} against {show_bytes(mine.reserved[-1])}"
+        + (f" with seed {its.seed}" if len(pairs) > 1 else "")
+        for mine, its in ends
     )
-    text = f"Lengths that vary{where}: {other.allocator} holds {how} after {steps:,} steps ({sizes})"
-    if other.waste is not None and first.waste is not None:
-        text += f"; {other.waste:.0%} of its peak is more than was ever allocated, against {first.waste:.0%}"
-    if other.retries is not None and first.retries is not None and other.retries + first.retries:
-        text += f"; retries {other.retries:,} against {first.retries:,}"
-    return f"{text}."
+    steps = _range([len(its.reserved) for _, its in pairs], lambda steps: f"{steps:,}")
+    over = f" over {len(pairs)} seeds" if len(pairs) > 1 else ""
+    text = f"set against {first.name}, {other.name} holds {'from ' * (len(ends) > 1)}{said} reserved"
+    text += f"{over} after {steps} steps ({sizes})"
+    waste = [(its.waste, mine.waste) for mine, its in pairs if its.waste is not None and mine.waste is not None]
+    if waste:
+        its_, mine_ = ([pair[side] for pair in waste] for side in (0, 1))
+        text += f"; {_range(its_, _share)} of its peak reserved was never allocated,"
+        text += f" against {_range(mine_, _share)} of {first.name}'s"
+    tries = [(its.retries, mine.retries) for mine, its in pairs if its.retries is not None and mine.retries is not None]
+    if any(map(any, tries)):
+        text += f"; retries {sum(its for its, _ in tries):,} against {sum(mine for _, mine in tries):,}"
+    return text
 
 
-def _wasted(one: Held) -> str:
-    retries = f", with {one.retries:,} retries" if one.retries else ""
-    return ("" if one.waste is None else f"; {one.waste:.0%} of its peak is more than was ever allocated") + retries
+def _change(mine: Held, its: Held) -> float:
+    return float(its.reserved[-1] / mine.reserved[-1] - 1)
+
+
+def _how(change: float) -> str:
+    return "as much" if abs(change) < SAME else f"{_share(abs(change))} {'less' if change < 0 else 'more'}"
+
+
+def table(groups: Sequence[Group]) -> pd.DataFrame:
+    """One line for the runs of a group and seq_len whose lengths vary: what they had and what they took, as text."""
+    lines = []
+    for group in groups:
+        rows = group.take(*COLUMNS)
+        for seq_len in sorted(rows["seq_len"].dropna().unique()):
+            mine = rows[rows["seq_len"] == seq_len]
+            done = mine[mine["outcome"].eq("ok")]
+            tokens = np.concatenate([[], *(np.array(one, dtype=float) for one in done["step_tokens"].dropna())])
+            line = {"settings": group.label, "samples cut at (tokens)": f"{int(seq_len):,}", "ok": str(len(done))}
+            line["oom"] = str(int(mine["outcome"].eq("oom").sum()))
+            line["other"] = str(len(mine) - len(done) - int(line["oom"]))
+            line["tokens of a step"] = f"{_ends(tokens.min(), tokens.max())}" if len(tokens) else "–"
+            line["padding"] = _mean(done["padding_fraction"], 100, 0, " %")
+            line["documents (tokens)"] = (
+                _ends(done["shortest_document"].min(), done["longest_document"].max())
+                if done["shortest_document"].notna().any() and done["longest_document"].notna().any()
+                else "–"
+            )
+            line["their mean"] = _mean(done["mean_document"], 1, 0)
+            line["allocated (GiB)"] = _mean(done["peak_allocated_bytes"], 1 / GIB, 2)
+            line["reserved (GiB)"] = _mean(done["peak_reserved_bytes"], 1 / GIB, 2)
+            line["tokens/s, padding counted"] = _mean(done["tokens_per_s"], 1, 0)
+            lines.append(line)
+    found = pd.DataFrame(lines)
+    return found.loc[:, (found != "–").any()] if lines else found
+
+
+def _mean(values: pd.Series, scale: float, digits: int, unit: str = "") -> str:
+    known = values.dropna()
+    return f"{scale * float(known.mean()):,.{digits}f}{unit}" if len(known) else "–"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.load import EXTRA, Table, finished
+from vramsweep.analysis.data.load import EXTRA, Table, finished, varying
 from vramsweep.harness.flags import CORRECTED
 from vramsweep.harness.row import SYSTEM
 from vramsweep.harness.techniques import AXES
@@ -54,6 +54,11 @@ class Group:
         """Whether reserved is the resident set of a process on a CPU, which says little beside tensor bytes."""
         return bool(self.take("memory_source")["memory_source"].eq("cpu_tensors_and_rss").any())
 
+    @property
+    def varies(self) -> bool:
+        """Whether samples vary in length, so that seq_len, where they are cut, is the length of none."""
+        return bool(varying(self.take("data", "packing")).any())
+
     def ok(self, *columns: str, also: Sequence[str] = ()) -> pd.DataFrame:
         """The rows that finished and have a value in each of `columns`; with trial ids and the columns of `also`."""
         taken = self.take(*columns, *also, "trial_id")
@@ -64,6 +69,8 @@ class Group:
         """Short text for legends: only what varies."""
         return label(self.settings)
 
+
+OPTIONS = "runner.options."  # a script's own axes among them: people call them by their name alone
 
 # What an axis leaves free in a group.
 FREE = {"seq_len": ("seq_len",), "micro_batch": ("micro_batch",), "tokens": ("seq_len", "micro_batch")}
@@ -151,7 +158,7 @@ def label(settings: Mapping[str, Any]) -> str:
     }  # fmt: skip
     parts = []
     for key, value in settings.items():
-        name = key.removeprefix(EXTRA).replace("_", " ")
+        name = key.removeprefix(EXTRA).removeprefix(OPTIONS).replace("_", " ")
         if value is None:
             parts.append(f"{name} unknown")
         elif isinstance(value, bool | np.bool_):

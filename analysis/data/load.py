@@ -24,12 +24,17 @@ import pyarrow.parquet
 
 from vramsweep.harness import journal, others
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.lengths import PREFIX
 from vramsweep.harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION, SYSTEM, TEXT_LISTS
 from vramsweep.harness.trial import LEFT_OUT
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
-_NESTED = ("trial", *(c.name for c in COLUMNS if c.type is dict and c.name != "trial"))  # of which only it is read
+_PARTS = ("part_peak_allocated_bytes", "part_peak_reserved_bytes")  # dicts that are kept, as JSON text
+_NESTED = (
+    "trial",
+    *(c.name for c in COLUMNS if c.type is dict and c.name not in ("trial", *_PARTS)),
+)  # only it is read
 EXTRA = "trial."  # prefix of settings that only the resolved trial holds
 
 _PIECE = 1 << 24  # bytes of a journal read at a time
@@ -174,7 +179,7 @@ def _read_piece(piece: memoryview, used: set[str]) -> pa.Table:
         parsing = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
         table = pa.json.read_json(pa.BufferReader(piece), reading, parsing)
         found = {field.name for field in table.schema if not pa.types.is_null(field.type)}
-        new = found & BY_NAME.keys() - used - set(_NESTED)
+        new = found & BY_NAME.keys() - used - {*_NESTED, *_PARTS}
         if not new:
             return table
         used |= new
@@ -182,6 +187,10 @@ def _read_piece(piece: memoryview, used: set[str]) -> pa.Table:
 
 def _slim(table: pa.Table) -> pa.Table:
     """Without columns that are null throughout; the resolved trial as one text column per leaf, `trial.a.b`."""
+    for name in _PARTS:
+        if name in table.column_names and pa.types.is_struct(table[name].type):
+            texts = pa.array([_text(value) for value in table[name].to_pylist()], pa.string())
+            table = table.set_column(table.column_names.index(name), name, pa.chunked_array([texts]))
     while any(pa.types.is_struct(column.type) for column in table.columns):
         table = table.flatten()
     columns = {}
@@ -192,6 +201,11 @@ def _slim(table: pa.Table) -> pa.Table:
             column = pa.chunked_array([pa.array([json.dumps(v) for v in column.to_pylist()], pa.string())])
         columns[name] = column.cast(pa.string()) if name.startswith(EXTRA) else column
     return pa.table(columns)
+
+
+def _text(value: Any) -> Any:
+    """A dict as JSON, without what is null in it; anything else as it is."""
+    return json.dumps({k: v for k, v in value.items() if v is not None}) if isinstance(value, dict) else value
 
 
 def _arrow_type(kind: type, name: str) -> pa.DataType:
@@ -256,17 +270,18 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     for column in COLUMNS:
         if column.name in _NESTED:
             continue
-        dtype: Any = pd.ArrowDtype(_arrow_type(list, column.name)) if column.type is list else _DTYPES[column.type]
+        kind = str if column.name in _PARTS else column.type
+        dtype: Any = pd.ArrowDtype(_arrow_type(list, column.name)) if kind is list else _DTYPES[kind]
         if column.name not in frame:
             if dtype not in nulls:  # one array serves all columns that are unknown throughout
                 nulls[dtype] = pd.array([None] * len(frame), dtype=dtype)
             columns[column.name] = pd.Series(nulls[dtype], index=frame.index, copy=False)
             continue
-        given = frame[column.name]
-        if column.type is list:
+        given = frame[column.name].map(_text) if column.name in _PARTS else frame[column.name]
+        if kind is list:
             given = given if given.dtype == dtype else _lists(given, pd.ArrowDtype(_arrow_type(list, column.name)))
         elif str(given.dtype) != dtype:
-            given = converted(given, column.type, column.name, notes)
+            given = converted(given, kind, column.name, notes)
         columns[column.name] = given
     unknown = [n for n in frame.columns if n not in columns and n not in _NESTED and not n.startswith(EXTRA)]
     if unknown:
@@ -275,6 +290,8 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         )
     columns |= {n: frame[n] for n in frame.columns if str(n).startswith(EXTRA)}
     typed = pd.DataFrame(columns, copy=False)
+    if (drawn := varying(typed)).any() and typed.loc[drawn, "seed"].nunique() > 1:  # another seed draws other lengths
+        typed[EXTRA + "seed"] = typed["seed"].astype("string").where(drawn, "any")
     versions = sorted(int(v) for v in typed["schema_version"].dropna().unique())
     if versions and versions != [SCHEMA_VERSION]:
         notes.append(f"rows of schema version {', '.join(map(str, versions))}; this program knows {SCHEMA_VERSION}")
@@ -328,6 +345,12 @@ def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # a list of something else
         array = pa.nulls(len(found), kind.pyarrow_dtype)
     return pd.Series(array, index=values.index, dtype=kind)
+
+
+def varying(frame: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows' samples vary in length (data=lengths:...): their seq_len is only where samples are cut."""
+    drawn = frame["data"].str.startswith(PREFIX).fillna(False) & frame["packing"].fillna("none").eq("none")
+    return drawn.astype(bool)
 
 
 def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:

@@ -8,42 +8,62 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.compare.lengths import Held, Runs
-from vramsweep.analysis.data.metrics import GIB
-from vramsweep.analysis.figures.plots import COLOURS, GREY, MOST, End, Figure, escape, finish, new_plot, sentence
+from vramsweep.analysis.figures.plots import (
+    COLOURS,
+    GREY,
+    MOST,
+    End,
+    Figure,
+    axis_unit,
+    escape,
+    finish,
+    new_plot,
+    sentence,
+)  # fmt: skip
 
 FIGURES = 4  # at most
 
 
 def of_lengths(every: Sequence[Runs]) -> list[Figure]:
     """One figure for each comparison: a line a setting of reserved, and the peak allocated of each step."""
-    return [_figure(one, number) for number, one in enumerate(every[:FIGURES])]
+    known = [one for one in every if one.drawn()]
+    return [_figure(one, number) for number, one in enumerate(known[:FIGURES])]
 
 
 def _figure(runs: Runs, number: int) -> Figure:
-    shown, plot = runs.held[:MOST], new_plot("measured step", "memory (GiB)")
-    ends, reach, data = [], [0.0], []
-    first = shown[0].allocated / GIB
+    held = runs.drawn()
+    unit, called = axis_unit(max(float(max(one.reserved.max(), one.allocated.max())) for one in held))
+    plot = new_plot("measured step", f"memory ({called})")
+    lines: dict[bytes, list[Held]] = {}  # equal ones would cover each other
+    for one in held:
+        lines.setdefault(one.reserved.tobytes(), []).append(one)
+    shown = list(lines.values())[:MOST]
+    first = held[0].allocated / unit
+    ends, reach, data = [], [0.0, float(first.max())], []
     steps = np.arange(1, len(first) + 1, dtype=float)
     plot.add_scatter(
         x=steps, y=first, mode="lines", name="peak allocated of the step", line={"color": GREY, "width": 1},
         hovertemplate="step %{x:,}: %{y:,.4~g}<extra>peak allocated</extra>",
     )  # fmt: skip
-    ends.append(End(float(steps[-1]), float(first.mean()), "peak allocated", GREY))
-    for at, one in enumerate(shown):
-        x, y = np.arange(1, len(one.reserved) + 1, dtype=float), one.reserved / GIB
+    ends.append(End(float(steps[-1]), float(first[-1]), "peak allocated", GREY))
+    for at, same in enumerate(shown):
+        name = ", ".join(one.allocator for one in same)
+        x, y = np.arange(1, len(same[0].reserved) + 1, dtype=float), same[0].reserved / unit
         plot.add_scatter(
-            x=x, y=y, mode="lines", name=escape(one.allocator), line={"color": COLOURS[at], "width": 2, "shape": "hv"},
-            hovertemplate="step %{x:,}: %{y:,.4~g}<extra>" + escape(one.allocator) + "</extra>",
+            x=x, y=y, mode="lines", name=escape(name), line={"color": COLOURS[at], "width": 2, "shape": "hv"},
+            hovertemplate="step %{x:,}: %{y:,.4~g}<extra>" + escape(name) + "</extra>",
         )  # fmt: skip
-        ends.append(End(float(x[-1]), float(y[-1]), one.allocator, COLOURS[at]))
-        reach += [float(y.max()), float(first.max())]
-        data.append(_data(one, x))
+        ends.append(End(float(x[-1]), float(y[-1]), name, COLOURS[at]))
+        reach.append(float(y.max()))
+        data += [_data(one, x) for one in same]
     finish(plot, ends, reach)
     caption = sentence(
         f"Reserved at the end of each measured step, a line for each allocator setting, above the most that"
-        f" {shown[0].allocator} had allocated in it; samples (at most {runs.seq_len:,} tokens) are the same for all.",
+        f" {held[0].allocator} had allocated in it; samples (at most {runs.seq_len:,} tokens, seed {held[0].seed})"
+        " are the same for all.",
+        "Settings with one line are equal in every step." if any(len(same) > 1 for same in shown) else "",
         runs.label and f"Of {runs.label}.",
-        f"{len(runs.held) - MOST} more settings are left out." if len(runs.held) > MOST else "",
+        f"{len(lines) - MOST} more lines are left out." if len(lines) > MOST else "",
     )
     name = "lengths" if number == 0 else f"lengths_{number + 1}"
     return Figure(name, "What is held where lengths vary", caption, plot, pd.concat(data, ignore_index=True))
@@ -53,6 +73,7 @@ def _data(one: Held, steps: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "allocator": one.allocator,
+            "seed": one.seed,
             "step": steps,
             "step_reserved_bytes": one.reserved,
             "step_peak_allocated_bytes": one.allocated,

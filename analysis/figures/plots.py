@@ -20,8 +20,8 @@ import plotly.io
 from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.data.metrics import GIB, MIB
 from vramsweep.analysis.model.bases import BASES
-from vramsweep.analysis.model.curves import Array
-from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.model.curves import FEWEST, Array
+from vramsweep.analysis.model.fit import FEWEST_TIMES, Fit
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -171,6 +171,8 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     having = {fit.group: fit for fit in fits if fit.metric.column == "step_median_s" and fit.samples_per_step}
     shown, note = baseline([g for g in groups if g.id in having], ("precision", "micro_batch"))
     if not shown:
+        return _throughput_alone(groups)
+    if not shown:
         return None
     plot = new_plot("sequence length (tokens)", "throughput (tokens/s)")
     data, ends, reach = [], [], [0.0]
@@ -201,6 +203,28 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
     caption = sentence(f"Points: rows; lines: tokens per step over the fitted step time{band}.", _misses(every), note)
     shown_data = every[["group", "seq_len", "tokens_per_s", "over_fit", "outside", "trial_id"]]
     return Figure("throughput", "Throughput against sequence length", caption, plot, shown_data)
+
+
+def _throughput_alone(groups: Sequence[Group]) -> Figure | None:
+    """The rows without a line, where there are fewer lengths than a line of step times takes."""
+    known = [(g, g.ok("tokens_per_s", "seq_len").sort_values("seq_len")) for g in groups if not g.varies]
+    of = {group.id: rows for group, rows in known if FEWEST <= rows["seq_len"].nunique() < FEWEST_TIMES}
+    shown, note = baseline([group for group, _ in known if group.id in of], ("precision", "micro_batch"))
+    if not shown:
+        return None
+    plot = new_plot("sequence length (tokens)", "throughput (tokens/s)")
+    data, ends, reach = [], [], [0.0]
+    for number, (group, name) in enumerate(zip(shown, names(shown), strict=True)):
+        rows, colour = of[group.id], COLOURS[number]
+        x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
+        _add_points(plot, x, y, rows["trial_id"].to_numpy(), colour, MARKERS[number], name)
+        ends.append(End(float(x[-1]), float(y[-1]), name, colour))
+        reach.append(float(y.max()))
+        data.append(rows.assign(group=group.label)[["group", "seq_len", "tokens_per_s", "trial_id"]])
+    finish(plot, ends if len(shown) > 1 else [], reach)
+    caption = sentence("Points: rows; their lengths are too few for a line.", note)
+    every = pd.concat(data, ignore_index=True)
+    return Figure("throughput", "Throughput against sequence length", caption, plot, every)
 
 
 def _missed(fit: Fit, group: Group) -> pd.DataFrame:
@@ -439,7 +463,12 @@ def of_world(figure: Figure, world: str, alone: bool) -> Figure:
         font={"size": 12, "color": GREY}, name=WORLD,
     )  # fmt: skip
     plot.update_layout(margin={"t": 28})
-    return replace(figure, name=figure.name if alone else name, title=f"{figure.title}, {world}", plot=plot)
+    return replace(
+        figure,
+        name=figure.name if alone else name,
+        title=f"{figure.title} ({world})" if figure.title.endswith("?") else f"{figure.title}, {world}",
+        plot=plot,
+    )
 
 
 def column_width(plot: go.Figure) -> go.Figure:

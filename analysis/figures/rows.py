@@ -165,14 +165,15 @@ def categories(groups: Sequence[Group]) -> Figure | None:
     return Figure("memory_by_category", "Memory by category", caption, plot, data)
 
 
-def steps(groups: Sequence[Group]) -> list[Figure]:
+def steps(groups: Sequence[Group], varied: Sequence[Group] = ()) -> list[Figure]:
     """Step times, and peak reserved, step by step: is the run steady, has memory stopped rising."""
     found = []
     for name, column, scale, title, axis in (
         ("step_times", "step_times_s", 1e-3, "Step times", "step time (ms)"),
         ("plateau", "step_peak_reserved_bytes", GIB, "Has memory stopped rising?", "peak reserved of the step (GiB)"),
     ):
-        group = next((g for g in _with(groups, column) if len(g.ok(column, "seq_len"))), None)
+        among = [*groups, *(varied if name == "step_times" else ())]
+        group = next((g for g in _with(among, column) if len(g.ok(column, "seq_len"))), None)
         if group is None:
             continue
         rows = group.ok(column, "seq_len").sort_values("seq_len").drop_duplicates("seq_len")
@@ -184,7 +185,7 @@ def steps(groups: Sequence[Group]) -> list[Figure]:
         ends, reach, data = [], [0.0], []
         for number, (_, row) in enumerate(rows.iterrows()):
             y = np.array(row[column], dtype=float) / scale
-            label = f"{int(row['seq_len']):,} tokens"
+            label = f"{'at most ' * group.varies}{int(row['seq_len']):,} tokens"
             x = np.arange(1, len(y) + 1, dtype=float)
             _add_line(plot, x, y, number, label)
             ends.append(End(float(x[-1]), float(y[-1]), label, COLOURS[number]))
@@ -339,9 +340,11 @@ def frontier_chart(limits: Sequence[Limit], groups: Sequence[Group]) -> Figure |
 
 
 def of_rows(groups: Sequence[Group], limits: Sequence[Limit]) -> list[Figure]:
-    """All figures of this module that these rows allow, in reading order."""
-    drawn = [unallocated(groups), mfu(groups), estimated(groups), phases(groups), categories(groups), *steps(groups),
-             heat_map(groups), pareto(groups), frontier_chart(limits, groups)]  # fmt: skip
+    """All figures of this module that these rows allow, in reading order; of lengths that vary the step times alone."""
+    varied = [group for group in groups if group.varies]
+    groups = [group for group in groups if not group.varies]
+    drawn = [unallocated(groups), mfu(groups), estimated(groups), phases(groups), categories(groups),
+             *steps(groups, varied), heat_map(groups), pareto(groups), frontier_chart(limits, groups)]  # fmt: skip
     return [figure for figure in drawn if figure is not None]
 
 

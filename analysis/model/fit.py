@@ -35,6 +35,8 @@ from vramsweep.analysis.model.standing import Predictor
 from vramsweep.analysis.model.steps import Jump, Wavering, jumps, wavering
 
 LEVEL = 0.95
+CUT = "seq_len is only where their samples are cut"
+FEWEST_TIMES = 5  # lengths: through fewer, two lines (four numbers) go whatever was timed
 HIDDEN = 0.1  # of the peak: a smaller rise over all points is not yet what activations make
 
 
@@ -188,8 +190,11 @@ def fit_table(
     """
     fits: list[Fit] = []
     notes: list[str] = []
-    short = 0
+    short = few = 0
     found = groups(table, axis) if found is None else found
+    if varied := sum(group.varies for group in found):
+        found = [group for group in found if not group.varies]
+        notes.append(f"{varied} group{'s' * (varied != 1)} with lengths that vary not fitted: {CUT}")
     wholes = Wholes(table)
     for group in found[:limit]:
         frame = group.frame
@@ -202,6 +207,9 @@ def fit_table(
             if len(points.x) == 0:
                 continue
             any_points = True
+            if not METRICS[name].memory and FEWEST <= len(np.unique(points.x)) < FEWEST_TIMES:
+                few += 1
+                continue
             fit = fit_points(points, METRICS[name], group, robust, axis, knows)
             if fit is None:
                 short += 1
@@ -213,6 +221,11 @@ def fit_table(
     if short:
         of = "lengths" if axis == "seq_len" else f"values of {axis}"
         notes.append(f"{short} curve{'s' * (short != 1)} with fewer than {FEWEST} different {of} not fitted")
+    if few:
+        of = "lengths" if axis == "seq_len" else f"values of {axis}"
+        notes.append(
+            f"{few} curve{'s' * (few != 1)} of step time with fewer than {FEWEST_TIMES} different {of} not fitted"
+        )
     if len(found) > limit:
         notes.append(f"{len(found):,} groups of equal settings; the {limit} with most rows were fitted")
     return fits, notes

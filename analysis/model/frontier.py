@@ -29,6 +29,7 @@ from vramsweep.harness.gpus import CONTEXT_BYTES, GPUS, memory_limit, smallest
 
 SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
 REACH = 4  # how far beyond the measured range a fit may be asked, as a multiple of the longest value
+FEW = "fewer than three different values, so no curve"
 _LIMITING = ("device_used_bytes", "peak_reserved_bytes")
 
 
@@ -130,7 +131,7 @@ def frontier(
     limits = []
     wholes = Wholes(table)
     for group in (groups(table, axis) if found is None else found)[:most]:
-        if group.resident:  # what a process on a CPU holds says nothing about a GPU
+        if group.resident or group.varies:  # a CPU's process says nothing about a GPU, nor a cut about a length
             continue
         frame = group.frame
         for name in _LIMITING:
@@ -201,7 +202,7 @@ def _ends(part: _Part, proof: _Proof, limit: float, fit: Fit | None) -> _Ends:
     if proven is not None and over == proven + step:
         return _Ends(proven, proven, proven)
     if fit is None or part.curves is None:
-        return _Ends(remark="fewer than three different values, so no curve")
+        return _Ends(remark=FEW)
 
     def whole(x: float | None, most: int | None) -> int | None:
         """Downwards to what there is, within what the rows prove."""

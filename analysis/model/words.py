@@ -114,12 +114,17 @@ def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | 
         sure = f" (95 % interval {interval[0]:,.0f} to {interval[1]:,.0f})" if interval else ""
         return f"{slope:,.0f} bytes per {each}{sure} on top of a fixed part of {show_bytes(fixed)}"
     if fit.axis != "seq_len":
-        return f"{_seconds(slope)} per {each} on top of {_seconds(fixed)}"
-    text = f"{_seconds(slope)} per token of length on top of {_seconds(fixed)}"
+        return f"{_seconds(slope)} per {each}{_on_top(fixed)}"
+    text = f"{_seconds(slope)} per token of length{_on_top(fixed)}"
     if fit.samples_per_step is None or slope <= 0:
         return text
     most = fit.samples_per_step / slope
     return f"{text} (throughput: {fit.samples_per_step:g} x length / step time, there below {most:,.0f} tokens/s)"
+
+
+def _on_top(fixed: float) -> str:
+    """A step's fixed time; a line that would start below 0 tells none."""
+    return f" on top of {_seconds(fixed)}" if fixed >= 0 else ""
 
 
 def _seconds(value: float) -> str:

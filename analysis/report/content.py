@@ -12,10 +12,12 @@ from vramsweep.analysis.answers.what_if import what_if_tables
 from vramsweep.analysis.compare import lengths, residuals_words
 from vramsweep.analysis.compare.calibrate import calibrate, calibrated
 from vramsweep.analysis.compare.residuals import residuals
+from vramsweep.analysis.data import parts
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import lengths as figures_lengths
+from vramsweep.analysis.figures import parts as figures_parts
 from vramsweep.analysis.figures import plots, rows, timelines
 from vramsweep.analysis.figures import residuals as figures_residuals
 from vramsweep.analysis.model import words
@@ -27,6 +29,7 @@ FITTED = 24  # groups at most; fits of more would take longer than anyone waits 
 SHOWN = 200  # groups that figures, findings and warnings look at
 PREDICTED = "predicted"
 FITS = "° beyond the fitted lengths; safe: a new run fits with 97.5 %, beside the CUDA context"
+JOBS = "; of load and steps alone, although other parts of the job need more"
 LENGTHS = 12_000  # over all fitted groups, for the same reason
 
 
@@ -68,24 +71,28 @@ def collect(table: Table, answer: str | None = None) -> Content:
     worlds = split_worlds(table)
     beside = Beside(table)
     all_groups = []
+    all_jobs: list[parts.Job] = []
     for name, part in worlds:
         own = groups(part)
         all_groups += own
         most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
         own_fits, own_notes = fit_table(part, limit=most, found=own, beside=beside.of)
         own = own[:SHOWN]
+        jobs = parts.jobs(own)
         own_limits = frontier(part, fits=own_fits, found=own, most=most)
         over_lengths = lengths.runs(own)
         own_plots = [
             *plots.of_fits(own_fits, own),
             *figures_lengths.of_lengths(over_lengths),
+            *figures_parts.of_jobs(jobs),
             *rows.of_rows(own, own_limits),
         ]
         alone, predicted = len(worlds) == 1, name == PREDICTED
         drawn += own_plots if alone and not predicted else [plots.of_world(f, name, alone) for f in own_plots]
-        varying = lengths.sentences(over_lengths)
-        leading += [f"{PREDICTED.capitalize()}: {s}" for s in varying] if predicted else varying
-        said = [*varying, *findings.findings(part, own, own_fits)]
+        first = [*parts.sentences(jobs), *lengths.sentences(over_lengths)]
+        leading += [f"{PREDICTED.capitalize()}: {s}" for s in first] if predicted else first
+        said = [*first, *findings.findings(part, own, own_fits)]
+        all_jobs += jobs
         found += [f"Predicted: {s}" for s in said] if predicted else said
         notes += own_notes
         fits += own_fits
@@ -103,6 +110,9 @@ def collect(table: Table, answer: str | None = None) -> Content:
     drawn += figures_residuals.of_residuals(apart)
     found += residuals_words.sentences(apart)
     notes += residuals_words.not_compared(table)
+    beyond_steps = parts.remark(sorted(all_jobs, key=lambda job: -job.beyond))
+    notes += [beyond_steps] if beyond_steps else []
+    fixed, varied = ([g for g in all_groups if g.varies is side] for side in (False, True))
     kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""
     sweep = findings.values(table.frame, "sweep") or table.source
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
@@ -116,9 +126,15 @@ def collect(table: Table, answer: str | None = None) -> Content:
         warnings=[*findings.warnings(table, all_groups, fits), *notes],
         figures=drawn,
         tables=[
-            (f"Settings{kind}", "settings", tables.of_groups(all_groups[:60])),
+            (f"Settings{kind}", "settings", tables.of_groups(fixed[:60])),
+            (f"Where lengths vary{kind}", "lengths", lengths.table(varied[:60])),
+            ("Peaks of the parts of whole jobs", "parts", tables.of_jobs(all_jobs[:60])),
             (f"Fitted curves{kind}", "fits", tables.of_fits(fits)),
-            (f"Largest length that fits{kind} ({FITS})", "frontier", tables.of_limits(limits)),
+            (
+                f"Largest length that fits{kind} ({FITS}{JOBS if beyond_steps else ''})",
+                "frontier",
+                tables.of_limits(limits),
+            ),
             (
                 f"Estimated throughput (roofline, not measured{beyond})",
                 "estimated_throughput",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ import pandas as pd
 from vramsweep.analysis.compare import sizes, trends, verdicts, verdicts_words
 from vramsweep.analysis.compare.calibrate import Calibration
 from vramsweep.analysis.data.beyond import BEYOND, beyond_peak
-from vramsweep.analysis.data.groups import Group, label, others_equal
-from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.groups import OPTIONS, Group, label, others_equal
+from vramsweep.analysis.data.load import EXTRA, Table, trials, varying
 from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import Fit
@@ -25,6 +26,7 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME
 from vramsweep.harness.techniques import AXES
 
+COMMAND = "command"  # in what was asked: shown as code
 COMPARED = 128  # lengths of two allocators: enough for a trend and for where speed turns
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
 _MACHINE = (
@@ -63,7 +65,24 @@ def asked(table: Table) -> dict[str, str]:
         "optimizer_effective", "repeat",
     )  # fmt: skip
     idle = {axis.name for axis in AXES} - _in_use(table.frame)
-    return {name: text for name in names if name not in (*left_out, *idle) and (text := values(table.frame, name))}
+    found = {name: text for name in names if name not in (*left_out, *idle) and (text := values(table.frame, name))}
+    return _script(table) | found
+
+
+def _script(table: Table, most: int = 3) -> dict[str, str]:
+    """The command of runner=script as it was given, and its own axes by the names that it calls them."""
+    rows = table.frame[table.frame["runner"].eq("script").fillna(False)]
+    commands = EXTRA + "runner.command"
+    first = rows.drop_duplicates(commands) if commands in rows else rows.head(1)
+    runners = [
+        trial.get("runner", {}) for trial in trials(Path(table.source), set(first["trial_id"].head(most))).values()
+    ]
+    more = f"\n{len(first) - most:,} more commands" if len(first) > most else ""
+    found = {COMMAND: "\n".join(str(one["command"]) for one in runners if "command" in one) + more}
+    for name, value in [pair for one in runners for pair in (one.get("options") or {}).items()]:
+        column = EXTRA + OPTIONS + name
+        found[name] = values(rows, column) if column in rows else str(value)
+    return {name: text for name, text in found.items() if text}
 
 
 def _in_use(frame: pd.DataFrame) -> set[str]:
@@ -73,9 +92,9 @@ def _in_use(frame: pd.DataFrame) -> set[str]:
 
 
 def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: int = 10) -> list[str]:
-    """Key findings, the most important first."""
+    """Key findings, the most important first; compare/lengths.py has those of lengths that vary."""
+    groups = [group for group in groups if not group.varies]
     found = [
-        *_parts(table),
         *_growth(groups, fits),
         *_allocators(table, groups),
         *_waste(groups),
@@ -83,15 +102,6 @@ def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: i
         *_edge(groups),
     ]
     return found[:most]
-
-
-def _parts(table: Table) -> list[str]:
-    """Of whole jobs (protocol=job): which part needs most."""
-    largest = table.frame["largest_part"].dropna()
-    if largest.empty:
-        return []
-    counts = ", ".join(f"{str(part).replace('_', ' ')} in {count}" for part, count in largest.value_counts().items())
-    return [f"Of {len(largest)} whole job{'s' * (len(largest) > 1)} the part with the largest peak is {counts}."]
 
 
 def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
@@ -185,12 +195,15 @@ def _wasted(row: pd.Series[Any], group: Group) -> str:
 
 
 def _fastest(table: Table) -> list[str]:
-    rows = table.ok("tokens_per_s", "seq_len", "micro_batch", "mfu").dropna(subset=["tokens_per_s"])
+    rows = table.ok("tokens_per_s", "seq_len", "micro_batch", "mfu", "data", "packing").dropna(subset=["tokens_per_s"])
     if rows.empty:
         return []
+    drawn = varying(rows)
+    rows = rows[~drawn] if not drawn.all() else rows
     best = rows.iloc[int(np.argmax(rows["tokens_per_s"].astype(float)))]
     batch = "" if pd.isna(best["micro_batch"]) else f", batch {int(best['micro_batch'])}"
     length = "" if pd.isna(best["seq_len"]) else f"{int(best['seq_len']):,} tokens"
+    length = f"samples of at most {length}, padding counted" if drawn.all() else length
     mfu = "" if pd.isna(best["mfu"]) else f", MFU {100 * float(best['mfu']):.1f} %"
     return [
         f"Highest throughput: {float(best['tokens_per_s']):,.0f} tokens/s at {length}{batch}{mfu} "
@@ -333,6 +346,10 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
     ):  # fmt: skip
         if text := values(frame, column):
             parts.append(phrase.format(text))
+    if varying(frame).any():
+        parts.append(
+            "Where data is lengths:..., samples are drawn from it, and sequence lengths are where they are cut."
+        )
     in_use = [f"{name} {text}" for name in sorted(_in_use(frame) - {"precision"}) if (text := values(frame, name))]
     if in_use:
         parts.append(f"Techniques: {'; '.join(in_use)}.")

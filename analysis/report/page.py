@@ -15,7 +15,7 @@ from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import Table, trials
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.report.content import Content
-from vramsweep.analysis.report.findings import reproduce
+from vramsweep.analysis.report.findings import COMMAND, reproduce
 from vramsweep.harness.row import BY_NAME
 
 MOST_ROWS = 400
@@ -93,7 +93,8 @@ def _list(items: Sequence[str], kind: str = "") -> str:
 def _definitions(items: Mapping[str, str]) -> str:
     if not items:
         return ""
-    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in items.items()) + "</dl>"
+    said = {k: f"<code>{escape(v)}</code>" if k == COMMAND else escape(v) for k, v in items.items()}
+    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{v}</dd>" for k, v in said.items()) + "</dl>"
 
 
 def _figure(figure: plots.Figure, number: int, kept: bool = True) -> str:

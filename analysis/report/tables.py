@@ -9,10 +9,12 @@ import pandas as pd
 
 from vramsweep.analysis.compare.calibrate import PARTS, SECONDS, Calibration
 from vramsweep.analysis.data.groups import Group, whatever
-from vramsweep.analysis.data.metrics import GIB
+from vramsweep.analysis.data.metrics import GIB, show_bytes
+from vramsweep.analysis.data.parts import PARTS as OF_JOBS
+from vramsweep.analysis.data.parts import Job, called
 from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.model.frontier import Limit
+from vramsweep.analysis.model.frontier import FEW, Limit
 
 
 def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
@@ -61,7 +63,10 @@ def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
 
 
 def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
-    """One line per group, one column per memory size; ° marks a limit beyond the measured range."""
+    """One line per group, one column per memory size; ° marks a limit beyond the measured range. Groups with too few
+    lengths for a curve have none."""
+    curved = {limit.group for limit in limits if limit.remark != FEW}
+    limits = [limit for limit in limits if limit.group in curved]
     lines: dict[str, dict[str, str]] = {}
     for limit in limits:
         of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
@@ -71,6 +76,15 @@ def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
         text += "°" * (limit.extrapolated and limit.value is not None)
         line[f"{limit.gib:g} GiB"] = text + (f" (safe: {safe:,})" if safe is not None else "")
     return pd.DataFrame(list(lines.values()))
+
+
+def of_jobs(jobs: Sequence[Job]) -> pd.DataFrame:
+    """One line per whole job: the peak of each part that was seen, and which is the largest."""
+    lines, seen = [], [part for part in OF_JOBS if any(part in job.peaks for job in jobs)]
+    for job in jobs:
+        sizes = {called(part): show_bytes(job.peaks[part]) if part in job.peaks else "–" for part in seen}
+        lines.append({"job": job.name, "peak": job.base, **sizes, "largest": called(job.largest)})
+    return pd.DataFrame(lines)
 
 
 def of_calibrations(calibrations: Sequence[Calibration]) -> pd.DataFrame:

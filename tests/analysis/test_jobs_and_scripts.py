@@ -1,0 +1,139 @@
+"""What the report says of whole jobs (protocol=job) and of scripts (runner=script), from rows of known numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import synthetic
+from conftest import tiny
+
+from vramsweep.analysis import cli
+from vramsweep.analysis.data import parts
+from vramsweep.analysis.data.groups import groups
+from vramsweep.analysis.data.load import Table, from_frame, load
+from vramsweep.analysis.data.metrics import MIB
+from vramsweep.analysis.figures.parts import of_jobs
+from vramsweep.analysis.model import words
+from vramsweep.analysis.model.fit import fit_table
+from vramsweep.analysis.report.content import collect
+from vramsweep.analysis.report.page import render
+from vramsweep.harness.row import Row, complete
+
+
+def job(length: int, evaluation: float, steps: float = 4, batch: int = 2, **over: Any) -> Row:
+    """A whole job on a CPU whose parts took so many MiB."""
+    (one,) = synthetic.sweep(lengths=(length,), batches=(batch,), allocators=("default",), repeats=1)
+    sizes = {"load": 1, "first_step": steps - 1, "steps": steps, "evaluation": evaluation, "save": 2}
+    peaks = {part: int(size * MIB) for part, size in sizes.items()}
+    largest = max(peaks, key=lambda part: peaks[part])
+    known = {"protocol": "job", "part_peak_allocated_bytes": peaks, "largest_part": largest}
+    return complete(one | known | over)
+
+
+def table(*rows: Row) -> Table:
+    return from_frame(pd.DataFrame(list(rows)), "here")
+
+
+JOBS = (job(32, 11), job(64, 11, 6), job(128, 5, 6))
+
+
+def test_parts_are_read_from_a_journal_and_written_into_every_export(tmp_path: Path) -> None:
+    folder = synthetic.write(tmp_path / "jobs", JOBS)
+    (folder / "damaged").mkdir()
+    text = (folder / "journal.jsonl").read_text()
+    (folder / "damaged" / "journal.jsonl").write_text(text + '{"half": ')  # is read line by line
+    assert cli.main(["export", str(folder), str(tmp_path / "rows.csv")]) == 0
+    for place in (folder, folder / "damaged", tmp_path / "rows.csv"):
+        texts = load(place).frame["part_peak_allocated_bytes"]
+        assert [json.loads(one) for one in texts] == [one["part_peak_allocated_bytes"] for one in JOBS]
+
+
+def test_the_part_that_needs_most_is_said_with_its_size_and_setting() -> None:
+    assert parts.sentences(parts.jobs(groups(table(*JOBS)))) == [
+        "In 2 of 3 jobs evaluation needs most (allocated): at worst 11.0 MiB where the steps need 4.0 MiB (32 tokens · "
+        "batch 2)."
+    ]
+    assert parts.sentences(parts.jobs(groups(table(job(128, 5, 6))))) == [
+        "In 1 job the steps need most (allocated): 6.0 MiB; evaluation, the next, 5.0 MiB (128 tokens · batch 2)."
+    ]
+    assert parts.sentences([]) == []
+
+
+def test_on_a_card_reserved_is_what_counts() -> None:
+    reserved = {"steps": 40 * MIB, "evaluation": 80 * MIB}
+    (one,) = parts.jobs(groups(table(job(32, 1, part_peak_reserved_bytes=reserved))))
+    assert (one.base, one.largest, one.beyond) == ("reserved", "evaluation", 40 * MIB)
+
+
+def test_the_figure_has_a_bar_a_part_with_the_steps_framed() -> None:
+    (figure,) = of_jobs(parts.jobs(groups(table(*JOBS))))
+    bars = {bar.name: bar for bar in figure.plot.data}
+    assert list(bars["evaluation"].y) == [11, 11, 5] and list(bars["steps"].y) == [4, 6, 6]
+    assert [name for name, bar in bars.items() if bar.marker.line.width] == ["steps"]
+    assert "resume" not in bars  # no job had it
+    assert set(figure.data["trial_id"]) == {one["trial_id"] for one in JOBS}
+    many = parts.jobs(groups(table(*(job(length, 2) for length in range(10, 20)))))
+    assert "6 of 10 jobs" in of_jobs(many)[0].caption
+
+
+@pytest.mark.slow
+def test_what_fits_says_that_other_parts_need_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [job(length, 11) for length in (128, 256, 512, 1024, 2048)]
+    content = collect(table(*rows))
+    assert content.findings[0].startswith("In 5 of 5 jobs evaluation needs most")
+    assert content.summary.startswith("In 5 of 5 jobs")
+    remark = "in 5 of 5 whole jobs evaluation needs more, by up to 7.0 MiB"
+    assert any(remark in text for text in content.warnings)
+    assert any("other parts of the job need more" in title for title, name, _ in content.tables if name == "frontier")
+    shown = {name: frame for _, name, frame in content.tables}["parts"]
+    assert list(shown["evaluation"]) == ["11.0 MiB"] * 5 and set(shown["largest"]) == {"evaluation"}
+    assert cli.main(["frontier", str(synthetic.write(tmp_path / "jobs", rows)), "--gib", "24"]) == 0
+    assert remark in capsys.readouterr().out
+    within = collect(table(*(job(length, 2) for length in (128, 256, 512))))
+    assert not any("whole jobs" in text for text in within.warnings)
+    assert not any("other parts" in title for title, _, _ in within.tables)
+
+
+def scripts(folder: Path, command: str = "python train.py --lr '{lr}' <b>") -> Path:
+    rows = []
+    for length in (128, 256, 512):
+        for lr in (0.5, 0.25):
+            (one,) = synthetic.sweep(lengths=(length,), batches=(1,), allocators=("default",), repeats=1)
+            runner = {"name": "script", "command": command, "options": {"lr": lr, "mode": "fast"}}
+            trial = tiny(runner=runner, seq_len=length)
+            rows.append(complete(one | {"runner": "script", "trial": trial, "trial_id": f"{length}-{lr}"}))
+    return synthetic.write(folder, rows)
+
+
+@pytest.mark.slow
+def test_a_scripts_command_and_own_axes_are_what_was_asked(tmp_path: Path) -> None:
+    content = collect(load(scripts(tmp_path / "run")))
+    assert content.asked["command"] == "python train.py --lr '{lr}' <b>"
+    assert content.asked["mode"] == "fast" and set(content.asked["lr"].split(", ")) == {"0.5", "0.25"}
+    assert "<dd><code>python train.py --lr &#x27;{lr}&#x27; &lt;b&gt;</code></dd>" in render(content)
+    named = {name: frame for _, name, frame in content.tables}["settings"]["settings"]
+    assert set(named) == {"lr 0.5", "lr 0.25"}
+    assert "command" not in collect(table(*synthetic.sweep(lengths=(128,)))).asked
+
+
+@pytest.mark.slow
+def test_three_step_times_have_no_line_and_no_interval(tmp_path: Path) -> None:
+    few = table(*synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",)))
+    fits, notes = fit_table(few)
+    assert "step_median_s" not in {fit.metric.column for fit in fits}
+    assert "1 curve of step time with fewer than 5 different lengths not fitted" in notes
+    (figure,) = [figure for figure in collect(few).figures if figure.name == "throughput"]
+    assert {trace.mode for trace in figure.plot.data} == {"markers"} and "interval" not in figure.caption
+    assert sorted(figure.data["seq_len"].unique()) == [128, 256, 512]
+
+
+def test_no_step_begins_below_zero_seconds() -> None:
+    rows = synthetic.sweep(lengths=(128, 256, 512, 1024, 2048), batches=(1,), allocators=("default",), repeats=1)
+    for one in rows:
+        one["step_median_s"] = one["seq_len"] * 1e-3 - 0.05
+    (fit,) = fit_table(table(*rows), ["step_median_s"])[0]
+    assert "per token of length" in words.text(fit) and "on top of -" not in words.text(fit)
