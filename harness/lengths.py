@@ -4,13 +4,15 @@
     lengths:FILE                      a list (JSON, or a length a line) or a histogram (a line is `length,count`)
 
 Every sample's length is drawn by itself, from the trial's seed alone: all allocators, runners and machines train on the
-same lengths, and a longer run only draws more of them. A sample longer than seq_len is cut to it.
+same lengths, and a longer run only draws more of them. A sample longer than seq_len is cut to it. A file that is no
+longer the one of the trial's fingerprint is refused: its lengths would be another trial's.
 
 Pure, but for reading the file. Not covered: the samples' tokens (runners/build.py), predictions (runners/varying.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -19,22 +21,27 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.errors import EnvironmentFault, UserError
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
 
 PREFIX = "lengths:"
 LONGEST = 1 << 24  # tokens; what is drawn is cut to it before seq_len
+MOST = 10**15  # samples of a histogram: fewer than a float counts one by one
 LONGEST_OF_BATCH, FULL = "longest", "max"  # of padding_to; all else is a multiple
 WAYS = f"write {PREFIX}lognormal(MEDIAN,SIGMA), or {PREFIX}FILE"
+CHANGED = "{} has changed since the sweep was planned; run the sweep again"
 FORMS = "a JSON list, a length a line, or lines of length,count"
 _LOGNORMAL = re.compile(r"lognormal\(\s*([^,()]+?)\s*,\s*([^,()]+?)\s*\)")
 _CALL = re.compile(r"(\w+)\((.*)\)?")
+_WHOLE = re.compile(r"([+-]?\d{1,18})(?:\.0*)?")  # as pandas writes counts
+_COUNTS = re.compile(r"count|freq|number|samples|^n$", re.IGNORECASE)  # in a column's name
 
 
 class LengthsError(UserError):
@@ -99,18 +106,32 @@ def file(data: str) -> Path | None:
     return None if not named(data) or not text or text.startswith("lognormal(") else Path(text)
 
 
-def source(data: str) -> Source:
-    """What lengths are drawn from. Raises LengthsError."""
+def is_file(place: Path) -> bool:
+    """Whether there is such a file; also of a name at which pathlib raises, as one that is too long."""
+    try:
+        return place.is_file()
+    except OSError:
+        return False
+
+
+def source(data: str, fingerprint: str | None = None) -> Source:
+    """What lengths are drawn from. Raises LengthsError, or EnvironmentFault for a file with another fingerprint."""
     text = data.removeprefix(PREFIX)
     place = file(data)
     if place is None:
         return _lognormal(data, text)
-    if not place.is_file():
+    if not is_file(place):
+        if fingerprint is not None:
+            raise EnvironmentFault(CHANGED.format(place))
         call = _CALL.fullmatch(text)
         if call is not None:
             raise LengthsError(f"data={data}: there is no distribution {call[1]}, only lognormal; {WAYS}")
         raise LengthsError(f"data={data}: there is no file {place}; {WAYS}")
-    return _listed(place)
+    state = place.stat()
+    found, now = _listed(place, state.st_size, state.st_mtime_ns)
+    if fingerprint not in (None, now):
+        raise EnvironmentFault(CHANGED.format(place))
+    return found
 
 
 def _lognormal(data: str, text: str) -> Lognormal:
@@ -126,9 +147,12 @@ def _lognormal(data: str, text: str) -> Lognormal:
     return Lognormal(median, sigma)
 
 
-def _listed(place: Path) -> Listed:
+@lru_cache(maxsize=8)
+def _listed(place: Path, size: int, changed_ns: int) -> tuple[Listed, str]:
+    """The lengths of a file, and its SHA-256; read once, as long as it stays as large and as old."""
     try:
-        text = place.read_text(encoding="utf-8-sig").strip()
+        content = place.read_bytes()
+        text = content.decode("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise LengthsError(f"{place} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
     counts: dict[int, int] = {}
@@ -137,34 +161,49 @@ def _listed(place: Path) -> Listed:
     kept = {length: counts[length] for length in sorted(counts) if counts[length]}
     if not kept:
         raise LengthsError(f"{place} holds no lengths; it is {FORMS}")
-    return Listed(tuple(kept), tuple(itertools.accumulate(kept.values())))
+    until = tuple(itertools.accumulate(kept.values()))
+    if until[-1] > MOST:
+        raise LengthsError(f"{place}: its counts come to more than {MOST:,}; divide them all by the same")
+    return Listed(tuple(kept), until), hashlib.sha256(content).hexdigest()
 
 
 def _json(place: Path, text: str) -> Iterator[tuple[int, int]]:
     try:
         values = json.loads(text)
-    except ValueError as error:
-        raise LengthsError(f"{place} is no JSON: {error}; it may be {FORMS}") from None
+    except (ValueError, RecursionError) as error:
+        raise LengthsError(f"{place} is no JSON: {_short(str(error))}; it may be {FORMS}") from None
     for number, value in enumerate(values, 1):
-        if type(value) is not int or value < 1:
-            raise LengthsError(f"{place}: entry {number} is {value!r}, and a length is a whole number from 1 on")
-        yield value, 1
+        if type(value) not in (int, float) or not value >= 1 or value % 1:
+            got = _short(json.dumps(value))
+            raise LengthsError(f"{place}: entry {number} is {got}, and a length is a whole number from 1 on")
+        yield int(min(value, LONGEST)), 1
 
 
 def _lines(place: Path, text: str) -> Iterator[tuple[int, int]]:
-    columns = 0
+    columns, swapped = 0, False
     for number, line in enumerate(text.splitlines(), 1):
-        cells = [cell.strip() for cell in line.split(",")]
-        if cells == [""] or (not columns and not any(re.search(r"\d", cell) for cell in cells)):  # names of columns
+        cells = [cell.strip() for cell in line.strip().removesuffix(",").split(",")]
+        if cells == [""] or line.lstrip().startswith("#"):
+            continue
+        if not columns and not any(re.match(r"[-+.]?\d", cell) for cell in cells):  # names of columns
+            swapped = [bool(_COUNTS.search(cell)) for cell in cells] == [True, False]
             continue
         columns = columns or len(cells)
-        if columns > 2 or len(cells) != columns or not all(re.fullmatch(r"[+-]?\d+", cell) for cell in cells):
-            raise LengthsError(f"{place}, line {number}: {line.strip()!r} is no length; the file is {FORMS}")
-        length, count = int(cells[0]), int(cells[1]) if columns == 2 else 1
+        found = [_WHOLE.fullmatch(cell) for cell in cells]
+        if columns > 2 or len(cells) != columns or None in found:
+            raise LengthsError(
+                f"{place}, line {number}: {_short(repr(line.strip()))} is no length; the file is {FORMS}"
+            )
+        values = [int(one[1]) for one in found if one]
+        length, count = values[::-1] if swapped and columns == 2 else (values[0], values[1] if columns == 2 else 1)
         if length < 1 or count < 0:
             what = f"a length of {length}" if length < 1 else f"a count of {count}"
             raise LengthsError(f"{place}, line {number}: {what}; lengths are whole numbers from 1 on, counts from 0 on")
         yield length, count
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]} ... ({len(text):,} characters)"
 
 
 def drawn(what: Source, seed: int, most: int) -> Iterator[int]:
@@ -177,19 +216,25 @@ def drawn(what: Source, seed: int, most: int) -> Iterator[int]:
 def packed(lengths: Iterable[int], seq_len: int) -> Iterator[tuple[int, ...]]:
     """Documents joined and cut at seq_len: the lengths of the documents, or what is left of them, in each sample."""
     row: list[int] = []
+    room = seq_len
     for length in lengths:
         while length:
-            part = min(length, seq_len - sum(row))
+            part = min(length, room)
             row.append(part)
             length -= part
-            if sum(row) == seq_len:
+            room -= part
+            if not room:
                 yield tuple(row)
-                row = []
+                row, room = [], seq_len
 
 
 def documents(trial: Trial, count: int) -> list[tuple[int, ...]]:
-    """The lengths of the documents in each of the first `count` samples; without packing a sample is one of them."""
-    lengths = drawn(source(trial.data), trial.seed, trial.seq_len)
+    """The lengths of the documents in each of the first `count` samples; without packing a sample is one of them.
+
+    Raises EnvironmentFault where they are drawn from a file that is no longer what it was.
+    """
+    what = source(trial.data, trial.fingerprints.get(str(file(trial.data))))
+    lengths = drawn(what, trial.seed, trial.seq_len)
     samples = ((one,) for one in lengths) if trial.packing == "none" else packed(lengths, trial.seq_len)
     return list(itertools.islice(samples, count))
 
@@ -221,6 +266,12 @@ def of_rank(step: Sequence[Batch], rank: int, world_size: int) -> Sequence[Batch
 def protocol_steps(trial: Trial) -> int:
     """Warm-up, probe and measured steps."""
     return trial.protocol.warmup_steps + 1 + trial.protocol.measured_steps
+
+
+def tokens_per_step(trial: Trial) -> float:
+    """Tokens that a step sees over all ranks, padding counted, by a few of its first steps."""
+    some = batches(trial, 16)
+    return sum(batch.tokens for step in some for batch in step) / len(some)
 
 
 def seen(trial: Trial) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vramsweep.harness import mistakes, outcome, registry, script, techniques, upgrade
+from vramsweep.harness import lengths, mistakes, outcome, registry, script, techniques, upgrade
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
@@ -123,8 +123,8 @@ def order(expanded: Iterable[Iterable[Planned]]) -> list[Planned]:
     backward: where there is not room for all of them, the next length begins with those that are still alive.
     """
     planned = list({p.trial_id: p for trials_of_one in expanded for p in trials_of_one}.values())
-    lengths = sorted({p.trial.seq_len for p in planned if p.trial})
-    turn = {lengths[position]: n for n, position in enumerate(halving(len(lengths)))}
+    longest = sorted({p.trial.seq_len for p in planned if p.trial})
+    turn = {longest[position]: n for n, position in enumerate(halving(len(longest)))}
     number: dict[tuple[Any, ...], int] = {}
     for p in planned:
         if p.trial:
@@ -134,7 +134,7 @@ def order(expanded: Iterable[Iterable[Planned]]) -> list[Planned]:
         if p.trial is None:
             return -1, 0, 0
         repeat, at, template = p.trial.repeat, turn[p.trial.seq_len], number[_template(p.trial)]
-        return repeat, at, template if (repeat * len(lengths) + at) % 2 == 0 else -template
+        return repeat, at, template if (repeat * len(longest) + at) % 2 == 0 else -template
 
     return sorted(planned, key=place)
 
@@ -254,5 +254,9 @@ def estimate_s(todo: Sequence[Planned], finished: Iterable[Row], flops: float | 
         return len(runs) * sum(durations) / len(durations), f"mean of {len(durations)} finished trials"
     if flops is None or any(t.model.parameters is None for t in runs):
         return None, "nothing finished yet, and no parameter count or device speed to go by"
-    work = sum(6.0 * (t.model.parameters or 0) * t.tokens_per_step() * t.steps() for t in runs)
+    work = sum(6.0 * (t.model.parameters or 0) * _tokens_per_step(t) * t.steps() for t in runs)
     return work / flops + 2.0 * len(runs), f"rough, at {flops / 1e12:.2g} TFLOP/s; better once trials have finished"
+
+
+def _tokens_per_step(trial: trials.Trial) -> float:
+    return lengths.tokens_per_step(trial) if lengths.varying(trial) else trial.tokens_per_step()

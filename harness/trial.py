@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from vramsweep.harness import differences, gpus, lengths, links, registry, script, techniques
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.errors import EnvironmentFault, UserError
 from vramsweep.harness.gpus import GPUS, Capability, Gpu
 
 ID_VERSION = 2
@@ -221,7 +221,7 @@ class Trial(_Frozen):
     use_cache: str = "default"
     weights: Literal["random", "pretrained"] = "random"
     data: str = "synthetic"
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     record: bool = False
     repeat: int = Field(default=0, ge=0)
     fingerprints: dict[str, str] = {}
@@ -272,6 +272,9 @@ class Trial(_Frozen):
         for name in SIMULATED[1:]:
             if getattr(self.device, name) != LEFT_OUT["device", name]:
                 parts.append(f"device.{name}={getattr(self.device, name)}")
+        if self.data != LEFT_OUT[("data",)]:
+            drawn_from = lengths.file(self.data)
+            parts.append(f"data={self.data if drawn_from is None else lengths.PREFIX + drawn_from.name}")
         parts += techniques.changed(self)
         if self.allocator.conf:
             parts.append(self.allocator.name)
@@ -381,7 +384,25 @@ def parse(values: Mapping[str, Any]) -> Trial:
 
 def _fingerprints(trial: Trial) -> dict[str, str]:
     named = script.files(trial) if trial.runner.command else _named(trial)  # a command reads its models and data itself
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in named if path.is_file()}
+    try:
+        return {str(path): _fingerprint(path) for path in named if lengths.is_file(path)}
+    except OSError as error:
+        raise InvalidTrial(f"{error.filename} cannot be read: {error.strerror}; make it readable") from None
+
+
+def _fingerprint(path: Path | str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def unchanged(trial: Trial) -> None:
+    """Nothing, as long as the files that the trial names are those whose contents it is known by.
+
+    Raises EnvironmentFault otherwise: a row would tell of other contents than its id does. No InvalidTrial, which is
+    for good: with the file put back, the trial can run.
+    """
+    for path, fingerprint in trial.fingerprints.items():
+        if not lengths.is_file(Path(path)) or _fingerprint(path) != fingerprint:
+            raise EnvironmentFault(lengths.CHANGED.format(path))
 
 
 def _named(trial: Trial) -> list[Path]:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness import lengths
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.trial import InvalidTrial, Trial, unchanged
 from vramsweep.runners import places, techniques
 from vramsweep.runners.techniques import attention
 
@@ -64,11 +64,18 @@ class Data:
         with _disable_current_modes():
             chosen = self.alike(samples)
             rows = {key: [sample[key].detach() for sample in chosen] for key in chosen[0]}
+            alone = {key: int(row[0]) for key, row in rows.items() if len(row) == row[0].numel() == 1}
+        if alone:  # in a trace one real element would pass for a constant, which takes no memory
+            return {key: torch.full((1, 1), token) for key, token in alone.items()}
         return {key: torch.stack(tensors) for key, tensors in rows.items()}
 
 
 def prepare(trial: Trial) -> None:
-    """Seed, and set the precision of fp32 matrix products; the settings are global to the worker."""
+    """Seed, and set the precision of fp32 matrix products; the settings are global to the worker.
+
+    Raises EnvironmentFault where a file that the trial names has changed: they are read from now on.
+    """
+    unchanged(trial)
     torch.manual_seed(trial.seed)
     tf32 = trial.precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -197,10 +204,10 @@ def _of_lengths(trial: Trial) -> Data:
     """As many samples as the trial's steps see. What they are like is known without a trace: there nothing is said."""
     drawn = lengths.documents(trial, trial.steps() * trial.samples_per_step())
     simulated = trial.device.name == "simulated"
-    columns = {"padding_fraction": None} if simulated else lengths.seen(trial)
+    whole = trial.packing != "none"
+    columns = {"padding_fraction": 0.0 if whole else None} if simulated else lengths.seen(trial)
     samples = _Drawn(_ids(trial), drawn, trial.packing)
     alike = partial(_padded, to=trial.padding_to, seq_len=trial.seq_len, left=trial.padding_side == "left")
-    whole = trial.packing != "none"
     return Data(samples, columns, trial.device.name == "cuda", **({} if whole else {"alike": alike}))
 
 

@@ -30,6 +30,8 @@ from vramsweep.harness.trial import DeviceAxis, InvalidTrial, Trial
 from vramsweep.runners import build, described, ranks, shardings
 from vramsweep.runners.measure import StepMeter
 
+UNKNOWN = {"padding_fraction": None}
+
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` steps of the target under `meter`."""
@@ -62,11 +64,11 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     if len(made) == 4 and lengths.named(trial.data):
         raise InvalidTrial(f"{trial.runner.target} makes batches of its own, data={trial.data} says nothing of them: "
                            "return (model, optimizer, step), or leave data= out")  # fmt: skip
-    batches = made[3] if len(made) == 4 else _token_batches(trial, device, meter.rank)
+    batches, fed = (made[3], UNKNOWN) if len(made) == 4 else _token_batches(trial, device, meter.rank)
     whole = net.module if isinstance(net, DistributedDataParallel) else net
     # FSDP1 leaves each rank's part of flattened weights, of which nobody can tell how many there were
     counts = dict.fromkeys(("parameters", "trainable_parameters")) if trial.sharding == "fsdp1" else {}
-    meter.built(lambda: described.describe(whole, optimizer) | counts | {"padding_fraction": None})
+    meter.built(lambda: {**described.describe(whole, optimizer), **counts, **fed})
     for index in range(trial.steps()):
         meter.step_begin()
         batch = batches(index)
@@ -103,10 +105,14 @@ def load(target: str) -> Callable[[Trial], Any]:
     return function
 
 
-def _token_batches(trial: Trial, device: torch.device, rank: int) -> Callable[[int], Any]:
+def _token_batches(trial: Trial, device: torch.device, rank: int) -> tuple[Callable[[int], Any], Mapping[str, Any]]:
+    """Batches by their number, and the row's columns on them: of lengths that vary, as no target changes those."""
     if trial.model.path is None and "vocab_size" not in trial.model.config:
-        return lambda index: None
+        return lambda index: None, UNKNOWN
     data = build.data(trial)
-    return lambda index: {
-        k: v.to(device) for k, v in data.batch(index * trial.world_size + rank, trial.micro_batch).items()
-    }
+
+    def batch(index: int) -> dict[str, torch.Tensor]:
+        found = data.batch(index * trial.world_size + rank, trial.micro_batch)
+        return {key: tensor.to(device) for key, tensor in found.items()}
+
+    return batch, data.columns if lengths.named(trial.data) else UNKNOWN

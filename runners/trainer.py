@@ -90,7 +90,7 @@ class _Job(TrainerCallback):
 class _Trainer(Trainer):
     """Hands each pass's batch and its loss to the callback. Samples whose lengths vary come in the order drawn."""
 
-    boundaries: _Boundaries
+    boundaries: _Boundaries | None = None  # of a training that is measured step by step
     ordered = False
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,9 +98,11 @@ class _Trainer(Trainer):
         return SequentialSampler(ordered) if self.ordered else super()._get_train_sampler(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.boundaries.meter.fed(inputs)
+        if self.boundaries is not None:
+            self.boundaries.meter.fed(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
-        self.boundaries.loss = loss
+        if self.boundaries is not None:
+            self.boundaries.loss = loss
         return loss
 
 
@@ -140,23 +142,37 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
             boundaries.skipped = functools.partial(skipped, trainer.model_wrapped)
 
     boundaries = _Boundaries(meter, describe, prepared)
-    samples = _Samples(data, trial.steps() * trial.samples_per_step())
-    trainer = _Trainer(
-        model=net,
-        args=arguments,
-        train_dataset=samples,
-        eval_dataset=_Samples(data, arguments.per_device_eval_batch_size) if trial.protocol.job else None,
-        callbacks=[boundaries, _Job(meter)] if trial.protocol.job else [boundaries],
-        data_collator=data.collate if lengths.named(trial.data) else None,
-        optimizer_cls_and_kwargs=None if _named(trial) else _optimizer(trial, arguments, device),
-    )
-    trainer.boundaries, trainer.ordered = boundaries, lengths.named(trial.data)
+    callbacks: list[TrainerCallback] = [boundaries, _Job(meter)] if trial.protocol.job else [boundaries]
+    trainer = _trainer(trial, device, net, arguments, data, callbacks)
+    trainer.boundaries = boundaries
     if trial.device.name == "simulated" and trial.precision == "fp16" and trial.sharding not in ZERO:
         # Accelerate leaves fp16 off on a CPU, where the fake tensors are
         trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler()
     if trainer.accelerator.scaler is not None:
         boundaries.skipped = scaler_skips(trainer.accelerator.scaler, trial.steps())
     trainer.train()
+
+
+def _trainer(
+    trial: Trial,
+    device: torch.device,
+    net: Any,
+    arguments: TrainingArguments,
+    data: build.Data,
+    callbacks: list[TrainerCallback],
+) -> _Trainer:
+    of_lengths = lengths.named(trial.data)
+    trainer = _Trainer(
+        model=net,
+        args=arguments,
+        train_dataset=_Samples(data, arguments.max_steps * trial.samples_per_step()),
+        eval_dataset=_Samples(data, arguments.per_device_eval_batch_size) if trial.protocol.job else None,
+        callbacks=callbacks,
+        data_collator=data.collate if of_lengths else None,
+        optimizer_cls_and_kwargs=None if _named(trial) else _optimizer(trial, arguments, device),
+    )
+    trainer.ordered = of_lengths
+    return trainer
 
 
 def _resume(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
@@ -169,13 +185,7 @@ def _resume(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) 
     arguments = training_arguments(trial, folder)
     arguments.max_steps += 1
     arguments.save_strategy = arguments.eval_strategy = "no"
-    trainer = Trainer(
-        model=build.model(trial, device),
-        args=arguments,
-        train_dataset=_Samples(build.data(trial), arguments.max_steps * trial.samples_per_step()),
-        callbacks=[job],
-        optimizer_cls_and_kwargs=None if _named(trial) else _optimizer(trial, arguments, device),
-    )
+    trainer = _trainer(trial, device, build.model(trial, device), arguments, build.data(trial), [job])
     trainer.train(resume_from_checkpoint=str(folder / "trainer" / f"checkpoint-{trial.steps()}"))
 
 

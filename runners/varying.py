@@ -16,6 +16,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from vramsweep.harness import lengths, node
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator
+from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.gpus import memory_limit
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import simulated
@@ -98,15 +100,15 @@ def forms(trace: Trace) -> Forms:
 
 def _further(second: tuple[Form, ...], third: tuple[Form, ...]) -> tuple[Form, ...]:
     """The third step as it would follow itself. What the second kept for good (buckets that DistributedDataParallel
-    makes anew) the third does not make: there positions count only what goes with the next step."""
+    makes anew) the third does not make: there positions count only what goes with a later pass."""
     before = len(second)
     used: list[set[int]] = [set() for _ in second]
-    for at, form in enumerate(third):
+    for at, form in enumerate((*second, *third)):
         for age, position in form.carried:
-            if not 0 < age <= before + at:
+            if at >= before and not 0 < age <= at:
                 raise InvalidTrial(OTHERWISE.format("a step does not go as the one before it"))
-            if (part := before + at - age) < before:
-                used[part].add(position)
+            if age and 0 <= at - age < before:
+                used[at - age].add(position)
     for part, (one, other) in enumerate(zip(second, third, strict=True)):
         if one.kept == other.kept:
             used[part] = set(range(len(one.kept)))
@@ -164,13 +166,13 @@ class Family:
     """The traces of batches that all have padding, and of such that have none, at all lengths that occur."""
 
     curves: Mapping[bool, Curve]
-    _forms: dict[int, Forms] = field(default_factory=dict)
+    _forms: dict[int, tuple[Forms, lengths.Batch]] = field(default_factory=dict)
     _traced: dict[tuple[bool, Point], tuple[Trace, str]] = field(default_factory=dict)
 
     def load(self, trial: Trial, batch: lengths.Batch) -> Sized:
         """Loading, which no batch changes. Raises InvalidTrial where it cannot be known."""
         trace, sizes, _ = self._sizes(trial, batch)
-        apart = self.forms(trace)
+        apart = self.forms(trace, batch)
         return self._own(trial, apart, apart.load, sizes)
 
     def step(self, trial: Trial, number: int, passes: Sequence[lengths.Batch]) -> tuple[list[Sized], set[str]]:
@@ -178,7 +180,7 @@ class Family:
         done, rests = [], set()
         for at, batch in enumerate(passes):
             trace, sizes, basis = self._sizes(trial, batch)
-            apart = self.forms(trace)
+            apart = self.forms(trace, batch)
             if len(apart.steps[0]) != len(passes):
                 raise InvalidTrial(OTHERWISE.format("the passes of a step cannot be told apart"))
             done.append(self._own(trial, apart, apart.of(number, at), sizes))
@@ -194,17 +196,19 @@ class Family:
             raise InvalidTrial(OTHERWISE.format(f"no trace of {where.micro_batch} x {where.seq_len} tokens"))
         return found[0], found[1]
 
-    def forms(self, trace: Trace) -> Forms:
-        """The trace taken apart; those with the same events once."""
+    def forms(self, trace: Trace, batch: lengths.Batch) -> Forms:
+        """The trace of a batch taken apart; those with the same events once."""
         key = id(trace.events)
         if key not in self._forms:
             new = forms(trace)
-            for old in self._forms.values():
+            for old, other in self._forms.values():
                 kept = [[[len(form.kept) for form in step] for step in one.steps] for one in (old, new)]
                 if old.load != new.load or kept[0] != kept[1]:
-                    raise InvalidTrial(OTHERWISE.format("steps of some lengths leave other things than others"))
-            self._forms[key] = new
-        return self._forms[key]
+                    odd = min(batch, other, key=lambda one: one.tokens)
+                    what = f"steps of {odd.samples} x {odd.width} tokens leave other things than others"
+                    raise InvalidTrial(OTHERWISE.format(f"{what} (try padding_to=8)"))
+            self._forms[key] = new, batch
+        return self._forms[key][0]
 
     def _sizes(self, trial: Trial, batch: lengths.Batch) -> tuple[Trace, Sequence[int], str]:
         """The template of a batch, the sizes of its storages, and what they rest on."""
@@ -234,7 +238,8 @@ def standin(trial: Trial, padded: bool, where: Point) -> Trial:
 
 
 def passes(trial: Trial) -> list[Sequence[lengths.Batch]]:
-    """Rank 0's micro-batches of every step of the protocol."""
+    """Rank 0's micro-batches of every step of the protocol. Raises EnvironmentFault where the file of their lengths has
+    changed."""
     every = lengths.batches(trial, lengths.protocol_steps(trial))
     return [lengths.of_rank(step, 0, trial.world_size) for step in every]
 
@@ -243,8 +248,9 @@ def family(trials: Collection[Trial], tracer: Tracer) -> Family:
     """Trace what is needed to know all steps of these trials, which are alike but for lengths."""
     wanted: dict[bool, set[Point]] = {False: set(), True: set()}
     for trial in trials:
-        for batch in itertools.chain.from_iterable(passes(trial)):
-            wanted[batch.padded].add(Point(batch.width, batch.samples))
+        with suppress(EnvironmentFault):  # of its file; whoever predicts that trial is told
+            for batch in itertools.chain.from_iterable(passes(trial)):
+                wanted[batch.padded].add(Point(batch.width, batch.samples))
     anyone = next(iter(trials))
     curves = {}
     for padded, points in wanted.items():
@@ -258,10 +264,11 @@ def family(trials: Collection[Trial], tracer: Tracer) -> Family:
 def refused(trials: Collection[Trial], found: Family, tracer: Tracer) -> dict[str, Any] | None:
     """The error that says why some batch of the trials cannot be traced, if one does."""
     for trial in trials:
-        for one in set(itertools.chain.from_iterable(passes(trial))):
-            error = tracer.refused(standin(trial, one.padded, Point(one.width, one.samples)))
-            if error is not None:
-                return error
+        with suppress(EnvironmentFault):
+            for one in set(itertools.chain.from_iterable(passes(trial))):
+                error = tracer.refused(standin(trial, one.padded, Point(one.width, one.samples)))
+                if error is not None:
+                    return error
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import custom, tiny
 
-from vramsweep.harness import lengths
+from vramsweep.harness import lengths, plan
 from vramsweep.harness import trial as trials
 
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
@@ -37,7 +38,21 @@ def identity(trial: trials.Trial) -> str:
 
 
 @pytest.mark.parametrize(
-    "text", ["[5, 7, 7, 7]", "5\n7\n7\n7\n", "length,count\n7,3\n5,1\n9,0\n", "5, 1\n7, 3\n", "tokens\n7\n5\n7\n7"]
+    "text",
+    [
+        "[5, 7, 7, 7]",
+        "[5.0, 7, 7.0, 7]",
+        "5\n7\n7\n7\n",
+        "length,count\n7,3\n5,1\n9,0\n",
+        "5, 1\n7, 3\n",
+        "tokens\n7\n5\n7\n7",
+        "count,length\n3,7\n1,5\n",
+        "freq,n_tokens\n3,7\n1,5\n",
+        "len_gpt2\n7\n5\n7\n7",
+        "# 4 lengths\n7\n5\n7\n7",
+        "5,\n7,\n7,\n7,\n",
+        "7,3.0\n5.0,1.\n",
+    ],
 )
 def test_lists_and_histograms_say_the_same(tmp_path: Path, text: str) -> None:
     found = lengths.source(listed(tmp_path, text))
@@ -147,12 +162,59 @@ def test_what_says_no_lengths_is_refused(data: str, said: str) -> None:
         ("1,2,3\n", "line 1: '1,2,3' is no length"),
         ("5.5\n", "line 1: '5.5' is no length"),
         ("[5, 0]", "entry 2 is 0, and a length is a whole number from 1 on"),
-        ("[5, true]", "entry 2 is True"),
+        ("[5, true]", "entry 2 is true"),
         ("[5, 7", "is no JSON"),
+        ("[5, 7.5]", "entry 2 is 7.5"),
+        ("[5, NaN]", "entry 2 is NaN"),
+        ("[" * 100_000, "is no JSON"),
+        ("9" * 5000, "... (5,002 characters) is no length"),
+        ("5," + "9" * 400, "is no length"),
+        ("5,900000000000000\n7,900000000000000\n", "its counts come to more than 1,000,000,000,000,000"),
+        ("5,7,9," * 30_000, "... (180,002 characters) is no length"),
     ],
 )
 def test_a_file_of_something_else_is_refused_by_its_line(tmp_path: Path, text: str, said: str) -> None:
     assert said in refused(data=listed(tmp_path, text))
+
+
+def test_errors_are_short_and_name_what_cannot_be_read(tmp_path: Path) -> None:
+    for text in ("7," * 100_000, f"[{'[' * 50_000}{']' * 50_000}]", f'["{"7" * 100_000}"]'):
+        assert len(refused(data=listed(tmp_path, text))) < 400
+    assert "there is no file nnn" in refused(data=f"lengths:{'n' * 300}")
+    data = listed(tmp_path, "5\n")
+    (tmp_path / "lengths.txt").chmod(0)
+    if os.geteuid():  # root reads everything
+        assert f"{tmp_path / 'lengths.txt'} cannot be read: Permission denied" in refused(data=data)
+
+
+def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[Path] = []
+    lines = lengths._lines
+    monkeypatch.setattr(lengths, "_lines", lambda place, text: parsed.append(place) or lines(place, text))
+    data = listed(tmp_path, "5\n7\n")
+    assert lengths.source(data) == lengths.source(data) == lengths.Listed((5, 7), (1, 2))
+    assert len(parsed) == 1
+    listed(tmp_path, "5\n7\n9\n")
+    assert lengths.source(data) == lengths.Listed((5, 7, 9), (1, 2, 3))
+
+
+def test_what_is_estimated_goes_with_the_lengths() -> None:
+    short, whole = (
+        plan.estimate_s(plan.order(plan.expand([tiny(seq_len=4096, data=data)], 1)), [], 1e6)[0]
+        for data in ("lengths:lognormal(64,0.5)", "synthetic")
+    )
+    assert short is not None and whole is not None
+    assert 64 / 4096 * 0.8 < (short - 2) / (whole - 2) < 64 / 4096 * 2  # batches of two are as wide as the longer one
+
+
+def test_labels_say_what_is_drawn_from(tmp_path: Path) -> None:
+    assert "data=lengths:lognormal(9,1)" in tried(data="lengths:lognormal(9,1)").label()
+    assert "data=lengths:lengths.txt" in tried(data=listed(tmp_path, "5\n")).label()
+    assert "data" not in tried().label()
+
+
+def test_a_seed_is_no_negative_number() -> None:
+    assert "seed = -1: input should be greater than or equal to 0" in refused(seed=-1)
 
 
 def test_settings_that_do_not_go_together_say_what_would() -> None:

@@ -14,7 +14,9 @@ from vramsweep.harness import gpus, lengths
 from vramsweep.harness import trial as trials
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.runners import build, torch_loop, tracing, varying
+from vramsweep.runners import custom as custom_target
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.measure import Gauges, Meter, asked
 from vramsweep.runners.predict import replay
@@ -26,6 +28,15 @@ GPU = gpus.named("a100-80gb")
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
 DATA = "lengths:lognormal(12,0.7)"
 RUNNERS: dict[str, Any] = {"torch": torch_loop, "trainer": hf_trainer}
+
+
+OWN_STEP = """
+import torch
+
+def build(trial):
+    net = torch.nn.Linear(1, 1)
+    return net, torch.optim.SGD(net.parameters()), lambda batch: net(batch["input_ids"][:, :1].float()).sum().backward()
+"""
 
 
 def tried(**over: Any) -> trials.Trial:
@@ -95,6 +106,45 @@ def test_both_runners_train_on_the_same_lengths(tmp_path: Path) -> None:
     assert shapes[0] == shapes[1]
     drawn = [sum(one) for one in lengths.documents(tried(), 10)]
     assert [length for batch in shapes[0] for length in batch] == drawn
+
+
+@pytest.mark.slow
+def test_a_job_resumes_with_the_same_lengths(run_sweep: Run) -> None:
+    job = {"name": "job", "warmup_steps": 1, "measured_steps": 2, "job": True}
+    (row,) = run_sweep(tiny(data=DATA, runner={"name": "trainer"}, protocol=job))
+    assert row["outcome"] == "ok" and {"save", "resume"} <= row["part_peak_allocated_bytes"].keys(), row["notes"]
+
+
+def test_a_custom_target_has_the_columns_of_its_batches(tmp_path: Path) -> None:
+    target = tmp_path / "target.py"
+    target.write_text(OWN_STEP)
+    trial = tried(runner={"name": "custom", "target": f"{target}:build"})
+    meter = Watched(trial, tmp_path)
+    custom_target.run(trial, CPU, meter, tmp_path)
+    row = meter.columns()
+    assert {name: row[name] for name in lengths.seen(trial)} == lengths.seen(trial)
+
+
+def test_a_file_that_has_changed_since_the_plan_is_refused(tmp_path: Path) -> None:
+    """Where its lengths are read, and wherever a file of another kind is."""
+    of_lengths, target = tmp_path / "lengths", tmp_path / "target.py"
+    of_lengths.write_text("9\n")
+    target.write_text("def build(trial): ...\n")
+    trial = tried(data=f"lengths:{of_lengths}")
+    other = trials.parse(tiny(runner={"name": "custom", "target": f"{target}:build"}))
+    assert lengths.documents(trial, 1) == [(9,)]
+    build.prepare(trial)
+    build.prepare(other)
+    of_lengths.write_text("7\n8\n")
+    target.write_text("def build(trial): pass\n")
+    for read in (lambda: lengths.documents(trial, 1), lambda: build.prepare(trial), lambda: build.prepare(other)):
+        with pytest.raises(EnvironmentFault, match="has changed since the sweep was planned; run the sweep again"):
+            read()
+    of_lengths.unlink()
+    with pytest.raises(EnvironmentFault, match="has changed"):
+        lengths.documents(trial, 1)
+    of_lengths.write_text("9\n")
+    assert lengths.documents(trial, 1) == [(9,)]
 
 
 def test_packed_documents_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +229,36 @@ def test_accumulated_passes_have_each_their_own_length(
     found = varying.replay(*sequence(trial, tmp_path, *steps), AllocatorConfig(), None)
     assert [p for _, p in found.predicted.phases] == [p for _, p in truth.phases]
     assert found.predicted.final == truth.final and found.predicted.breakdown == truth.breakdown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad_accum", [1, 2])
+def test_ranks_of_distributed_data_parallel_exchange_what_each_length_leaves(
+    grad_accum: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buckets are made anew in the second step, also where a pass before leaves gradients alone."""
+    documents(monkeypatch, *range(31, 0, -1))
+    trial = tried(device=SIMULATED, sharding="ddp", world_size=2, grad_accum=grad_accum)
+    truth = replay(tracing.trace_trial(trial, GPU, tmp_path, torch_loop)[0], AllocatorConfig(), None)
+    steps = varying.passes(trial)[:3]
+    monkeypatch.undo()
+    found = varying.replay(*sequence(trial, tmp_path, *steps), AllocatorConfig(), None)
+    assert [p for _, p in found.predicted.phases] == [p for _, p in truth.phases]
+    assert found.predicted.final == truth.final and found.predicted.breakdown == truth.breakdown
+
+
+@pytest.mark.slow
+def test_a_single_token_takes_memory_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents(monkeypatch, 9, 1, 32)
+    trial = tried(device=SIMULATED, micro_batch=1)
+    truth = replay(tracing.trace_trial(trial, GPU, tmp_path, torch_loop)[0], AllocatorConfig(), None)
+    monkeypatch.undo()
+    batches = [lengths.Batch(1, width, width) for width in (9, 1, 32)]
+    found = followed(trial, tmp_path, batches)
+    assert [p for _, p in found.predicted.phases] == [p for _, p in truth.phases]
+    assert found.predicted.final == truth.final and found.predicted.breakdown == truth.breakdown
+    with pytest.raises(trials.InvalidTrial, match=r"steps of 1 x 1 tokens leave .* \(try padding_to=8\)"):
+        followed(tried(device=SIMULATED, micro_batch=1, runner={"name": "trainer"}), tmp_path, batches)
 
 
 @pytest.mark.slow
