@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # a script of the user's own is measured where pydantic may n
 RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
 PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
+OTHER_STEPS = "peak allocated is not known: on a CPU the tensors of the probe step alone are counted, and lengths vary"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
 PARTS = ("load", "resume", "first_step", "steps", "evaluation", "save")  # of a whole job
 OF_TRAINING = ("load", "first_step", "steps")  # whose peaks are a row's
@@ -89,6 +90,7 @@ class Asked:
     job: bool = False  # the parts of a whole job are told apart
     graphed: bool = False  # torch.compile replays CUDA graphs
     fused_loss: bool = False  # Liger's, which computes its gradients in the forward pass
+    uneven: bool = False  # steps are of different lengths: one says nothing of the others
 
 
 def asked(trial: Trial) -> Asked:
@@ -104,6 +106,7 @@ def asked(trial: Trial) -> Asked:
         trial.protocol.job,
         trial.compile in GRAPHED,
         trial.loss == "fused_linear" or (trial.loss == "default" and trial.kernels == "liger"),
+        lengths.varying(trial) and trial.padding_to != lengths.FULL,
     )
 
 
@@ -584,6 +587,8 @@ class Meter:
         }
         if isinstance(gauges.memory, HostMemory) and gauges.memory.live is not None:
             own |= {**dict.fromkeys(SPEED), "notes": [*own["notes"], COUNTED]}
+        elif self.asked.uneven and own["peak_allocated_bytes"] is not None and not gauges.cuda:
+            own |= {"peak_allocated_bytes": None, "notes": [*own["notes"], OTHER_STEPS]}
         if self.asked.graphed and gauges.cuda:
             phases = [f"{phase}_peak_allocated_bytes" for phase in ("forward", "backward", "optimizer", "step")]
             own |= {**dict.fromkeys(phases), "notes": [*own["notes"], REPLAYED]}

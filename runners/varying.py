@@ -12,10 +12,12 @@ It is rank 0's batches that are followed. Not covered: the lengths (harness/leng
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from vramsweep.harness import lengths, node
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator
 from vramsweep.harness.errors import EnvironmentFault
-from vramsweep.harness.gpus import memory_limit
+from vramsweep.harness.gpus import GPUS, Gpu, memory_limit
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import simulated
 from vramsweep.runners.curve import Curve, curve
@@ -425,6 +427,12 @@ def predict(trial: Trial, found: Family) -> simulated.Predicted:
         whole = replay(load, steps(), replace(config, per_process_memory_fraction=1.0), None).predicted
         about |= simulated.oom_columns(predicted.refused) | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
         text = simulated.refused_text(predicted.refused, done.asked, trial, whole)
+
+        def fits(gpu: Gpu) -> bool:
+            return replay(load, steps(), config, memory_limit(gpu)).predicted.refused is None
+
+        if enough := _smaller(card, math.ceil(whole.peak["reserved"] / config.per_process_memory_fraction), fits):
+            text += f" (giving memory back at its limit, {enough.name} is enough)"
         at = predicted.refused.mark.step
         if at is not None:
             text += f"; that step's batch is {' + '.join(f'{one.samples} x {one.width}' for one in every[at])} tokens"
@@ -432,6 +440,16 @@ def predict(trial: Trial, found: Family) -> simulated.Predicted:
     return simulated.Predicted(_columns(trial, done, every) | details | _kernels(found, trial, every)
                                | about | lengths.seen(trial) | _notes(trial, config, details),
                                predicted.phases, None)  # fmt: skip
+
+
+def _smaller(card: Gpu, need: int, fits: Callable[[Gpu], bool]) -> Gpu | None:
+    """The smallest card that the run fits, of those too small for what it needs without a limit, by halving; None: it
+    fits none of them. They are at least of the generations that `need` is told for."""
+    least = max(card.capability, (8, 0))
+    alike = [replace(gpu, headroom_gib=card.headroom_gib) for gpu in reversed(GPUS) if gpu.capability >= least]
+    larger = sorted((gpu for gpu in alike if memory_limit(card) < memory_limit(gpu) < need), key=memory_limit)
+    at = bisect.bisect_left(larger, True, key=fits)
+    return larger[at] if at < len(larger) else None
 
 
 def _columns(trial: Trial, done: Run, every: Sequence[Sequence[lengths.Batch]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.runners import build, torch_loop, tracing, varying
 from vramsweep.runners import custom as custom_target
 from vramsweep.runners import trainer as hf_trainer
-from vramsweep.runners.measure import Gauges, Meter, asked
+from vramsweep.runners.measure import OTHER_STEPS, Gauges, Meter, asked
 from vramsweep.runners.predict import replay
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.trace import Trace
@@ -90,6 +91,9 @@ def test_tokens_are_those_of_the_tensors(runner: str, padding_to: str, tmp_path:
     assert row["padding_fraction"] == pytest.approx(1 - kept / sum(tokens))
     assert row["longest_document"] == max(int(b["attention_mask"].sum(1).max()) for s in measured for b in s)
     assert row["step_reserved_bytes"] is row["step_allocated_bytes"] is None  # no caching allocator here
+    uneven = padding_to != "max"  # only the probe step's tensors are counted
+    assert (row["peak_allocated_bytes"] is None) == (OTHER_STEPS in (row["notes"] or ())) == uneven
+    assert row["forward_peak_allocated_bytes"] > 0 and row["step_peak_allocated_bytes"] is None
     counted = sum(batch["input_ids"].numel() for batch in of_step[4])
     assert meter.count.tokens == counted and row["hardware_flops_per_token"] * counted == meter.count.total
 
@@ -324,6 +328,95 @@ def test_a_step_that_does_not_fit_is_named(tmp_path: Path) -> None:
     assert refused.mark.step == run.asked.step == 2 and len(run.ends) == 2
     assert sum(refused.parts.values()) == refused.allocated + refused.request
     assert run.predicted.phases[-1][0].phase == refused.mark.phase
+
+
+def directly(trial: trials.Trial, folder: Path) -> varying.Family:
+    """Every batch of the trial from a direct trace of its own length."""
+    module = RUNNERS[trial.runner.name]
+    return varying.Family({padded: Direct(module, folder) for padded in (True, False)})  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_row_has_the_probe_step_and_every_measured_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the replay's own phases, step by step; each length differs, so that no step stands for another."""
+    monkeypatch.setattr(varying.allocator_config, "without_effect", lambda config: [])
+    documents(monkeypatch, 9, 2, 20, 7, 12, 5, 32, 3, 16, 8, 24, 24)
+    trial = tried(device=SIMULATED, micro_batch=2, protocol={"name": "p", "warmup_steps": 1, "measured_steps": 4})
+    batches = shapes(trial, 6)
+    assert [(one.width, one.padded) for one in batches] == [
+        (9, True), (20, True), (12, True), (32, True), (16, True), (24, False)
+    ]  # fmt: skip
+    row = varying.predict(trial, directly(trial, tmp_path)).columns
+    run = followed(trial, tmp_path, batches)
+
+    def peak(counter: str, step: int, *phases: str) -> int:
+        every = [(mark, peaks[counter]) for mark, peaks in run.predicted.phases if mark.step == step]
+        return max(value for mark, value in every if not phases or mark.phase in phases)
+
+    measured = range(2, 6)
+    for counter in ("allocated", "reserved"):
+        assert row[f"step_peak_{counter}_bytes"] == [peak(counter, step) for step in measured]
+        for phase in ("forward", "backward", "optimizer"):
+            assert row[f"{phase}_peak_{counter}_bytes"] == peak(counter, 1, phase)  # of the probe step
+    assert row["step_peak_allocated_bytes"] != row["step_peak_reserved_bytes"]
+    assert row["forward_peak_allocated_bytes"] != peak("allocated", 0, "forward")
+    held = [allocated for allocated, _ in run.ends[2:]]
+    assert row["step_allocated_bytes"] == held
+    assert row["step_reserved_bytes"] == [reserved for _, reserved in run.ends[2:]]
+    assert row["step_growth_bytes"] == min(after - before for before, after in itertools.pairwise(held))
+    assert row["step_tokens"] == [one.tokens for one in batches[2:]]
+    widest = tracing.trace_trial(varying.standin(trial, True, Point(32, 2)), GPU, tmp_path, torch_loop)
+    assert row["attention_kernels"] == sorted({*widest[1]["attention_kernels"], *kernels(trial, tmp_path, batches)})
+    assert row["attention_kernels"] and varying.UNTIMED in row["notes"]
+
+
+def kernels(trial: trials.Trial, folder: Path, batches: Sequence[lengths.Batch]) -> set[str]:
+    """Attention's kernels of these batches."""
+    family = directly(trial, folder)
+    return {kernel for one in batches for kernel in family.details(trial, [one])[1]["attention_kernels"]}
+
+
+@pytest.mark.slow
+def test_details_are_of_the_widest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = tried(device=SIMULATED, protocol={"name": "p", "warmup_steps": 1, "measured_steps": 4})
+    documents(monkeypatch, 9, 2, 20, 7, 12, 5, 32, 3, 16, 8, 24, 24)
+    asked: list[int] = []
+    details = varying.Family.details
+
+    def watched(self: varying.Family, trial: trials.Trial, passes: Sequence[lengths.Batch]) -> Any:
+        asked.append(max(one.width for one in passes))
+        return details(self, trial, passes)
+
+    monkeypatch.setattr(varying.Family, "details", watched)
+    varying.predict(trial, directly(trial, tmp_path))
+    assert asked[0] == 32
+
+
+@pytest.mark.slow
+def test_the_reason_names_the_batch_and_a_card_that_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents(monkeypatch, 9, 2, 20, 7, 12, 5, 32, 3, 16, 8, 24, 24)
+    trial = tried(device=SIMULATED, protocol={"name": "p", "warmup_steps": 1, "measured_steps": 4})
+    batches = shapes(trial, 6)
+    free = followed(trial, tmp_path, batches).predicted
+    before = max(peaks["allocated"] for mark, peaks in free.phases if mark.step is not None and mark.step < 3)
+    assert before < free.peak["allocated"]  # of step 3
+    limits = {"a100-80gb": before + 1024}
+    monkeypatch.setattr(varying, "memory_limit", lambda gpu: limits.get(gpu.name, free.peak["reserved"] - 1))
+    monkeypatch.setattr(varying.simulated, "refused_text", lambda *_: "full")
+    predicted = varying.predict(trial, directly(trial, tmp_path))
+    assert predicted.error is not None
+    at = predicted.phases[-1][0].step
+    assert at is not None and at <= 3
+    assert f"that step's batch is 2 x {batches[at].width} tokens" in str(predicted.error)
+    assert predicted.columns["unlimited_peak_reserved_bytes"] == free.peak["reserved"]
+
+
+def test_a_smaller_card_is_named_where_the_run_fits_it() -> None:
+    card = gpus.named("t4-16gb")
+    fitting = varying._smaller(card, 60 << 30, lambda gpu: gpus.memory_limit(gpu) > 20 << 30)
+    assert fitting is not None and 20 << 30 < gpus.memory_limit(fitting) < 24 << 30 and fitting.capability >= (8, 0)
+    assert varying._smaller(card, 60 << 30, lambda gpu: False) is None
+    assert varying._smaller(card, 1 << 30, lambda gpu: True) is None  # what it needs without a limit is less
 
 
 @pytest.mark.slow
