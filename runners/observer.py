@@ -91,7 +91,7 @@ class Observer:
         self.forward_seen = False  # since the last step ended
         self.inside = False  # of a call of a class whose calls are followed
         self.trained = False  # a model in train() has had a backward pass
-        self.closing = False  # an optimizer is amid its step, and calls what it was given
+        self.closures: int | None = None  # backward passes of an optimizer that is amid its step, of what it was given
         self.late = False  # the meter began with a backward pass
         self.elsewhere: set[int] = set()  # steps in which something else was done: evaluated, saved
         self.counts = dict.fromkeys(("forwards", "backwards", "steps"), 0)
@@ -316,8 +316,10 @@ class Observer:
     def backward_begins(self) -> None:
         self.counts["backwards"] += 1
         self.backwards += 1
-        if self.closing:
-            self.volume.again()
+        if self.closures is not None:
+            self.closures += 1  # Lightning's is always there, and called once
+            if self.closures > 1:
+                self.volume.again()
         if self.meter is None:  # of a model that is no module, or was on the host when it was called
             self.late = True
             self.begin(next((module for one in self.modules if (module := one()) is not None), None))
@@ -330,10 +332,10 @@ class Observer:
         self.arm()
 
     def optimizer_begins(self, optimizer: Any, *_: Any) -> None:
-        self.closing = True
+        self.closures = 0
 
     def optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
-        self.closing = False
+        self.closures = None
         if optimizer is not None and all(one() is not optimizer for one in self.optimizers):
             self.optimizers.append(weakref.ref(optimizer))
         if not self.backwards:  # DeepSpeed makes states so; and its third stage steps group by group
