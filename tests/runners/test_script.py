@@ -128,7 +128,8 @@ def test_lightning(run_sweep: Run) -> None:
     words = "PYTHON SCRIPTS/lit.py --len {seq_len} --accumulate {grad_accum} --out {output_dir}"
     one, two = run_sweep(command(words, seq_len=32), command(words, seq_len=32, grad_accum=2))
     assert one["outcome"] == two["outcome"] == "ok"
-    assert two["tokens_per_s"] * two["elapsed_s"] == 2 * one["tokens_per_s"] * one["elapsed_s"] == 2 * 2 * 32 * 2
+    assert two["tokens_per_s"] * two["elapsed_s"] == pytest.approx(2 * 2 * 32 * 2)
+    assert one["tokens_per_s"] * one["elapsed_s"] == pytest.approx(2 * 32 * 2)
     parameters = one["parameters"]
     assert one["optimizer_peak_allocated_bytes"] > 4 * 4 * parameters  # weights, gradients, two moments in fp32
     assert one["model_flops_per_token"] == pytest.approx(6 * parameters, rel=0.1)  # (Kaplan et al. 2020)
