@@ -207,7 +207,7 @@ def fit_table(
             if len(points.x) == 0:
                 continue
             any_points = True
-            if not METRICS[name].memory and FEWEST <= len(np.unique(points.x)) < FEWEST_TIMES:
+            if axis == "seq_len" and not METRICS[name].memory and FEWEST <= len(np.unique(points.x)) < FEWEST_TIMES:
                 few += 1
                 continue
             fit = fit_points(points, METRICS[name], group, robust, axis, knows)
@@ -222,10 +222,8 @@ def fit_table(
         of = "lengths" if axis == "seq_len" else f"values of {axis}"
         notes.append(f"{short} curve{'s' * (short != 1)} with fewer than {FEWEST} different {of} not fitted")
     if few:
-        of = "lengths" if axis == "seq_len" else f"values of {axis}"
-        notes.append(
-            f"{few} curve{'s' * (few != 1)} of step time with fewer than {FEWEST_TIMES} different {of} not fitted"
-        )
+        one = "curve of step time" if few == 1 else "curves of step time"
+        notes.append(f"{few} {one} with fewer than {FEWEST_TIMES} different lengths not fitted")
     if len(found) > limit:
         notes.append(f"{len(found):,} groups of equal settings; the {limit} with most rows were fitted")
     return fits, notes

@@ -172,7 +172,7 @@ def test_censoring_only_enters_what_the_device_limits() -> None:
 
 
 def test_memory_that_differs_between_repeats_is_said() -> None:
-    rows = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",))
+    rows = synthetic.sweep(lengths=(128, 256, 512, 1024, 2048), batches=(1,), allocators=("default",))
     rows[0] = {**rows[0], "peak_allocated_bytes": rows[0]["peak_allocated_bytes"] + 2**20}
     fits, _ = fit_table(from_frame(pd.DataFrame(rows), "test"), ["peak_allocated_bytes", "step_median_s"])
     assert "memory should repeat exactly" in fits[0].warnings[0]
