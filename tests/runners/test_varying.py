@@ -340,11 +340,11 @@ def directly(trial: trials.Trial, folder: Path) -> varying.Family:
 def test_the_row_has_the_probe_step_and_every_measured_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the replay's own phases, step by step; each length differs, so that no step stands for another."""
     monkeypatch.setattr(varying.allocator_config, "without_effect", lambda config: [])
-    documents(monkeypatch, 9, 2, 20, 7, 12, 5, 32, 3, 16, 8, 24, 24)
-    trial = tried(device=SIMULATED, micro_batch=2, protocol={"name": "p", "warmup_steps": 1, "measured_steps": 4})
+    documents(monkeypatch, 289, 64, 640, 224, 384, 160, 1024, 96, 512, 256, 768, 768)
+    trial = tried(device=SIMULATED, seq_len=1024, protocol={"name": "p", "warmup_steps": 1, "measured_steps": 4})
     batches = shapes(trial, 6)
     assert [(one.width, one.padded) for one in batches] == [
-        (9, True), (20, True), (12, True), (32, True), (16, True), (24, False)
+        (289, True), (640, True), (384, True), (1024, True), (512, True), (768, False)
     ]  # fmt: skip
     row = varying.predict(trial, directly(trial, tmp_path)).columns
     run = followed(trial, tmp_path, batches)
@@ -361,11 +361,11 @@ def test_the_row_has_the_probe_step_and_every_measured_one(tmp_path: Path, monke
     assert row["step_peak_allocated_bytes"] != row["step_peak_reserved_bytes"]
     assert row["forward_peak_allocated_bytes"] != peak("allocated", 0, "forward")
     held = [allocated for allocated, _ in run.ends[2:]]
-    assert row["step_allocated_bytes"] == held
+    assert row["step_allocated_bytes"] == held and len(set(held)) == 4
     assert row["step_reserved_bytes"] == [reserved for _, reserved in run.ends[2:]]
     assert row["step_growth_bytes"] == min(after - before for before, after in itertools.pairwise(held))
     assert row["step_tokens"] == [one.tokens for one in batches[2:]]
-    widest = tracing.trace_trial(varying.standin(trial, True, Point(32, 2)), GPU, tmp_path, torch_loop)
+    widest = tracing.trace_trial(varying.standin(trial, True, Point(1024, 2)), GPU, tmp_path, torch_loop)
     assert row["attention_kernels"] == sorted({*widest[1]["attention_kernels"], *kernels(trial, tmp_path, batches)})
     assert row["attention_kernels"] and varying.UNTIMED in row["notes"]
 
