@@ -24,7 +24,6 @@ import pyarrow.parquet
 
 from vramsweep.harness import journal, others
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.lengths import PREFIX
 from vramsweep.harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION, SYSTEM, TEXT_LISTS
 from vramsweep.harness.trial import LEFT_OUT
 
@@ -35,6 +34,7 @@ _NESTED = (
     "trial",
     *(c.name for c in COLUMNS if c.type is dict and c.name not in ("trial", *_PARTS)),
 )  # only it is read
+DRAWN = "lengths:"  # harness/lengths.py: how `data` begins where samples have lengths of their own
 EXTRA = "trial."  # prefix of settings that only the resolved trial holds
 
 _PIECE = 1 << 24  # bytes of a journal read at a time
@@ -349,7 +349,7 @@ def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
 
 def varying(frame: pd.DataFrame) -> pd.Series[bool]:
     """Which rows' samples vary in length (data=lengths:...): their seq_len is only where samples are cut."""
-    drawn = frame["data"].str.startswith(PREFIX).fillna(False) & frame["packing"].fillna("none").eq("none")
+    drawn = frame["data"].str.startswith(DRAWN).fillna(False) & frame["packing"].fillna("none").eq("none")
     return drawn.astype(bool)
 
 

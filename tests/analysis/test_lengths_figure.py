@@ -11,12 +11,13 @@ import synthetic
 
 from vramsweep.analysis.compare import lengths
 from vramsweep.analysis.data.groups import groups
-from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.data.load import DRAWN, Table, from_frame
 from vramsweep.analysis.data.metrics import GIB, MIB
 from vramsweep.analysis.figures.lengths import of_lengths
 from vramsweep.analysis.model.fit import fit_table
 from vramsweep.analysis.model.frontier import frontier
 from vramsweep.analysis.report.content import collect
+from vramsweep.harness.lengths import PREFIX
 from vramsweep.harness.row import Row, complete
 
 UNKNOWN = dict.fromkeys(("step_reserved_bytes", "step_peak_allocated_bytes", "step_tokens"))
@@ -228,3 +229,7 @@ def test_the_report_tells_predicted_from_measured() -> None:
     assert content.summary.splitlines()[:2] == about  # which is what the terminal begins with
     assert len([figure for figure in content.figures if figure.name.startswith("lengths")]) == 2
     assert not any("peak reserved SMALLER" in text for text in content.findings)  # it is said once
+
+
+def test_the_harness_names_such_data_alike() -> None:
+    assert DRAWN == PREFIX
