@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from vramsweep.runners.observer import SPEC, Observer
+from vramsweep.runners.hook.sitecustomize import WATCH
+from vramsweep.runners.observer import Observer
 
 LEFT_OUT = 10
 CONFIG = Qwen2Config(
@@ -53,7 +54,7 @@ def watched(steps: int) -> list[float]:
     """The same under the observer, which must have measured every one of them."""
     with tempfile.TemporaryDirectory() as name:
         asked = {"warmup_steps": 1, "measured_steps": None, "record": False, "stop": False}
-        (Path(name) / SPEC).write_text(json.dumps(asked | {"job": False, "precision": None, "worker": os.getpid()}))
+        (Path(name) / WATCH).write_text(json.dumps(asked | {"job": False, "precision": None, "worker": os.getpid()}))
         observer = Observer(Path(name))
         observer.install()
         times = trained(steps)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._python_dispatch as python_dispatch
+from torch import overrides
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -80,7 +82,46 @@ def gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.grad if leaf else None
 
 
-class LiveBytes(TorchDispatchMode):
+class Beneath:
+    """A mode that goes beneath those that are there, and is left from wherever it is.
+
+    A script's own modes (`with torch.device(...)`, a profiler) may begin before a step of ours and end amid it; torch
+    would take the one on top for theirs.
+    """
+
+    def __enter__(self) -> Any:
+        above = self._lifted(everything=True)
+        try:
+            return super().__enter__()  # type: ignore[misc]
+        finally:
+            self._put_back(above)
+
+    def __exit__(self, *error: Any) -> None:
+        above = self._lifted()
+        try:
+            super().__exit__(*error)  # type: ignore[misc]
+        finally:
+            self._put_back(above)
+
+    def _lifted(self, everything: bool = False) -> list[Any]:
+        """The modes above this one, or all, off the stack, the uppermost first."""
+        stack = list(_stacks(self)[0]())
+        count = len(stack) if everything or self not in stack else len(stack) - 1 - stack.index(self)
+        return [_stacks(self)[1]() for _ in range(count)]
+
+    def _put_back(self, modes: list[Any]) -> None:
+        for mode in reversed(modes):
+            _stacks(self)[2](mode)
+
+
+def _stacks(mode: Any) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """How to look at, pop from and push on the stack of modes of this kind."""
+    if isinstance(mode, TorchFunctionMode):
+        return overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode
+    return python_dispatch._get_current_dispatch_mode_stack, python_dispatch._pop_mode, python_dispatch._push_mode
+
+
+class LiveBytes(Beneath, TorchDispatchMode):
     """Bytes of the tensor storages that are alive, each storage once, from those alive on entry onwards.
 
     `others` are storages that count for nothing: constants of imported libraries. They must stay alive.
@@ -220,7 +261,7 @@ FORMULALESS = frozenset((
 ))  # fmt: skip
 
 
-class FlopCount(TorchDispatchMode):
+class FlopCount(Beneath, TorchDispatchMode):
     """Floating-point operations of matrix products, convolutions and attention (2 per multiply-add).
 
     Source of the formulas: torch.utils.flop_counter. An operator without one is decomposed if it can be; if not, it
@@ -269,7 +310,7 @@ def _recomputes() -> bool:
     return in_backward and (torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled())
 
 
-class SdpaKernels(TorchFunctionMode):
+class SdpaKernels(Beneath, TorchFunctionMode):
     """Which kernels `scaled_dot_product_attention` runs, in `seen`: flash, efficient, cudnn, math.
 
     The fused ones are operators of their own. The plain formula is none, so a call in which no fused one ran is math.

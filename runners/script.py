@@ -22,7 +22,7 @@ import pynvml
 
 import vramsweep
 from vramsweep.harness import machine, script, variables
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.trial import InvalidTrial, Trial, unchanged
 from vramsweep.runners import result, script_ends
 from vramsweep.runners import seen as of_processes
 from vramsweep.runners.hook import sitecustomize as hook
@@ -42,6 +42,7 @@ def run(trial: Trial, folder: Path) -> Columns:
     """
     output = (folder / script.OUTPUT).resolve()  # a script may go elsewhere, as Hydra's do
     output.mkdir()
+    unchanged(trial)
     asked = _asked(trial)
     (folder / hook.WATCH).write_text(json.dumps(asked))
     baseline = _used(trial)

@@ -104,6 +104,8 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         return Predicted(known, phases, SimulatedOutOfMemoryError(text, known))
     grown = None if "step_growth_bytes" in details else growth(trace)  # of steps that are not alike
     found = columns(predicted) | lagging(trace, config, limit) | estimated | details | known
+    if lengths.named(trial.data):  # and packed, or it would not come here
+        found |= lengths.seen(trial)
     notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
     notes += [*unheeded(trial, found["differences"] or ()), *filter(None, [untimed])]
     if grown is not None:

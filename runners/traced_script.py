@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vramsweep.harness import gpus, interpreter, script
 from vramsweep.harness.row import COLUMNS
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.trial import InvalidTrial, Trial, unchanged
 from vramsweep.runners.hook.sitecustomize import WATCH
 from vramsweep.runners.known_values import KnownValues
 from vramsweep.runners.observer import Observer
@@ -68,6 +68,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     """Run the script until `trial.steps()` of its steps are traced. Raises InvalidTrial where it cannot be."""
     if type(trial.seq_len) is not int or type(trial.micro_batch) is not int:
         raise RuntimeError("a command has numbers in it, not symbols")
+    unchanged(trial)
     output = (folder / script.OUTPUT).resolve()
     output.mkdir(exist_ok=True)
     asked = {"stop": True, "job": False, "precision": None}

@@ -18,8 +18,9 @@ import torch
 from conftest import ROOT, TARGETS, Run, tiny
 from targets import scripted
 
+from vramsweep.analysis.data import parts
+from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import load
-from vramsweep.analysis.report.findings import findings
 from vramsweep.harness.row import Row
 from vramsweep.runners import script
 
@@ -301,7 +302,18 @@ def test_steps_are_seen_however_they_are_made(run_sweep: Run, tmp_path: Path, ki
 def test_what_is_called_beside_the_trained_model_counts_for_nothing(run_sweep: Run) -> None:
     """Every row is that of the plain one but in what its name says."""
     protocol = {"name": "x", "warmup_steps": 2, "measured_steps": 8}
-    kinds = ("plain", "big", "teacher", "transform", "retry", "siamese", "closure", "evaluation", "with_gradients")
+    kinds = (
+        "plain",
+        "big",
+        "teacher",
+        "transform",
+        "retry",
+        "modes",
+        "siamese",
+        "closure",
+        "evaluation",
+        "with_gradients",
+    )
     rows = run_sweep(*(command(f"PYTHON SCRIPTS/models.py {kind}", protocol=protocol) for kind in kinds))
     by = dict(zip(kinds, rows, strict=True))
     assert {row["outcome"] for row in rows} == {"ok"}
@@ -313,8 +325,10 @@ def test_what_is_called_beside_the_trained_model_counts_for_nothing(run_sweep: R
     assert len(by["evaluation"]["step_times_s"]) == 6 and by["evaluation"]["elapsed_s"] < 0.3
     assert any("evaluated or saved in 2 of 8 measured steps" in note for note in by["evaluation"]["notes"])
     assert by["big"]["peak_allocated_bytes"] == by["plain"]["peak_allocated_bytes"]
+    assert by["modes"]["model_flops_per_token"] == by["plain"]["model_flops_per_token"]
+    assert by["modes"]["peak_allocated_bytes"] == pytest.approx(by["plain"]["peak_allocated_bytes"], rel=0.01)
     assert by["teacher"]["model_flops_per_token"] <= by["teacher"]["hardware_flops_per_token"]
-    assert [row["grad_accum"] for row in rows] == [1] * 6 + [None, 1, 1]
+    assert [row["grad_accum"] for row in rows] == [1] * 7 + [None, 1, 1]
 
 
 def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
@@ -386,8 +400,10 @@ def test_a_whole_job_has_a_peak_for_each_of_its_parts(run_sweep: Run, tmp_path: 
     assert first["peak_allocated_bytes"] == peaks["steps"]  # of load and steps alone
     assert first["part_peak_reserved_bytes"] is None
     assert first["notes"][-1] == "of the whole job evaluation needs most: 10.0 MiB, and the steps 3.0 MiB"
-    said = findings(load(tmp_path / "t"), [], [])
-    assert said[0] == "Of 2 whole jobs the part with the largest peak is evaluation in 2."
+    (said,) = parts.sentences(parts.jobs(groups(load(tmp_path / "t"))))
+    assert said.startswith(
+        "In 2 of 2 jobs evaluation needs most (allocated): at worst 10.0 MiB where the steps need 3.0 MiB"
+    )
 
 
 @pytest.mark.slow

@@ -1,10 +1,18 @@
 """A small training beside other models, and with what else people do between two steps; argument 1 says what."""
 
+import contextlib
 import sys
 import time
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+
+class Nothing(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def model(width: int = 32) -> nn.Module:
@@ -28,10 +36,8 @@ for step in range(40):
     if teacher is not None:
         teacher(ids)
     if what == "retry":
-        try:
+        with contextlib.suppress(IndexError):
             net(torch.full((8, 16), 50))  # of which there are none
-        except IndexError:
-            pass
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -41,7 +47,14 @@ for step in range(40):
         loss.backward()
         return loss
 
-    if what == "closure":
+    if what == "modes":
+        optimizer.zero_grad()
+        with Nothing(), FlopCounterMode(display=False) as counter:
+            loss = net(ids).sum()
+        assert counter.get_total_flops() == 2 * 64 * (32 * 32 + 32 * 50)
+        loss.backward()
+        optimizer.step()
+    elif what == "closure":
         optimizer.step(closure)
     else:
         closure()
