@@ -50,6 +50,7 @@ UNLOADED = (
 )
 DISTURBED = "the optimizer's peak is not known: the script evaluated or saved before the next step began"
 HELD_S = 5.0  # that the process stays once all is said: the worker ends it, and what would follow it
+SETTLED = 3  # steps without a new model, after which calls of known ones' classes tell enough
 MEETING_S = 60.0  # that a rank waits for the others to have measured, before it ends
 _BACKWARD = ((torch.autograd, "backward"), (torch.autograd, "grad"), (torch.autograd, "_engine_run_backward"))
 
@@ -75,6 +76,7 @@ class Observer:
         self.asked: dict[str, Any] = json.loads((folder / WATCH).read_text())
         given = self.asked.get("variables", os.environ)  # before torch was imported, if that is known
         self.variables = {name: given.get(name) for name in VARIABLES}
+        self.forward, self.evaluation = self.guarded(self.forward_begins), self.guarded(self.evaluates)
         self.handle: Any = None
         self.undo: list[Callable[[], None]] = []
         self._fresh()
@@ -89,6 +91,7 @@ class Observer:
         self.depth = 0
         self.stepped = False  # since the last forward pass began
         self.forward_seen = False  # since the last step ended
+        self.settled = 0  # steps since a model came that was not known
         self.inside = False  # of a call of a class whose calls are followed
         self.trained = False  # a model in train() has had a backward pass
         self.closures: int | None = None  # backward passes of an optimizer that is amid its step, of what it was given
@@ -282,14 +285,15 @@ class Observer:
     def called(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called, not by another."""
         if torch.is_grad_enabled():
-            self.guarded(self.forward_begins)(module, args, kwargs)
-        else:
-            self.guarded(self.evaluates)(module)
+            self.forward(module, args, kwargs)
+        elif self.unevaluated():
+            self.evaluation(module)
 
     # ---- what happens
 
     def forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not any(parameter.requires_grad for parameter in module.parameters()):
+        known = any(one() is module for one in self.modules)
+        if not known and not any(parameter.requires_grad for parameter in module.parameters()):
             frozen = next(module.parameters(), None) is not None
             if frozen and self.meter is not None and self.meter.step() is self.meter.count:
                 self.meter.count.uneven = True  # its pass has no backward pass
@@ -300,7 +304,8 @@ class Observer:
         self.disarm()
         self.follow(type(module))
         self.counts["forwards"] += 1
-        if all(one() is not module for one in self.modules):
+        if not known:
+            self.settled = 0
             self.modules.append(weakref.ref(module))
         if self.meter is None and torch.cuda.is_available() and _device(module).type == "cpu":
             return  # it may be moved yet: where the backward pass runs is where it trains
@@ -329,7 +334,8 @@ class Observer:
     def backward_ended(self, over: bool) -> None:
         self.trained |= over and any(module.training for one in self.modules if (module := one()) is not None)
         self.volume.backward(over)
-        self.arm()
+        if self.settled < SETTLED:
+            self.arm()
 
     def optimizer_begins(self, optimizer: Any, *_: Any) -> None:
         self.closures = 0
@@ -461,6 +467,7 @@ class Observer:
         if self.asked["job"]:  # what came in between is another part's
             self.part("steps")
         self.stepped = self.forward_seen = False
+        self.settled += 1
         if self.built is None:
             self.built = self.describe()
         if meter.step() is meter.count:
