@@ -70,7 +70,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--length", type=int, default=128, help="tokens of each of the four samples")
     options = parser.parse_args()
+    global IDS
+    IDS = torch.randint(0, 512, (4, options.length))
     trained(2 * LEFT_OUT)
     ratios = []
     for turn in range(options.rounds):
@@ -88,5 +91,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     MODEL = Qwen2ForCausalLM(CONFIG)
     OPTIMIZER = torch.optim.AdamW(MODEL.parameters(), lr=1e-4)
-    IDS = torch.randint(0, 512, (4, 128))
     main()
