@@ -43,7 +43,7 @@ def trained(steps: int) -> list[float]:
     times = []
     for _ in range(steps):
         began = time.perf_counter()
-        MODEL(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        MODEL(input_ids=IDS[0], labels=IDS[0], use_cache=False).loss.backward()
         OPTIMIZER.step()
         OPTIMIZER.zero_grad()
         times.append(time.perf_counter() - began)
@@ -72,8 +72,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--length", type=int, default=128, help="tokens of each of the four samples")
     options = parser.parse_args()
-    global IDS
-    IDS = torch.randint(0, 512, (4, options.length))
+    IDS.append(torch.randint(0, 512, (4, options.length)))
     trained(2 * LEFT_OUT)
     ratios = []
     for turn in range(options.rounds):
@@ -90,5 +89,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
     MODEL = Qwen2ForCausalLM(CONFIG)
+    IDS: list[torch.Tensor] = []
     OPTIMIZER = torch.optim.AdamW(MODEL.parameters(), lr=1e-4)
     main()
