@@ -17,13 +17,13 @@ Not covered: `torch.cuda.memory_snapshot`, which has no peaks; counters other th
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 Stats = dict[str, Any]
+Peaks = dict[tuple[str, ...], int]  # by the names that lead to each
 READ, RESET = "_cuda_memoryStats", "_cuda_resetPeakMemoryStats"
 READS = (READ, "_accelerator_getDeviceStats")  # torch.accelerator has them since 2.9
 RESETS = (RESET, "_accelerator_resetPeakStats")
@@ -34,8 +34,8 @@ class SharedPeaks:
 
     def __init__(self) -> None:
         self._taken = False  # a meter takes peaks
-        self._ours: dict[int, Stats] = {}  # by card: peaks since our last take, of before resets of the script's
-        self._theirs: dict[int, Stats] = {}  # by card: peaks since the script's last reset, of before resets of ours
+        self._ours: dict[int, Peaks] = {}  # by card: peaks since our last take, of before resets of the script's
+        self._theirs: dict[int, Peaks] = {}  # by card: peaks since the script's last reset, of before resets of ours
         self._undo: list[tuple[str, Any]] = []
 
     def install(self) -> None:
@@ -62,20 +62,20 @@ class SharedPeaks:
         """The card's statistics, with the peaks since the last call."""
         card = torch.cuda.current_device() if device.index is None else device.index
         now = self._read(card)
-        self._theirs[card] = _larger(now, self._theirs.get(card, {}))
+        self._theirs[card] = _most(now, self._theirs.get(card, {}))
         self._reset(card)
-        return _larger(now, self._ours.pop(card, {}))
+        return _raised(now, self._ours.pop(card, {}))
 
     def _read_by(self, function: Callable[[int], Stats]) -> Callable[[int], Stats]:
         """The function as the script gets it."""
-        return lambda card: _larger(function(card), self._theirs.get(card, {}))
+        return lambda card: _raised(function(card), self._theirs.get(card, {}))
 
     def _reset_by(self, function: Callable[[int], None]) -> Callable[[int], None]:
         """The function as the script gets it."""
 
         def reset(card: int) -> None:
             if self._taken:
-                self._ours[card] = _larger(self._read(card), self._ours.get(card, {}))
+                self._ours[card] = _most(self._read(card), self._ours.get(card, {}))
             function(card)
             self._theirs.pop(card, None)
             self._give_back()
@@ -92,12 +92,25 @@ class SharedPeaks:
 SHARED = SharedPeaks()  # of this process, as torch's counters are
 
 
-def _larger(stats: Stats, before: Stats) -> Stats:
-    """The same statistics with every peak that was larger before."""
-    found = copy.deepcopy(stats)
-    for name, pools in before.items():
-        for pool, values in pools.items() if isinstance(pools, dict) else ():
-            there = found.get(name, {}).get(pool)
-            if isinstance(there, dict) and isinstance(values, dict) and "peak" in values:
-                there["peak"] = max(there["peak"], values["peak"])
-    return found
+def _peaks(stats: Stats, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+    for name, value in stats.items():
+        if isinstance(value, dict):
+            yield from _peaks(value, (*path, name))
+        elif name == "peak":
+            yield (*path, name), value
+
+
+def _most(stats: Stats, before: Peaks) -> Peaks:
+    """Every peak, as it is now or was before, whichever is larger."""
+    return before | {path: max(peak, before.get(path, peak)) for path, peak in _peaks(stats)}
+
+
+def _raised(stats: Stats, before: Peaks) -> Stats:
+    """The statistics, which torch makes anew for everyone who asks, with every peak that was larger before."""
+    for path, peak in before.items():
+        place = stats
+        for name in path[:-1]:
+            place = place.get(name, {})
+        if "peak" in place:
+            place["peak"] = max(place["peak"], peak)
+    return stats
