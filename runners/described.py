@@ -5,6 +5,8 @@ It needs torch alone, as what it describes may be a script of the user's own (ob
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +37,27 @@ def describe(net: Any, optim: Any) -> dict[str, Any]:
         "attention_effective": getattr(getattr(net, "config", None), "_attn_implementation", None),
         "optimizer_effective": optimizer_name(optim),
     }
+
+
+def script(nets: Sequence[Any], optimizers: Sequence[Any]) -> dict[str, Any]:
+    """The same of a script of the user's own, which may train several models; what it does not tell is left out."""
+    inner = [getattr(net, "_orig_mod", net) for net in nets]  # torch.compile's
+    inner = [getattr(net, "module", net) for net in inner]  # data parallel's, DeepSpeed's
+    found: dict[str, Any] = {"padding_fraction": None}
+    if nets and not any(map(_divided, nets)):
+        found |= counts(inner[0] if len(inner) == 1 else torch.nn.ModuleList(inner))
+    kinds = {getattr(getattr(net, "config", None), "_attn_implementation", None) for net in inner}
+    found["attention_effective"] = kinds.pop() if len(kinds) == 1 else None
+    if optimizers:
+        found["optimizer_effective"] = ", ".join(sorted({optimizer_name(one) for one in optimizers}))
+    if any(type(net).__name__ == "DeepSpeedEngine" for net in nets):
+        found["deepspeed_version"] = getattr(sys.modules.get("deepspeed"), "__version__", None)
+    return found
+
+
+def _divided(net: Any) -> bool:
+    """Whether a rank holds only its part of the weights, so that they cannot be counted."""
+    return any(type(one).__name__ == "FullyShardedDataParallel" for one in net.modules())
 
 
 def optimizer_name(optim: Any) -> str:

@@ -24,6 +24,7 @@ import torch
 from vramsweep.harness import machine
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.shared_peaks import SharedPeaks
+from vramsweep.runners.torch_hooks import BACKWARD, Passes
 
 Peaks = dict[str, int | None]
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
@@ -344,37 +345,18 @@ class Clock:
         return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
 
 
-# All ends in the last one, also for those who imported the first two by name; these make the loss's gradient before.
-_BACKWARD = ((torch.autograd, "backward"), (torch.autograd, "grad"), (torch.autograd, "_engine_run_backward"))
-
-
 @contextlib.contextmanager
 def backward_boundaries(entered: Callable[[], None], left: Callable[[], None]) -> Iterator[None]:
-    """Call `entered` and `left` around each outermost backward pass, whoever starts it.
+    """Call `entered` before and `left` after each outermost backward pass that comes to its end."""
 
-    A pass within a pass, as reentrant checkpointing starts it, is no boundary.
-    """
-    depth = 0
+    def ended(over: bool) -> None:
+        if over:
+            left()
 
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            if depth == 0:
-                entered()
-            depth += 1
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                depth -= 1
-            if depth == 0:
-                left()
-            return result
-
-        return run
-
+    passes = Passes(entered, ended)
     with contextlib.ExitStack() as stack:
-        for module, name in _BACKWARD:
-            stack.enter_context(mock.patch.object(module, name, watched(getattr(module, name))))
+        for module, name in BACKWARD:
+            stack.enter_context(mock.patch.object(module, name, passes.watched(getattr(module, name))))
         yield
 
 

@@ -1,16 +1,15 @@
 """Watches a training script that knows nothing of us, from inside its process: the same meter as our own runners use.
 
-What is seen: the first call of a module in which gradients are wanted (a forward pass begins), torch.autograd's passes,
-the steps of torch.optim.Optimizer and of GradScaler. A step of the meter ends where the first forward pass after an
+Torch tells what the script does (torch_hooks.py). A step of the meter ends where the first forward pass after an
 optimizer step begins, so what comes between them (gradients set to None, schedulers, the next batch) is the earlier
-step's. Before the first of them model and optimizer are loaded.
+step's. Before the first of them model and optimizer are loaded. Of several modules those count whose parameters an
+optimizer steps: not a teacher, a transform of the data, or an evaluation between two steps.
 
     import torch | the first forward | backward | optimizer.step | the next forward | ...
     `start`      | load ends, step 0 | phase    |                | step 0 ends      |
 
-The cost is one module call's hooks, two calls around each backward pass and one after each optimizer step. What is
-written lies in the attempt's folder: `seen-PID.json`, whenever there is more to say. Nothing is printed, and nothing
-that goes wrong here reaches the script.
+What is written lies in the attempt's folder: `seen-PID.json`, whenever there is more to say. Nothing is printed, and
+nothing that goes wrong here reaches the script.
 
 Not covered: how this gets into the script's process (hook/sitecustomize.py), what is made of the files (script.py).
 A model that is compiled as a function, or has no module at all, is seen by its backward passes only: its steps then end
@@ -21,30 +20,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import json
 import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vramsweep.runners import constants
+from vramsweep.runners import constants, described
 from vramsweep.runners.hook.sitecustomize import SEEN, WATCH
 from vramsweep.runners.shared_peaks import SHARED
+from vramsweep.runners.torch_hooks import TorchHooks
 from vramsweep.runners.volume import Volume
 
 if TYPE_CHECKING:
     from vramsweep.runners.measure import Gauges, Meter
 
-VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 UNLOADED = (
     "what loading took is not known: no module was called on the card, so where the first step begins is not seen"
 )
@@ -52,14 +48,13 @@ DISTURBED = "the optimizer's peak is not known: the script evaluated or saved be
 HELD_S = 5.0  # that the process stays once all is said: the worker ends it, and what would follow it
 SETTLED = 3  # steps without a new model, after which calls of known ones' classes tell enough
 MEETING_S = 60.0  # that a rank waits for the others to have measured, before it ends
-_BACKWARD = ((torch.autograd, "backward"), (torch.autograd, "grad"), (torch.autograd, "_engine_run_backward"))
 
 
 def start(folder: str) -> None:
     """Watch this process from now on, and every process that is forked from it."""
     imported = _storages()
     watch = Observer(Path(folder), imported)
-    watch.undo.append(constants.collect(imported))
+    watch.hooks.undo.append(constants.collect(imported))
     watch.install()
     os.register_at_fork(after_in_child=watch.forked)
     atexit.register(watch.ended)
@@ -74,12 +69,8 @@ class Observer:
     def __init__(self, folder: Path, imported: Sequence[torch.UntypedStorage] = ()) -> None:
         self.folder, self.imported = folder, imported
         self.asked: dict[str, Any] = json.loads((folder / WATCH).read_text())
-        given = self.asked.get("variables", os.environ)  # before torch was imported, if that is known
-        self.variables = {name: given.get(name) for name in VARIABLES}
-        self.forward, self.evaluation = self.guarded(self.forward_begins), self.guarded(self.evaluates)
-        self.handle: Any = None
-        self.undo: list[Callable[[], None]] = []
         self._fresh()
+        self.hooks = TorchHooks(self)
 
     def _fresh(self) -> None:
         self.meter: Meter | None = None
@@ -88,11 +79,9 @@ class Observer:
         self.problem: str | None = None
         self.done = False  # nothing more is looked at
         self.backwards = 0  # since the last step of an optimizer
-        self.depth = 0
         self.stepped = False  # since the last forward pass began
         self.forward_seen = False  # since the last step ended
         self.settled = 0  # steps since a model came that was not known
-        self.inside = False  # of a call of a class whose calls are followed
         self.trained = False  # a model in train() has had a backward pass
         self.closures: int | None = None  # backward passes of an optimizer that is amid its step, of what it was given
         self.late = False  # the meter began with a backward pass
@@ -109,185 +98,31 @@ class Observer:
     def forked(self) -> None:
         """This is a child of the process that was watched: it has measured nothing yet."""
         self._fresh()
-        self.arm()
-
-    # ---- what is hooked
+        self.hooks.fresh()
+        self.hooks.arm()
 
     def install(self) -> None:
-        """Hook what there is to hook."""
+        """Begin to watch. Of a whole job, on a CPU, count its tensors from here on."""
         SHARED.install()
-        self.undo.append(SHARED.uninstall)
-        self.arm()
-        self.undo.append(register_optimizer_step_pre_hook(self.guarded(self.optimizer_begins)).remove)
-        self.undo.append(register_optimizer_step_post_hook(self.guarded(self.optimizer_stepped)).remove)
-        for module, name in _BACKWARD:
-            self.patch(module, name, self.watched(getattr(module, name)))
-        scaler_class = torch.amp.GradScaler
-        update = scaler_class.update
-
-        @functools.wraps(update)
-        def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            result = update(scaler, *args, **kwargs)
-            self.guarded(self.scaler_updated)(scaler)
-            return result
-
-        self.patch(scaler_class, "update", updated)
-        self.patch(torch, "compile", self.compiling(torch.compile))
-        self.patch(torch, "save", self.before(torch.save, self.saves))
-        if self.asked["job"]:
-            self.install_job()
-        if "torch._dynamo.eval_frame" in sys.modules:
-            self.follow(sys.modules["torch._dynamo.eval_frame"].OptimizedModule)
-
-    def patch(self, owner: Any, name: str, function: Any) -> None:
-        """Replace a function of torch's, until `uninstall`; one that somebody else replaces meanwhile stays so."""
-        before, own = getattr(owner, name), name in vars(owner)
-        setattr(owner, name, function)
-
-        def restore() -> None:
-            if getattr(owner, name) is function and own:
-                setattr(owner, name, before)
-            elif getattr(owner, name) is function:
-                delattr(owner, name)
-
-        self.undo.append(restore)
-
-    def uninstall(self) -> None:
-        """Leave the process as it was found."""
-        self.close()
-        for one in reversed(self.undo):
-            one()
-        self.undo.clear()
-
-    def install_job(self) -> None:
-        """Tell the parts of a whole job apart; on a CPU count its tensors from here on."""
-        if not torch.cuda.is_available():
+        self.hooks.undo.append(SHARED.uninstall)
+        if self.asked["job"] and not _cards():
             from vramsweep.runners.dispatch import LiveBytes
 
             self.live = LiveBytes(self.imported)
             self.live.__enter__()
-            self.undo.append(lambda: self.live.__exit__(None, None, None))
-        self.patch(torch, "load", self.before(torch.load, self.loads))
-        kind = torch.optim.Optimizer
-        self.patch(kind, "load_state_dict", self.before(kind.load_state_dict, self.loads_state))
-        self.patch(torch.nn.Module, "train", self.before(torch.nn.Module.train, self.changes_mode))
-        self.patch(torch.nn.Module, "state_dict", self.before(torch.nn.Module.state_dict, self.takes_state))
+            self.hooks.undo.append(lambda: self.live.__exit__(None, None, None))
+        self.hooks.install(self.asked["job"])
 
-    def before(self, function: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
-        """The function, with `told` called before with the same arguments."""
-        tell = self.guarded(told)
+    def uninstall(self) -> None:
+        """Leave the process as it was found."""
+        self.close()
+        self.hooks.uninstall()
 
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            tell(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        return run
-
-    def arm(self) -> None:
-        """Look for the next forward pass."""
-        if self.handle is None and not self.done:
-            self.handle = register_module_forward_pre_hook(self.module_called)
-
-    def disarm(self) -> None:
-        """Look for none: a hook that is there costs every call of every module."""
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
-
-    def guarded(self, function: Callable[..., None]) -> Callable[..., None]:
-        """The function, which raises nothing: what goes wrong is kept, and nothing is looked at any more."""
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> None:
-            if self.done:
-                return
-            try:
-                function(*args, **kwargs)
-            except Exception as error:
-                self.problem = f"{type(error).__name__}: {error}"
-                self.close()
-                self.write()
-
-        return call
-
-    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """One of autograd's ways to start a pass; a pass within a pass is none of its own."""
-        begins, ends = self.guarded(self.backward_begins), self.guarded(self.backward_ended)
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            outer = self.depth == 0
-            self.depth += 1
-            if outer:
-                begins()
-            over = False
-            try:
-                result = function(*args, **kwargs)
-                over = True
-            finally:
-                self.depth -= 1
-                if outer:
-                    ends(over)
-            return result
-
-        return run
-
-    def compiling(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.compile, which may be the first to make a module of its own kind."""
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            if isinstance(result, torch.nn.Module) and not self.done:
-                self.follow(type(result))
-            return result
-
-        return run
-
-    def follow(self, kind: Any) -> None:
-        """Be told of each call of the modules of this class, without a hook in the modules, which would be saved with
-        them: of compiled ones, and of a model's class once it is known. A hook for all modules then need not look."""
-        call = kind.__call__
-        if hasattr(call, "_watched"):
-            return
-
-        @functools.wraps(call)
-        def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.done or self.inside or self.depth:
-                return call(module, *args, **kwargs)
-            armed, counted = self.handle is not None, self.counts["forwards"]
-            self.inside = True
-            try:
-                self.called(module, args, kwargs)
-                self.disarm()  # torch.compile would warn of a hook like ours
-                return call(module, *args, **kwargs)
-            except BaseException:
-                self.volume.backward(over=False)
-                raise
-            finally:
-                self.inside = False
-                if armed and counted == self.counts["forwards"]:
-                    self.arm()
-
-        run._watched = True  # type: ignore[attr-defined]
-        self.patch(kind, "__call__", run)
-
-    def module_called(self, module: torch.nn.Module, args: Any) -> None:
-        """torch's hook before a module's forward."""
-        if torch.compiler.is_compiling() or self.depth or self.inside:
-            return
-        if not torch.is_grad_enabled() and not self.unevaluated():
-            return
-        called = sys._getframe(1).f_locals  # which has the keyword arguments, as the hook has not
-        self.called(module, args, called.get("kwargs") or {})
-
-    def called(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """A module is called, not by another."""
-        if torch.is_grad_enabled():
-            self.forward(module, args, kwargs)
-        elif self.unevaluated():
-            self.evaluation(module)
+    def broke(self, error: Exception) -> None:
+        """What goes wrong here is kept, and nothing is looked at any more."""
+        self.problem = f"{type(error).__name__}: {error}"
+        self.close()
+        self.write()
 
     # ---- what happens
 
@@ -301,13 +136,13 @@ class Observer:
         if self.trained and not module.training:
             self.evaluates(module)  # with gradients, that nobody asks for
             return
-        self.disarm()
-        self.follow(type(module))
+        self.hooks.disarm()
+        self.hooks.follow(type(module))
         self.counts["forwards"] += 1
         if not known:
             self.settled = 0
             self.modules.append(weakref.ref(module))
-        if self.meter is None and torch.cuda.is_available() and _device(module).type == "cpu":
+        if self.meter is None and _device(module).type == "cpu" and _cards():
             return  # it may be moved yet: where the backward pass runs is where it trains
         if self.meter is None:
             self.begin(module)
@@ -317,6 +152,10 @@ class Observer:
             self.part("steps" if self.meter.index else "first_step")
         self.forward_seen = True
         self.volume.forward(args, kwargs)
+
+    def forward_failed(self) -> None:
+        """What was called before it gets no backward pass either."""
+        self.volume.backward(over=False)
 
     def backward_begins(self) -> None:
         self.counts["backwards"] += 1
@@ -335,7 +174,7 @@ class Observer:
         self.trained |= over and any(module.training for one in self.modules if (module := one()) is not None)
         self.volume.backward(over)
         if self.settled < SETTLED:
-            self.arm()
+            self.hooks.arm()
 
     def optimizer_begins(self, optimizer: Any, *_: Any) -> None:
         self.closures = 0
@@ -399,7 +238,7 @@ class Observer:
 
     def part(self, name: str) -> None:
         """From now on it is this part; before the card is touched there is none to tell apart."""
-        if self.gauges is None and torch.cuda.is_available() and not torch.cuda.is_initialized():
+        if self.gauges is None and not torch.cuda.is_initialized() and _cards():
             return
         gauges = self.look(next(iter(self.nets()), None))
         if gauges.part != name:
@@ -526,7 +365,7 @@ class Observer:
     def close(self) -> None:
         """Look at nothing any more."""
         self.done = True
-        self.disarm()
+        self.hooks.disarm()
         if self.meter is not None:
             with contextlib.suppress(Exception):
                 self.meter.abandon()
@@ -575,7 +414,10 @@ class Observer:
 
                     self.told["error"] |= {"columns": ran_out.columns(error), "phase": ran_out.phase(error)}
             if self.asked["job"]:
-                self.guarded(self.block_ended)()
+                try:
+                    self.block_ended()
+                except Exception as problem:
+                    self.broke(problem)
             self.done = True
             self.told["ended"] = True
             self.write()
@@ -584,24 +426,10 @@ class Observer:
 
     def describe(self) -> dict[str, Any]:
         """Columns of what was built, and of the environment that it runs in."""
-        from vramsweep.runners import described
-
         if self.built is not None:
             return self.built
-        nets = self.nets()
-        inner = [getattr(net, "_orig_mod", net) for net in nets]
-        inner = [getattr(net, "module", net) for net in inner]
-        found: dict[str, Any] = {"padding_fraction": None}
-        if nets and not any(map(_divided, nets)):
-            found |= described.counts(inner[0] if len(inner) == 1 else torch.nn.ModuleList(inner))
-        kinds = {getattr(getattr(net, "config", None), "_attn_implementation", None) for net in inner}
-        found["attention_effective"] = kinds.pop() if len(kinds) == 1 else None
-        names = {described.optimizer_name(optimizer) for one in self.optimizers if (optimizer := one()) is not None}
-        if names:
-            found["optimizer_effective"] = ", ".join(sorted(names))
-        if "deepspeed" in sys.modules and any(type(net).__name__ == "DeepSpeedEngine" for net in nets):
-            found["deepspeed_version"] = _version("deepspeed")
-        return found | {
+        optimizers = [optimizer for one in self.optimizers if (optimizer := one()) is not None]
+        return described.script(self.nets(), optimizers) | {
             "torch_version": torch.__version__,
             "transformers_version": _version("transformers"),
             "cuda_version": torch.version.cuda,
@@ -619,7 +447,7 @@ class Observer:
             "program": sys.argv[0] if sys.argv else None,
             "problem": self.problem,
             "ended": False,  # by itself, as far as Python knows
-            "variables": {n: os.environ.get(n) for n in VARIABLES if os.environ.get(n) != self.variables[n]},
+            "variables": {n: os.environ.get(n) for n, v in self.asked["variables"].items() if os.environ.get(n) != v},
             "index": None if self.meter is None else self.meter.index,
             **self.counts,
             **self.volume.said(),
@@ -657,9 +485,10 @@ def _device(module: torch.nn.Module | None) -> torch.device:
     return place
 
 
-def _divided(net: Any) -> bool:
-    """Whether a rank holds only its part of the weights, so that they cannot be counted."""
-    return any(type(one).__name__ == "FullyShardedDataParallel" for one in net.modules())
+def _cards() -> int:
+    """How many cards the script may use. Asks NVML, where `is_available` asks the driver, after which no child that is
+    forked could use one."""
+    return torch.cuda.device_count()
 
 
 def _cuda(device: torch.device) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class _Traced(Observer):
 
     def close(self) -> None:
         self.done = True
-        self.disarm()
+        self.hooks.disarm()
 
     def write(self) -> None:
         """The trace says it all."""

@@ -80,6 +80,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             "record": False,
             "stop": False,
             "job": False,
+            "variables": {name: os.environ.get(name) for name in variables.ALLOCATOR},
         }
         told = self._trial.precision if "precision" in self._told else None
         (self._folder / WATCH).write_text(json.dumps(asked | {"precision": told, "worker": os.getpid()}))
@@ -88,7 +89,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._ranks: list[seen.Seen] = []  # what each has seen, once they have met
         if torch.distributed.is_available():
             destroy = torch.distributed.destroy_process_group
-            self._observer.patch(torch.distributed, "destroy_process_group", self._meeting_before(destroy))
+            self._observer.hooks.patch(torch.distributed, "destroy_process_group", self._meeting_before(destroy))
         _watching.append(self)
         return self
 
