@@ -90,8 +90,9 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
 
     from vramsweep.harness import trial as trials
     from vramsweep.runners import build
+    from vramsweep.runners.gauges import Gauges
     from vramsweep.runners.instruments import Clock
-    from vramsweep.runners.measure import Gauges, Meter, asked
+    from vramsweep.runners.measure import Meter, asked
 
     protocol = {"name": "x", "warmup_steps": 1, "measured_steps": rounds * steps}
     trial = trials.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))

@@ -10,8 +10,8 @@ meter's plan says what each step is for, one object a step:
 When the last measured step is over the row's columns are published. What follows is extra: where it fails the row lacks
 what it would have told, and has a note that says so.
 
-Not covered: how training is driven (torch_loop, trainer, deepspeed_zero, custom), what it is read with
-(instruments.py), FLOPs (count.py), what columns mean (harness/row.py), which rank's they are (over_ranks.py).
+Not covered: how training is driven (torch_loop, trainer, deepspeed_zero, custom), what it is read with (gauges.py),
+FLOPs (count.py), what columns mean (harness/row.py), which rank's they are (over_ranks.py).
 """
 
 from __future__ import annotations
@@ -29,29 +29,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from vramsweep.harness import lengths, node
+from vramsweep.harness import lengths
 from vramsweep.harness.attempt import RECORDING, STEPS
-from vramsweep.harness.errors import EnvironmentFault
-from vramsweep.harness.outcome import of_the_machine
 from vramsweep.runners.count import NO_BACKWARD, Count
-from vramsweep.runners.dispatch import LiveBytes, storages_alive
-from vramsweep.runners.instruments import (
-    COUNTERS,
-    Clock,
-    Compiler,
-    CudaMemory,
-    HostMemory,
-    Memory,
-    Nvml,
-    Peaks,
-    Process,
-    backward_boundaries,
-    foreign,
-    ours,
-    pinned_peak,
-)
+from vramsweep.runners.dispatch import LiveBytes
+from vramsweep.runners.gauges import Gauges, larger
+from vramsweep.runners.instruments import COUNTERS, HostMemory, Peaks, backward_boundaries
 from vramsweep.runners.over_ranks import Columns, over_ranks
-from vramsweep.runners.shared_peaks import SHARED
 
 if TYPE_CHECKING:  # a script of the user's own is measured where pydantic may not be installed (observer.py)
     from vramsweep.harness.trial import Trial
@@ -61,8 +45,6 @@ PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
 OTHER_STEPS = "peak allocated is not known: on a CPU the tensors of the probe step alone are counted, and lengths vary"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
-PARTS = ("load", "resume", "first_step", "steps", "evaluation", "save")  # of a whole job
-OF_TRAINING = ("load", "first_step", "steps")  # whose peaks are a row's
 SPEED = (
     *("elapsed_s", "step_times_s", "step_median_s", "step_iqr_s", "warmup_step_times_s"),
     *("tokens_per_s", "samples_per_s"),
@@ -149,129 +131,6 @@ class Step(Protocol):
         ...
 
 
-class Gauges:
-    """The instruments of one rank, and the largest of all peaks that were taken with them.
-
-    The device's memory and processes are read before torch touches the device, which makes a context there. Where
-    a script's process is measured, one that `worker` has started, it has done so already; then peaks count from that
-    process's start, nothing looks at it between the steps, and `imported` are the storages that its imports had made.
-    """
-
-    def __init__(
-        self, device: torch.device, worker: int | None = None, imported: Sequence[torch.UntypedStorage] = ()
-    ) -> None:
-        self.worker = worker
-        self.process = Process(begun=worker is not None)
-        self.nvml = Nvml(device)
-        self.device, self.cuda = device, device.type == "cuda"
-        if worker is None:
-            self.process.watch()
-            self.baseline = self.nvml.used()
-            self.listed = self.nvml.processes()
-            _begin(device)
-            imported = [] if self.cuda else storages_alive()  # a template's, of before its gc.freeze, show nowhere
-        else:
-            self.baseline = self.listed = None
-        self.imported = imported
-        self.memory: Memory = HostMemory(self.process)
-        if self.cuda and worker is None:
-            self.memory = CudaMemory(device)
-        elif self.cuda:
-            SHARED.install()
-            self.memory = CudaMemory(device, SHARED)
-        self.clock = Clock(device)
-        self.compiler = Compiler()
-        self.peaks: Peaks = dict.fromkeys(COUNTERS)
-        self.part: str | None = None  # of a whole job, which is going on
-        self.parts: dict[str, Peaks] = {}
-        self._kept: Peaks = dict.fromkeys(COUNTERS)  # of the training, from before another part came in between
-
-    def release(self) -> None:
-        """Leave the script's process as it was found."""
-        SHARED.uninstall()
-
-    def others(self) -> list[int] | None:
-        """Compute processes on the device that are not ours; None where that cannot be told."""
-        listed = self.nvml.processes()
-        return foreign(self.listed, listed, ours(listed or (), self.worker))
-
-    def take(self) -> Peaks:
-        """The peaks since the last call, without those of parts of a job that are no training."""
-        read = self._read()
-        peaks = read if self.part is None or self.part in OF_TRAINING else dict.fromkeys(COUNTERS)
-        peaks, self._kept = _larger(self._kept, peaks), dict.fromkeys(COUNTERS)
-        self.peaks = _larger(self.peaks, peaks)
-        return peaks
-
-    def begin_job(self, counted: bool = True) -> None:
-        """Tell the parts of a whole job apart, beginning with load; on a CPU count every tensor, if `counted`."""
-        self.part = "load"
-        if isinstance(self.memory, HostMemory) and counted:
-            self.memory.live = LiveBytes(self.imported)
-            self.memory.live.__enter__()  # to the end of the process
-
-    def enter(self, part: str | None) -> None:
-        """From now on it is this part of a job, one of PARTS; None where it is over."""
-        peaks = self._read()
-        if self.part in OF_TRAINING:
-            self._kept = _larger(self._kept, peaks)
-        self.part = part
-
-    def _read(self) -> Peaks:
-        peaks = self.memory.take()
-        if self.part is not None:
-            self.parts[self.part] = _larger(self.parts.get(self.part, peaks), peaks)
-        return peaks
-
-    def part_columns(self) -> Columns:
-        """What each part of a job took; nothing where there is none. The resident set of a process only ever rises."""
-        if not self.parts:
-            return {}
-        counters = ("allocated", "reserved") if self.cuda else ("allocated",)
-        found = {
-            c: {p: peak for p in PARTS if p in self.parts and (peak := self.parts[p][c]) is not None} for c in counters
-        }
-        known = next((peaks for peaks in found.values() if peaks), {})
-        return {
-            **{f"part_peak_{c}_bytes": peaks or None for c, peaks in found.items()},
-            "largest_part": max(known, key=lambda part: known[part], default=None),
-        }
-
-    def host(self) -> Columns:
-        """This rank's share of the columns on host memory, read once the measured steps are over."""
-        peak, started = self.process.look(), self.process.started()
-        if self.worker is not None:  # only looked at now and then
-            peak = None
-        return {
-            "host_ranks": 1,
-            "host_peak_bytes": None if peak is None or started is None else peak + started,
-            "host_processes_bytes": self.process.baseline,
-            "host_workers_bytes": started,
-            "host_pinned_peak_bytes": pinned_peak() if self.cuda else None,
-            "host_resident_peak_bytes": self.process.resident_peak(),
-            "host_total_bytes": node.memory_here(),
-        }
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-
-
-def _begin(device: torch.device) -> None:
-    """Make the context on a CUDA device, with its peaks at zero."""
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.set_device(device)
-        torch.cuda.init()
-    except RuntimeError as error:  # driver too old, error 802, memory full of others': no trial has begun
-        if not of_the_machine(str(error)):  # an allocator's setting that the driver refuses is the trial's
-            raise
-        raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
-    torch.cuda.reset_peak_memory_stats(device)
-
-
 class Warmup:
     """Timed on the host, each step to its end on the device."""
 
@@ -331,7 +190,7 @@ class Probe:
 
     def _end(self, phase: str) -> None:
         peaks = self.gauges.take()
-        self.phases[phase] = _larger(self.phases.get(phase, peaks), peaks)
+        self.phases[phase] = larger(self.phases.get(phase, peaks), peaks)
 
     def columns(self) -> Columns:
         known = "backward" in self.phases
@@ -628,10 +487,6 @@ def plateau(reserved: list[int | None]) -> bool | None:
         return None
     half = len(known) // 2
     return max(known[half:]) <= max(known[:half])
-
-
-def _larger(a: Peaks, b: Peaks) -> Peaks:
-    return {c: max((v for v in (a[c], b[c]) if v is not None), default=None) for c in COUNTERS}
 
 
 def _known(values: list[int | None]) -> list[int] | None:

@@ -39,7 +39,8 @@ from vramsweep.runners.torch_hooks import TorchHooks
 from vramsweep.runners.volume import Volume
 
 if TYPE_CHECKING:
-    from vramsweep.runners.measure import Gauges, Meter
+    from vramsweep.runners.gauges import Gauges
+    from vramsweep.runners.measure import Meter
 
 UNLOADED = (
     "what loading took is not known: no module was called on the card, so where the first step begins is not seen"
@@ -63,7 +64,7 @@ def start(folder: str) -> None:
 class Observer:
     """What is seen of one process; `folder` holds what is asked for, and gets what is said.
 
-    `imported` are the storages that count for nothing (measure.Gauges).
+    `imported` are the storages that count for nothing (gauges.py).
     """
 
     def __init__(self, folder: Path, imported: Sequence[torch.UntypedStorage] = ()) -> None:
@@ -222,8 +223,8 @@ class Observer:
 
     def look(self, module: torch.nn.Module | None) -> Gauges:
         """The instruments, made when they are first needed."""
+        from vramsweep.runners.gauges import Gauges
         from vramsweep.runners.instruments import HostMemory
-        from vramsweep.runners.measure import Gauges
 
         if self.gauges is None:
             self.device = _device(module)

@@ -14,7 +14,8 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import build, ran_out, result, simulated, techniques
-from vramsweep.runners.measure import Gauges, Meter, asked
+from vramsweep.runners.gauges import Gauges
+from vramsweep.runners.measure import Meter, asked
 from vramsweep.runners.over_ranks import Columns, over_ranks
 
 

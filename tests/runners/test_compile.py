@@ -11,7 +11,7 @@ from conftest import Run, merged, tiny
 
 from vramsweep.harness import trial
 from vramsweep.harness.trial import InvalidTrial
-from vramsweep.runners import measure
+from vramsweep.runners import gauges, measure
 from vramsweep.runners.count import COUNTED_EAGERLY
 from vramsweep.runners.instruments import Compiler
 
@@ -59,7 +59,7 @@ class Squares(torch.nn.Module):
 def test_what_is_compiled_in_the_measured_steps_is_noticed(tmp_path: Path) -> None:
     """Once the first length is another one, torch compiles a graph for any length."""
     chosen = trial.parse(tiny())
-    meter = measure.Meter(measure.asked(chosen), tmp_path, measure.Gauges(torch.device("cpu")), 0)
+    meter = measure.Meter(measure.asked(chosen), tmp_path, gauges.Gauges(torch.device("cpu")), 0)
     net = Squares()
     net.compile()
     meter.built(dict, lambda: 0)

@@ -18,8 +18,9 @@ from torch.utils.flop_counter import flop_registry
 from vramsweep.harness import trial as trials
 from vramsweep.runners import custom, measure, torch_loop, trainer
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
+from vramsweep.runners.gauges import Gauges
 from vramsweep.runners.instruments import CudaMemory, backward_boundaries, foreign, scaler_skips
-from vramsweep.runners.measure import Gauges, Meter, alone, asked, growth, plateau
+from vramsweep.runners.measure import Meter, alone, asked, growth, plateau
 
 
 def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:

@@ -26,8 +26,9 @@ from vramsweep.harness.attempt import read_result
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.row import complete
 from vramsweep.runners import run, torch_loop, worker
+from vramsweep.runners.gauges import Gauges
 from vramsweep.runners.instruments import Nvml
-from vramsweep.runners.measure import REPLAYED, Gauges, Meter, StepMeter, asked
+from vramsweep.runners.measure import REPLAYED, Meter, StepMeter, asked
 
 MIB = 1 << 20
 UUID = "GPU-stand-in"

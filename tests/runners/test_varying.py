@@ -19,7 +19,8 @@ from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.runners import build, torch_loop, tracing, varying
 from vramsweep.runners import custom as custom_target
 from vramsweep.runners import trainer as hf_trainer
-from vramsweep.runners.measure import OTHER_STEPS, Gauges, Meter, asked
+from vramsweep.runners.gauges import Gauges
+from vramsweep.runners.measure import OTHER_STEPS, Meter, asked
 from vramsweep.runners.predict import replay
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.trace import Trace
