@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -15,45 +16,74 @@ from vramsweep.analysis.data.groups import Group, label
 from vramsweep.analysis.data.metrics import show_bytes
 
 PARTS = ("load", "resume", "first_step", "steps", "evaluation", "save")
+_PEAKS = {base: f"part_peak_{base}_bytes" for base in ("allocated", "reserved")}  # the one that decides first
 TRAINED = ("load", "first_step", "steps")  # what a row's other peaks are of
 
 
 @dataclass(frozen=True)
 class Job:
-    """One whole job: the peak of each part that was seen, reserved on a card, else allocated; what it is, in words."""
+    """One whole job: what it is, in words; the peak of each part that was seen, by counter; the part that needs most,
+    as its row has it.
+
+    That is of allocated where it is known: what an evaluation left in the cache stays reserved in the steps after it.
+    """
 
     name: str
-    base: str
-    peaks: Mapping[str, int]
+    known: Mapping[str, Mapping[str, int]]
+    largest: str
     trial_id: str
 
     @property
-    def largest(self) -> str:
-        """The part that needs most."""
-        return max(self.peaks, key=lambda part: self.peaks[part])
+    def base(self) -> str:
+        """The counter that decides what needs most."""
+        return next(iter(self.known))
 
     @property
-    def beyond(self) -> int:
-        """By how much another part exceeds what the row's own peaks are of; 0 where none does."""
-        return max(0, self.peaks[self.largest] - max(self.peaks.get(part, 0) for part in TRAINED))
+    def peaks(self) -> Mapping[str, int]:
+        """The peak of each part, of that counter."""
+        return self.known[self.base]
+
+    @property
+    def excess(self) -> Excess:
+        """By how much another part exceeds what the row's own peaks are of, by the counter in which that is most: fits
+        are of each, and a part may need more of reserved alone."""
+        found = [Excess(0, self.largest, self.base)]
+        for base, peaks in self.known.items():
+            trained = [peaks[part] for part in TRAINED if part in peaks]
+            found += [Excess(peak - max(trained), part, base) for part, peak in peaks.items() if trained]
+        return max(found, key=lambda one: one.size)
+
+
+class Excess(NamedTuple):
+    """So many bytes more; 0 where no part exceeds the steps."""
+
+    size: int
+    part: str
+    base: str
 
 
 def jobs(groups: Sequence[Group]) -> list[Job]:
     """Every whole job of the groups whose parts are known, the one that most exceeds its steps first."""
     found = []
-    names = ("part_peak_reserved_bytes", "part_peak_allocated_bytes")
     for group in groups:
-        for _, row in group.take(*names, "seq_len", "micro_batch", "trial_id").iterrows():
-            name = next((name for name in names if not pd.isna(row[name]) and json.loads(row[name])), None)
-            if name is None:
+        for _, row in group.take(*_PEAKS.values(), "largest_part", "seq_len", "micro_batch", "trial_id").iterrows():
+            known = {base: peaks for base, name in _PEAKS.items() if (peaks := _peaks(row[name]))}
+            if not known:
                 continue
-            known = {key: int(row[key]) for key in ("seq_len", "micro_batch") if not pd.isna(row[key])}
-            rest = {key: value for key, value in group.settings.items() if key not in known}
-            text = ("at most " if group.varies else "") + label(known | rest)
-            peaks = {part: int(size) for part, size in json.loads(row[name]).items() if size is not None}
-            base = name.removeprefix("part_peak_").removesuffix("_bytes")
-            found.append(Job(text, base, peaks, str(row["trial_id"])))
-    return sorted(found, key=lambda job: -job.beyond)
+            peaks = next(iter(known.values()))
+            largest = str(row["largest_part"])
+            if largest not in peaks:  # of another tool's row
+                largest = max(peaks, key=lambda part: peaks[part])
+            told = {key: int(row[key]) for key in ("seq_len", "micro_batch") if not pd.isna(row[key])}
+            rest = {key: value for key, value in group.settings.items() if key not in told}
+            text = ("at most " if group.varies else "") + label(told | rest)
+            found.append(Job(text, known, largest, str(row["trial_id"])))
+    return sorted(found, key=lambda job: -job.excess.size)
+
+
+def _peaks(text: Any) -> dict[str, int]:
+    """The known peaks in a column's JSON text."""
+    return {} if pd.isna(text) else {part: int(size) for part, size in json.loads(text).items() if size is not None}
 
 
 def called(part: str) -> str:
@@ -71,7 +101,7 @@ def sentences(found: Sequence[Job]) -> list[str]:
         mine = [job for job in found if job.largest == part]
         if part == "steps":
             continue
-        worst = mine[0] if part not in TRAINED else max(mine, key=lambda job: job.peaks[part])
+        worst = max(mine, key=lambda job: job.peaks[part] - (0 if part in TRAINED else job.peaks.get("steps", 0)))
         steps = f" where the steps need {show_bytes(worst.peaks['steps'])}" if "steps" in worst.peaks else ""
         need = f"needs most ({worst.base}): {'at worst ' * (len(mine) > 1)}{show_bytes(worst.peaks[part])}"
         said.append(f"In {len(mine):,} of {total} {called(part)} {need}{steps} ({worst.name}).")
@@ -89,13 +119,13 @@ def sentences(found: Sequence[Job]) -> list[str]:
 
 def remark(found: Sequence[Job]) -> str:
     """What to say beside anything that rests on a row's own peaks; "" where no job exceeds them."""
-    beyond = [job for job in found if job.beyond]
+    beyond = [job for job in found if job.excess.size]
     if not beyond:
         return ""
     worst = beyond[0]
-    more = " and ".join(dict.fromkeys(called(job.largest) for job in beyond))
+    more = " and ".join(dict.fromkeys(called(job.excess.part) for job in beyond))
     need = "need" if " and " in more else "needs"
     return (
         f"peaks of fits and of what fits are those of load and steps; in {len(beyond):,} of {len(found):,} whole jobs"
-        f" {more} {need} more, by up to {show_bytes(worst.beyond)} ({worst.name})"
+        f" {more} {need} more, by up to {show_bytes(worst.excess.size)} {worst.excess.base} ({worst.name})"
     )

@@ -110,7 +110,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
     drawn += figures_residuals.of_residuals(apart)
     found += residuals_words.sentences(apart)
     notes += residuals_words.not_compared(table)
-    beyond_steps = parts.remark(sorted(all_jobs, key=lambda job: -job.beyond))
+    beyond_steps = parts.remark(sorted(all_jobs, key=lambda job: -job.excess.size))
     notes += [beyond_steps] if beyond_steps else []
     fixed, varied = ([g for g in all_groups if g.varies is side] for side in (False, True))
     kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""

@@ -63,10 +63,28 @@ def test_the_part_that_needs_most_is_said_with_its_size_and_setting() -> None:
     assert parts.sentences([]) == []
 
 
-def test_on_a_card_reserved_is_what_counts() -> None:
-    reserved = {"steps": 40 * MIB, "evaluation": 80 * MIB}
-    (one,) = parts.jobs(groups(table(job(32, 1, part_peak_reserved_bytes=reserved))))
-    assert (one.base, one.largest, one.beyond) == ("reserved", "evaluation", 40 * MIB)
+def test_what_an_evaluation_leaves_in_the_cache_is_no_need_of_the_steps_after_it() -> None:
+    reserved = {"steps": 24 * MIB, "evaluation": 24 * MIB}
+    found = parts.jobs(groups(table(job(32, 24, 10, part_peak_reserved_bytes=reserved))))
+    assert [(one.base, one.largest) for one in found] == [("allocated", "evaluation")]
+    assert parts.sentences(found)[0].startswith("In 1 of 1 job evaluation needs most (allocated): 24.0 MiB where the")
+    assert "evaluation needs more, by up to 14.0 MiB allocated (32 tokens" in parts.remark(found)
+
+
+def test_a_part_that_needs_more_of_reserved_alone_is_said_beside_what_fits() -> None:
+    reserved = {"steps": 12 * MIB, "evaluation": 40 * MIB}
+    found = parts.jobs(groups(table(job(32, 8, 10, part_peak_reserved_bytes=reserved))))
+    assert [one.largest for one in found] == ["steps"]
+    assert "evaluation needs more, by up to 28.0 MiB reserved (32 tokens" in parts.remark(found)
+
+
+def test_where_only_reserved_is_known_it_decides_and_steps_that_are_not_known_are_not_0() -> None:
+    alone = {"part_peak_allocated_bytes": None, "largest_part": "evaluation"}
+    known = {"steps": 40 * MIB, "evaluation": 80 * MIB}
+    (one,) = parts.jobs(groups(table(job(32, 1, part_peak_reserved_bytes=known, **alone))))
+    assert (one.base, one.largest, one.excess) == ("reserved", "evaluation", (40 * MIB, "evaluation", "reserved"))
+    (one,) = parts.jobs(groups(table(job(32, 1, part_peak_reserved_bytes={"evaluation": 80 * MIB}, **alone))))
+    assert (one.largest, parts.remark([one])) == ("evaluation", "")
 
 
 def test_the_figure_has_a_bar_a_part_with_the_steps_framed() -> None:
@@ -86,7 +104,7 @@ def test_what_fits_says_that_other_parts_need_more(tmp_path: Path, capsys: pytes
     content = collect(table(*rows))
     assert content.findings[0].startswith("In 5 of 5 jobs evaluation needs most")
     assert content.summary.startswith("In 5 of 5 jobs")
-    remark = "in 5 of 5 whole jobs evaluation needs more, by up to 7.0 MiB"
+    remark = "in 5 of 5 whole jobs evaluation needs more, by up to 7.0 MiB allocated"
     assert any(remark in text for text in content.warnings)
     assert any("other parts of the job need more" in title for title, name, _ in content.tables if name == "frontier")
     shown = {name: frame for _, name, frame in content.tables}["parts"]
