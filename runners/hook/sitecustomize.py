@@ -26,7 +26,7 @@ LENT = "VRAMSWEEP_LENT"  # where our own psutil and pynvml are
 # In that folder: what is asked of the observer, what the process of a number has seen, why it is not watched.
 WATCH, SEEN, PROBLEM = "watch.json", "seen-{}.json", "problem-{}.txt"
 LEAST = (3, 11)
-LEAST_TORCH = (2, 5)  # the first with torch.distributed.tensor
+LEAST_TORCH = (2, 6)  # the first with torch.compiler.set_stance, which count.py asks for
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):

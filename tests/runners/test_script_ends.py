@@ -135,17 +135,17 @@ def hooked(tmp_path: Path, code: str, version: str) -> str:
 
 
 def test_a_torch_that_is_too_old_is_said(tmp_path: Path) -> None:
-    said = hooked(tmp_path, "import torch", "2.4.1+cu121")
-    assert said == "RuntimeError: the script's torch is 2.4.1+cu121, and it can be watched from 2.5 on"
+    said = hooked(tmp_path, "import torch", "2.5.1+cu121")
+    assert said == "RuntimeError: the script's torch is 2.5.1+cu121, and it can be watched from 2.6 on"
 
 
 def test_one_that_is_not_is_watched(tmp_path: Path) -> None:
-    assert "watched from" not in hooked(tmp_path, "import torch", "2.5.0a0+git")
+    assert "watched from" not in hooked(tmp_path, "import torch", "2.6.0a0+git")
 
 
 def test_a_finder_of_old_is_passed_over(tmp_path: Path) -> None:
     finder = "import sys; sys.meta_path.insert(1, type('Old', (), {'find_module': lambda *told: None})()); import torch"
-    assert "watched from 2.5" in hooked(tmp_path, f"import warnings; warnings.simplefilter('ignore'); {finder}", "1.0")
+    assert "watched from 2.6" in hooked(tmp_path, f"import warnings; warnings.simplefilter('ignore'); {finder}", "1.0")
 
 
 def test_the_workers_own_variables_are_handed_down(monkeypatch: pytest.MonkeyPatch) -> None:
