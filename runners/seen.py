@@ -20,12 +20,13 @@ class AllocatorMismatch(RuntimeError):
 def columns(trial: Trial, trained: Sequence[Seen], told: Collection[str]) -> Columns:
     """The row's columns, from what every rank of a training has seen; `told` are the settings that it is known to have.
 
-    Raises InvalidTrial where the script sets the allocator's variable itself, AllocatorMismatch where other settings
-    than the trial's are in force.
+    Raises InvalidTrial where the script sets the allocator's variable itself or trains on another device than the
+    trial's, AllocatorMismatch where other settings than the trial's are in force.
     """
     own_words = changed(trial, trained)
     if own_words:
         raise InvalidTrial(own_words)
+    _where(trial, trained[0])
     row = over_ranks([one["columns"] for one in trained])
     for name in ("tokens_per_s", "samples_per_s"):  # each rank has its own, by its own clock; the slowest's counts
         every = [_times(one["columns"], name) for one in trained]
@@ -48,6 +49,20 @@ def columns(trial: Trial, trained: Sequence[Seen], told: Collection[str]) -> Col
     return row | {"allocator_conf_effective": effective, "notes": notes or None}
 
 
+def _where(trial: Trial, one: Seen) -> None:
+    """Raise InvalidTrial where the training ran on another device than the trial's, whose bytes its own are not."""
+    found, asked = "cuda" if "backend" in one else "cpu", trial.device.name
+    if found == asked:
+        return
+    torch = one["columns"].get("torch_version")
+    lacks = found == "cpu" and torch is not None and one["columns"].get("cuda_version") is None
+    why = f" (its torch {torch} is built without CUDA)" if lacks else ""
+    raise InvalidTrial(
+        f"the script trained on device={found}{why}, and the trial has device={asked}: have it train there, or give "
+        f"device={found}"
+    )
+
+
 def _times(columns: Columns, name: str) -> float | None:
     """How many there were in all, from how many a second."""
     speed, elapsed = columns.get(name), columns["elapsed_s"]
@@ -66,32 +81,19 @@ def changed(trial: Trial, seen: Sequence[Seen]) -> str | None:
 
 
 def _shapes(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collection[str]) -> list[str]:
-    """Fill in the length and batch that the model was called with, where they are always the same; and the tokens of a
-    step where no call was seen but they are told. Notes on what does not agree."""
+    """Fill in what the model was called with, where it is not told; and the tokens of a step where no call was seen but
+    they are told. Notes on what does not agree."""
     first = trained[0]
-    shapes = [tuple(shape) for shape in first["shapes"]] if first["shapes_known"] else []
-    both = {"seq_len", "micro_batch"} <= set(told)
+    shapes = [(batch, length) for batch, length in first["shapes"]] if first["shapes_known"] else []
+    batches = first["batches"][0] if len(first["batches"]) == 1 else None
     if first["repeated"]:
         return ["tokens/s is not known: the optimizer asks for the passes itself (a closure), as often as it likes"]
     if not shapes:
-        passes = first["passes"]
-        if not both or len(passes) != 1 or row["elapsed_s"] is None:
-            lacking = "{seq_len} and {micro_batch} are not told"
-            return [f"tokens/s is not known: no model was called with token ids, and {lacking}"]
-        samples = trial.micro_batch * passes[0] * len(trained) * len(row["step_times_s"])
-        row["samples_per_s"] = samples / row["elapsed_s"]
-        row["tokens_per_s"] = samples * trial.seq_len / row["elapsed_s"]
-        return ["tokens/s is of the length and batch that are told: no model was called with token ids"]
-    batches, lengths = zip(*shapes, strict=True)
-    seen = {"micro_batch": set(batches), "seq_len": set(lengths)}
-    for name, values in seen.items():
-        if name not in told and len(values) == 1:
-            row[name] = next(iter(values))
-    if "grad_accum" not in told and len(first["passes"]) == 1:
-        row["grad_accum"] = first["passes"][0]
-    if both and shapes == [(trial.seq_len, trial.micro_batch)]:  # the length first, as torch's own Transformer has it
-        return []
-    other = [name for name, values in seen.items() if name in told and values != {getattr(trial, name)}]
+        return _told_tokens(trial, trained, row, told)
+    filled, other = called_with(shapes, trial, told)
+    if "grad_accum" not in told:
+        filled["grad_accum"] = batches
+    row |= filled
     if other:
         every = ", ".join(f"{b} x {n}" for b, n in shapes[:3]) + (", ..." if len(shapes) > 3 else "")
         said = " and ".join(f"{name}={getattr(trial, name)}" for name in other)
@@ -100,6 +102,37 @@ def _shapes(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collectio
             "was called with"
         ]
     return []
+
+
+def _told_tokens(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collection[str]) -> list[str]:
+    """Fill in the speed from the length and batch that are told, as no call was seen. Notes on what it rests on."""
+    unseen = "no model was called with token ids"
+    if not {"seq_len", "micro_batch"} <= set(told):
+        return [f"tokens/s is not known: {unseen}, and {{seq_len}} and {{micro_batch}} are not told"]
+    batches, from_told = trained[0]["batches"], "length and batch"
+    if batches == [None] and "grad_accum" in told:
+        batches, from_told = [trial.grad_accum], "length, batch and accumulation"
+    if len(batches) != 1 or batches == [None]:
+        why = "how many batches a step has is not seen, or not always the same; tell it by {grad_accum}"
+        return [f"tokens/s is not known: {unseen}, and {why}"]
+    if row["elapsed_s"] is None:
+        return []  # nor is any speed, which has its note
+    samples = trial.micro_batch * batches[0] * len(trained) * len(row["step_times_s"])
+    row["samples_per_s"] = samples / row["elapsed_s"]
+    row["tokens_per_s"] = samples * trial.seq_len / row["elapsed_s"]
+    return [f"tokens/s is of the {from_told} that are told: {unseen}"]
+
+
+def called_with(shapes: Collection[tuple[int, int]], trial: Trial, told: Collection[str]) -> tuple[Columns, list[str]]:
+    """Of the shapes (batch, length) that the model was called with: the columns that are not told and always the same,
+    and the settings that are told otherwise."""
+    both = {"seq_len", "micro_batch"} <= set(told)
+    if both and set(shapes) == {(trial.seq_len, trial.micro_batch)}:  # length first, as torch's own Transformer has it
+        return {}, []
+    batches, lengths = zip(*shapes, strict=True)
+    seen = {"micro_batch": set(batches), "seq_len": set(lengths)}
+    filled = {name: next(iter(values)) for name, values in seen.items() if name not in told and len(values) == 1}
+    return filled, [name for name, values in seen.items() if name in told and values != {getattr(trial, name)}]
 
 
 def _largest(row: Columns) -> list[str]:
@@ -114,10 +147,11 @@ def _largest(row: Columns) -> list[str]:
 
 def _shared(trained: Sequence[Seen]) -> list[str]:
     """A note where several ranks ran on one card: no counter of theirs sees the others."""
-    cards: dict[Any, list[int]] = {}
+    cards: dict[str, list[int]] = {}
     for one in trained:
-        if "card" in one:
-            cards.setdefault((one["columns"].get("gpu_uuid"), one["card"]), []).append(one["rank"])
+        card = one["columns"].get("gpu_uuid")
+        if card is not None:  # the number says nothing: each rank may see cards of its own
+            cards.setdefault(card, []).append(one["rank"])
     return [
         f"ranks {' and '.join(map(str, ranks))} ran on the same card: each counter is of one process, and the card "
         "held them all"

@@ -18,6 +18,7 @@ class Volume:
     def __init__(self) -> None:
         self.steps: list[list[Shape]] = []
         self.backwards: list[int] = []  # passes of each step
+        self._batches: list[int] = []  # those of them that a forward pass came before
         self._pending: list[Shape] = []  # since the last backward pass
         self._lost: set[int] = set()  # steps that went through some samples several times
 
@@ -25,6 +26,7 @@ class Volume:
         """What follows is the next step's."""
         self.steps.append([])
         self.backwards.append(0)
+        self._batches.append(0)
         self._pending.clear()
 
     def forward(self, args: Any, kwargs: Any) -> None:
@@ -36,6 +38,7 @@ class Volume:
         if over and self.steps:
             self.steps[-1] += self._pending
             self.backwards[-1] += 1
+            self._batches[-1] += bool(self._pending)
         self._pending.clear()
 
     def again(self) -> None:
@@ -57,13 +60,20 @@ class Volume:
         samples = sum(shape[0] for step in steps for shape in self.steps[step] if shape)
         return {"tokens_per_s": sum(filter(None, tokens)) / seconds, "samples_per_s": samples / seconds}
 
+    def batches_of(self, step: int) -> int | None:
+        """How many batches a step went through. None where it has backward passes without a forward pass of their own:
+        they may be of further batches, or of another loss of the same one."""
+        passes = self.backwards[step]
+        return passes if passes == 1 or passes == self._batches[step] > 0 else None
+
     def said(self) -> dict[str, Any]:
-        """The distinct shapes, and how many passes a step has."""
+        """The distinct shapes, and numbers of batches that a step has."""
         shapes = [shape for step in self.steps for shape in step]
         return {
             "shapes": sorted({shape for shape in shapes if shape is not None}),
             "shapes_known": bool(shapes) and None not in shapes,
-            "passes": sorted(set(self.backwards[:-1])),
+            # The first step may begin amid its passes, and the last is not over.
+            "batches": list({self.batches_of(step) for step in range(1, len(self.steps) - 1)}),
             "repeated": bool(self._lost),
         }
 
