@@ -51,7 +51,7 @@ def run(trial: Trial, folder: Path) -> Columns:
         process = subprocess.Popen(words, env=environment(folder), stdin=subprocess.DEVNULL)
     except OSError as error:
         raise InvalidTrial(f"{words[0]} cannot be started: {error.strerror}") from None
-    code = _ended(process, folder) if asked["stop"] else process.wait()
+    code = _ended(process, folder, trial.protocol.job) if trial.runner.stop else process.wait()
     seen = _read(folder)
     trained = _trained(seen)
     if not trained:
@@ -67,7 +67,10 @@ def run(trial: Trial, folder: Path) -> Columns:
     if code == 0 and all(one["complete"] for one in trained):
         return row
     result.values(folder, row, complete=False)
+    problem = next((one["problem"] for one in trained if one["problem"]), None)
     how = "ended before it" if code == 0 else script_ends.how(code, folder)
+    if code == 0 and problem:
+        how = f"could not be watched any further: {problem}"
     left = "" if all(one["complete"] for one in trained) else "the step that counts FLOPs is missing: "
     raise result.EndedEarly(f"{left}after the measured steps the script {how}")
 
@@ -87,30 +90,36 @@ def _asked(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _ended(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Wait until the command has ended, and end it once its steps are measured; the exit status, then 0.
+def _ended(process: subprocess.Popen[bytes], folder: Path, job: bool) -> int:
+    """Wait until the command has ended, and end it once there is nothing more to see of it; the exit status, then 0.
 
-    What comes after the training, an evaluation or an upload, would take this one for a whole one.
+    What comes after the training, an evaluation or an upload, would take this one for a whole one. A whole `job` goes
+    to its end, unless it cannot be watched any further.
     """
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(LOOK_S)
-            return 0 if _measured(folder) else code
-        if measured := _measured(folder):
-            _end(process, measured)
+            trained = [] if job else _trained(_read(folder))
+            return 0 if trained and all(one["complete"] for one in trained) else code
+        if over := _over(_read(folder), job):
+            _end(process, over)
             return 0
 
 
-def _measured(folder: Path) -> set[int]:
-    """The processes of a training whose every rank has all its steps; none before."""
-    trained = _trained(_read(folder))
-    return {one["pid"] for one in trained} if all(one["complete"] for one in trained) else set()
+def _over(seen: Sequence[Seen], job: bool) -> set[int]:
+    """The processes of a training whose every rank has all its steps, or those of them that it will have; none before.
+    Also those that train and will never have any, as the observer broke in them."""
+    trained = [] if job else _trained(seen)
+    if trained and all(one["complete"] or one["problem"] for one in trained):
+        return {one["pid"] for one in trained}
+    broken = (one for one in seen if one["problem"] and "columns" not in one and not one["ended"])
+    return {one["pid"] for one in broken if script_ends.worked(one)}
 
 
-def _end(process: subprocess.Popen[bytes], measured: Collection[int]) -> None:
+def _end(process: subprocess.Popen[bytes], over: Collection[int]) -> None:
     """End the command from its own process downwards, which so starts nothing more.
 
-    Those that have measured are done, and would only save what nobody needs; the others are asked first.
+    Those that are measured, or cannot be, would only save what nobody needs; the others are asked first.
     """
     left: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -118,7 +127,7 @@ def _end(process: subprocess.Popen[bytes], measured: Collection[int]) -> None:
         left = [top, *top.children(recursive=True)]
     for one in left:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill() if one.pid in measured else one.terminate()
+            one.kill() if one.pid in over else one.terminate()
     until = time.monotonic() + GRACE_S
     while left and time.monotonic() < until:
         process.poll()

@@ -89,7 +89,7 @@ def explain(end: End) -> NoReturn:
         _raise(first, end)
     elif refused:
         raise InvalidTrial(f"{name} does not take these options: {refused}")
-    elif not any(map(_worked, end.seen)):
+    elif not any(map(worked, end.seen)):
         for path in end.folder.glob(hook.PROBLEM.format("*")):
             raise InvalidTrial(f"the script cannot be watched: {path.read_text().removeprefix('RuntimeError: ')}")
     if code < 0:
@@ -99,14 +99,18 @@ def explain(end: End) -> NoReturn:
         os.kill(os.getpid(), -code)
     if code > 0:
         raise ScriptError(how(code, end.folder))
+    if (steps := _steps(end)) >= _takes(end) and not all(one["ended"] for one in end.seen if worked(one)):
+        raise ScriptError(
+            f"{name} ended by os._exit, or by a signal that its parent kept to itself, after {steps} or more optimizer "
+            f"steps: what it took could not be told; let it return, or end by sys.exit{_said(end.folder)}"
+        )
     raise InvalidTrial(f"{name} ended {_too_early(end)}")
 
 
 def how(code: int, folder: Path) -> str:
     """How a command ended that did not end well."""
     ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    said = _words(folder)
-    return f"ended with {ended}" + (f"; its last words: {said}" if said else "")
+    return f"ended with {ended}{_said(folder)}"
 
 
 def _causes(end: End) -> Iterator[Seen]:
@@ -119,18 +123,18 @@ def _causes(end: End) -> Iterator[Seen]:
             other["at"] > one["at"] and other["ended"] and "error" not in other and not _launcher(other)
             for other in end.seen
         )
-        own = _worked(one) or one["pid"] == end.pid or one["world_size"] > 1
+        own = worked(one) or one["pid"] == end.pid or one["world_size"] > 1
         if "error" in one and not _launcher(one) and (own or not survived):
             yield one
 
 
-def _worked(one: Seen) -> bool:
+def worked(one: Seen) -> bool:
     """Whether a process has come to train."""
     return any(one[name] for name in ("forwards", "backwards", "steps"))
 
 
 def _launcher(one: Seen) -> bool:
-    return not _worked(one) and _LAUNCHER.search(one["program"] or "") is not None
+    return not worked(one) and _LAUNCHER.search(one["program"] or "") is not None
 
 
 def _raise(one: Seen, end: End) -> NoReturn:
@@ -181,22 +185,32 @@ def _too_early(end: End) -> str:
             "well, but no Python process of it imported torch where it could be watched (python -I and -E leave "
             "PYTHONPATH out)"
         )
-    recorded = sum("step" in record for record in attempt.steps(end.folder))
-    steps = max(max(one["steps"], recorded) for one in end.seen)
+    steps = _steps(end)
     if steps == 0:
         calls, passes = (max(one[name] for one in end.seen) for name in ("forwards", "backwards"))
         return (
             f"without an optimizer step ({calls} forward and {passes} backward passes were seen): it must train with a "
             "torch.optim.Optimizer"
         )
-    protocol = end.trial.protocol
-    asked = protocol.warmup_steps + 1 + protocol.measured_steps + 1  # the next one's begin ends the last
-    if protocol.job:
-        asked = protocol.warmup_steps + 4  # one whose FLOPs are counted, the probe, one measured, the last
+    name = end.trial.protocol.name
     return (
-        f"after {steps} optimizer steps, and protocol={protocol.name} takes {asked}; let it run longer, or give "
+        f"after {steps} optimizer steps, and protocol={name} takes {_takes(end)}; let it run longer, or give "
         "protocol.warmup_steps= and protocol.measured_steps="
     )
+
+
+def _steps(end: End) -> int:
+    """How many optimizer steps were seen at least: of a process that had no last word those that are recorded."""
+    recorded = sum("step" in record for record in attempt.steps(end.folder))
+    return max((max(one["steps"], recorded) for one in end.seen), default=0)
+
+
+def _takes(end: End) -> int:
+    """How many of them a row takes."""
+    protocol = end.trial.protocol
+    if protocol.job:
+        return protocol.warmup_steps + 4  # one whose FLOPs are counted, the probe, one measured, the last
+    return protocol.warmup_steps + 1 + protocol.measured_steps + 1  # the next one's begin ends the last
 
 
 def _name(words: Sequence[str]) -> str:
@@ -209,6 +223,12 @@ def _log(folder: Path) -> str:
         return tail(folder / LOGS[1], LOG_KEPT).decode(errors="replace")
     except OSError:
         return ""
+
+
+def _said(folder: Path) -> str:
+    """Its last words, as what follows in a sentence."""
+    said = _words(folder)
+    return f"; its last words: {said}" if said else ""
 
 
 def _words(folder: Path) -> str | None:

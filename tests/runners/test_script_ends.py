@@ -15,7 +15,7 @@ from conftest import ROOT, Run, tiny
 
 from vramsweep.harness import outcome, trial, variables
 from vramsweep.harness.outcome import Evidence
-from vramsweep.runners import script, script_ends, worker
+from vramsweep.runners import result, script, script_ends, worker
 
 PYTHON = sys.executable
 BIN = Path(sys.executable).parent
@@ -51,12 +51,16 @@ def seen(**over: Any) -> dict[str, Any]:
     return said | over
 
 
-def row_of(folder: Path, code: int, *every: dict[str, Any], log: str = "", problem: str = "") -> tuple[str, str | None]:
-    """Outcome and reason of a command whose own process is the first."""
+def row_of(
+    folder: Path, code: int, *every: dict[str, Any], log: str = "", problem: str = "", begun: int = 0, job: bool = False
+) -> tuple[str, str | None]:
+    """Outcome and reason of a command whose own process is the first, and of whose steps so many are recorded."""
     (folder / "stderr.log").write_text(log)
     if problem:
         (folder / "problem-7.txt").write_text(problem)
-    values = trial.Trial.model_validate(command("PYTHON t.py"))
+    (folder / "steps.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(begun)))
+    protocol = {"name": "job", "warmup_steps": 1, "measured_steps": 1, "job": True}
+    values = trial.Trial.model_validate(command("PYTHON t.py", **({"protocol": protocol} if job else {})))
     one = script_ends.End(values, folder, ["python", "t.py"], 1, code, sorted(every, key=lambda one: one["at"]))
     with pytest.raises((trial.InvalidTrial, RuntimeError)) as caught:
         script_ends.explain(one)
@@ -111,6 +115,13 @@ ENDS: dict[str, tuple[int, Sequence[dict[str, Any]], dict[str, str], tuple[str, 
     "Hydra's override": (
         1, [seen(error={"type": "hydra.errors.ConfigCompositionException", "message": "Could not override 'x'.\nTo"})],
         {}, ("invalid", "t.py does not take these options: hydra.errors.ConfigCompositionException: Could not")),
+    "a whole job that leaves by os._exit(0)": (
+        0, [seen(ended=False, forwards=1)], {"job": True, "begun": 100, "log": "bye"},
+        ("crash", "t.py ended by os._exit, or by a signal that its parent kept to itself, after 100 or more optimizer "
+         "steps: what it took could not be told; let it return, or end by sys.exit; its last words: bye")),
+    "one that does so too early": (
+        0, [seen(ended=False, forwards=1)], {"job": True, "begun": 4},
+        ("invalid", "t.py ended after 4 optimizer steps, and protocol=job takes 5")),
     "transformers' parser": (
         1, [], {"log": "Traceback\nValueError: Some specified arguments are not used by the HfArgumentParser: ['--x']"},
         ("invalid", "t.py does not take these options: ValueError: Some specified arguments are not used")),
@@ -156,6 +167,74 @@ def test_the_workers_own_variables_are_handed_down(monkeypatch: pytest.MonkeyPat
     assert (asked["PYTORCH_CUDA_ALLOC_CONF"], asked["PYTORCH_ALLOC_CONF"]) == ("a:1", None)
 
 
+LEAVES = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(os.environ["VRAMSWEEP_ATTEMPT"])
+aside = folder / "seen.new"
+aside.write_text(json.dumps(json.loads(pathlib.Path("said.json").read_text()) | {"pid": os.getpid()}))
+aside.rename(folder / f"seen-{os.getpid()}.json")
+time.sleep(float(sys.argv[1]))
+pathlib.Path("after.txt").touch()
+"""
+BROKE = {"problem": "TypeError: probe failed", "ended": False} | TRAINED
+SHORT = {"elapsed_s": 2.0, "step_times_s": [1.0, 1.0], "tokens_per_s": 50.0, "samples_per_s": 1.0, "notes": None}
+MEASURED = {"shapes": [[1, 50]], "shapes_known": True, "repeated": False, "batches": [1], "complete": False}
+MEASURED |= {"columns": SHORT}
+JOB = {"protocol": {"name": "job", "warmup_steps": 1, "measured_steps": 1, "job": True}}
+
+
+def left(folder: Path, seconds: float, said: dict[str, Any], **over: Any) -> str:
+    """What becomes of a command that leaves this of its one process, then goes on for so long."""
+    (folder / "attempt").mkdir()
+    (folder / "t.py").write_text(LEAVES)
+    (folder / "said.json").write_text(json.dumps(said))
+    (folder / "attempt" / "stderr.log").touch()
+    values = trial.Trial.model_validate(command(f"PYTHON t.py {seconds}", **over))
+    with pytest.raises((script_ends.ScriptError, result.EndedEarly)) as caught:
+        script.run(values, folder / "attempt")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("over", [{}, JOB], ids=["ordinary", "job"])
+def test_a_training_that_cannot_be_watched_any_further_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert left(tmp_path, 60, seen(**BROKE), **over) == (
+        "the script could not be watched any further: TypeError: probe failed"
+    )
+
+
+def test_what_was_measured_before_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert left(tmp_path, 60, seen(**BROKE, **MEASURED)) == (
+        "the step that counts FLOPs is missing: after the measured steps the script could not be watched any further: "
+        "TypeError: probe failed"
+    )
+    values = json.loads((tmp_path / "attempt" / "result.json").read_text())["values"]
+    assert (values["tokens_per_s"], values["seq_len"]) == (50.0, 50)
+
+
+def test_a_command_that_is_to_run_to_its_end_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "could not be watched" in left(tmp_path, 0.4, seen(**BROKE), runner={"stop": False})
+    assert (tmp_path / "after.txt").exists()
+
+
+def test_a_training_is_over_once_no_rank_has_more_to_tell() -> None:
+    def ranks(*every: dict[str, Any]) -> set[int]:
+        return script._over([seen(pid=n, rank=n, world_size=2, **one) for n, one in enumerate(every)], job=False)
+
+    going = TRAINED | {"ended": False}
+    whole = going | MEASURED | {"complete": True}
+    assert ranks(going | MEASURED, whole) == set()
+    assert ranks(BROKE | MEASURED, whole) == {0, 1}
+    assert ranks(BROKE | MEASURED, going) == set()  # the other may come so far
+    assert ranks(BROKE, whole) == {0}
+    assert ranks(BROKE | {"ended": True}, going) == set()  # an earlier training's
+    assert ranks(BROKE | dict.fromkeys(TRAINED, 0), going) == set()  # it trains nothing
+
+
 LOOP = """
 import os, sys, torch
 w = torch.nn.Linear(8, 8)
@@ -192,6 +271,22 @@ def test_the_whole_command_ends_once_it_is_measured(
     (row,) = run_sweep(command("bash -c 'PYTHON t.py; sleep 8; echo after > after.txt'"))
     assert row["outcome"] == "ok" and not any("after the measured steps" in note for note in row["notes"])
     assert not Path("after.txt").exists()
+
+
+@pytest.mark.slow
+def test_a_job_that_leaves_and_a_training_that_breaks_what_watches_it(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("left.py").write_text(f"{LOOP}os._exit(0)")
+    Path("broke.py").write_text(LOOP.replace("w =", "torch.cuda.device_count = None; w =").replace("(9)", "(10**9)"))
+    left, broke = run_sweep(command("PYTHON left.py", **JOB), command("PYTHON broke.py"))
+    assert left["outcome"] == broke["outcome"] == "crash"
+    assert left["reason"].endswith(
+        "left.py ended by os._exit, or by a signal that its parent kept to itself, after 8 or more optimizer steps: "
+        "what it took could not be told; let it return, or end by sys.exit"
+    )
+    assert "the script could not be watched any further: TypeError: " in broke["reason"]
 
 
 @pytest.mark.slow
