@@ -21,6 +21,9 @@ SCHEMA_VERSION = 2
 
 Row = dict[str, Any]
 
+PARTS = ("load", "resume", "first_step", "steps", "evaluation", "save")  # of a whole job (protocol=job)
+OF_TRAINING = ("load", "first_step", "steps")  # those whose peaks are the row's own
+
 
 class Outcome(StrEnum):
     """How an attempt ended."""
@@ -138,7 +141,7 @@ COLUMNS: tuple[Column, ...] = (
         ("backward_peak_reserved_bytes", int, "B", "peak reserved in the backward phase of the probe step"),
         ("optimizer_peak_allocated_bytes", int, "B", "peak allocated after the last backward of the probe step"),
         ("optimizer_peak_reserved_bytes", int, "B", "peak reserved after the last backward of the probe step"),
-        ("part_peak_allocated_bytes", dict, "B", "protocol=job: peak allocated of each part of the job that was seen: load, resume, first_step, steps, evaluation, save"),
+        ("part_peak_allocated_bytes", dict, "B", f"protocol=job: peak allocated of each part of the job that was seen: {', '.join(PARTS)}"),
         ("part_peak_reserved_bytes", dict, "B", "protocol=job: the same of reserved; null on a CPU"),
         ("largest_part", str, "", "protocol=job: the part that has the largest peak allocated, of reserved where that is not known"),
         ("step_peak_allocated_bytes", list, "B", "peak allocated of each measured step"),

@@ -162,7 +162,7 @@ def _dotted(capability: Capability) -> str:
 class ProtocolAxis(_Frozen):
     """How many steps: `warmup_steps`, then one untimed probe step, then `measured_steps`.
 
-    `job`: the whole of it instead, to its end, with the peak of each part (runners/measure.py: PARTS).
+    `job`: the whole of it instead, to its end, with the peak of each part (row.py: PARTS).
     """
 
     name: str

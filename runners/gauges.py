@@ -12,6 +12,7 @@ import torch
 from vramsweep.harness import node
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.outcome import of_the_machine
+from vramsweep.harness.row import OF_TRAINING, PARTS
 from vramsweep.runners.dispatch import LiveBytes, storages_alive
 from vramsweep.runners.instruments import (
     COUNTERS,
@@ -29,9 +30,6 @@ from vramsweep.runners.instruments import (
 )
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.shared_peaks import SHARED
-
-PARTS = ("load", "resume", "first_step", "steps", "evaluation", "save")  # of a whole job
-OF_TRAINING = ("load", "first_step", "steps")  # whose peaks are a row's
 
 
 class Gauges:

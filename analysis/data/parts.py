@@ -14,10 +14,9 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label
 from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.harness.row import OF_TRAINING
 
-PARTS = ("load", "resume", "first_step", "steps", "evaluation", "save")
 _PEAKS = {base: f"part_peak_{base}_bytes" for base in ("allocated", "reserved")}  # the one that decides first
-TRAINED = ("load", "first_step", "steps")  # what a row's other peaks are of
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Job:
         are of each, and a part may need more of reserved alone."""
         found = [Excess(0, self.largest, self.base)]
         for base, peaks in self.known.items():
-            trained = [peaks[part] for part in TRAINED if part in peaks]
+            trained = [peaks[part] for part in OF_TRAINING if part in peaks]
             found += [Excess(peak - max(trained), part, base) for part, peak in peaks.items() if trained]
         return max(found, key=lambda one: one.size)
 
@@ -101,13 +100,13 @@ def sentences(found: Sequence[Job]) -> list[str]:
         mine = [job for job in found if job.largest == part]
         if part == "steps":
             continue
-        worst = max(mine, key=lambda job: job.peaks[part] - (0 if part in TRAINED else job.peaks.get("steps", 0)))
+        worst = max(mine, key=lambda job: job.peaks[part] - (0 if part in OF_TRAINING else job.peaks.get("steps", 0)))
         steps = f" where the steps need {show_bytes(worst.peaks['steps'])}" if "steps" in worst.peaks else ""
         need = f"needs most ({worst.base}): {'at worst ' * (len(mine) > 1)}{show_bytes(worst.peaks[part])}"
         said.append(f"In {len(mine):,} of {total} {called(part)} {need}{steps} ({worst.name}).")
     if not said:
         most = max(found, key=lambda job: job.peaks["steps"])
-        others = {part: size for part, size in most.peaks.items() if part not in TRAINED}
+        others = {part: size for part, size in most.peaks.items() if part not in OF_TRAINING}
         after = max(others, key=lambda part: others[part], default="")
         next_ = f"; {called(after)}, the next, {show_bytes(others[after])}" if after else ""
         said = [

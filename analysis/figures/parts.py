@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from vramsweep.analysis.data.parts import PARTS, Job, called
+from vramsweep.analysis.data.parts import Job, called
 from vramsweep.analysis.figures.plots import COLOURS, MOST, Figure, axis_unit, escape, new_plot, sentence, short
+from vramsweep.harness.row import PARTS
 
 JOBS = MOST
 _PATTERNS = {"load": ".", "resume": "\\", "first_step": "-", "steps": "", "evaluation": "/", "save": "x"}

@@ -10,11 +10,11 @@ import pandas as pd
 from vramsweep.analysis.compare.calibrate import PARTS, SECONDS, Calibration
 from vramsweep.analysis.data.groups import Group, whatever
 from vramsweep.analysis.data.metrics import GIB, show_bytes
-from vramsweep.analysis.data.parts import PARTS as OF_JOBS
 from vramsweep.analysis.data.parts import Job, called
 from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.frontier import FEW, Limit
+from vramsweep.harness.row import PARTS as OF_JOBS
 
 
 def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
