@@ -53,7 +53,13 @@ def trained(steps: int) -> list[float]:
 def watched(steps: int) -> list[float]:
     """The same under the observer, which must have measured every one of them."""
     with tempfile.TemporaryDirectory() as name:
-        asked = {"warmup_steps": 1, "measured_steps": None, "record": False, "stop": False, "variables": {}}
+        asked: dict[str, object] = {
+            "warmup_steps": 1,
+            "measured_steps": None,
+            "record": False,
+            "stop": False,
+            "variables": {},
+        }
         (Path(name) / WATCH).write_text(json.dumps(asked | {"job": False, "precision": None, "worker": os.getpid()}))
         observer = Observer(Path(name))
         observer.install()

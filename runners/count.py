@@ -11,14 +11,16 @@ import time
 import torch
 
 from vramsweep.harness.gpus import peak_flops
+from vramsweep.runners.compiler import Compiler
 from vramsweep.runners.dispatch import FlopCount, SdpaKernels
-from vramsweep.runners.instruments import Compiler, backward_boundaries
+from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.over_ranks import Columns
 
 NO_BACKWARD = "no backward pass of torch.autograd was seen"
 COUNTED_EAGERLY = (
     "FLOPs are those of the step without torch.compile, whose code calls no operators that could be counted"
 )
+COMPILED = "FLOPs are not known: code of torch.compile calls no operators that could be counted"
 
 
 class Count:
@@ -27,15 +29,22 @@ class Count:
     The model's are 3 x the forward passes' where all weights are trained. Frozen ones need no gradients, and Liger's
     fused loss computes its gradients in the forward pass: there they are all that was counted but for what was computed
     twice. `tokens` are those that the step has on this rank, whose FLOPs are counted; None where they are not known.
+    Compiled code is counted without torch.compile where the step is our `own`: run so, somebody's may not fit.
     """
 
     purpose = "counts FLOPs"
 
     def __init__(
-        self, compiler: Compiler, tokens: int | None, precision: str | None, world_size: int, fused_loss: bool
+        self,
+        compiler: Compiler,
+        tokens: int | None,
+        precision: str | None,
+        world_size: int,
+        fused_loss: bool,
+        own: bool = True,
     ) -> None:
         self.compiler, self.tokens, self.precision = compiler, tokens, precision
-        self.world_size = world_size
+        self.world_size, self.own = world_size, own
         self.uneven = fused_loss  # the backward passes are not twice the forward passes
         self.spent = 0.0
         self.compiled = False
@@ -50,7 +59,9 @@ class Count:
 
     def enter(self) -> None:
         self._began = time.perf_counter()
-        self.compiled = self.compiler.graphs() > 0
+        self.compiled = self.compiler.compiled()
+        if self.compiled and not self.own:
+            return
         if self.compiled:
             self._context.enter_context(torch.compiler.set_stance("force_eager"))
         self._count = count = self._context.enter_context(FlopCount())
@@ -69,6 +80,8 @@ class Count:
 
     def leave(self, loss: torch.Tensor | None) -> None:
         self.close()
+        if self.compiled and not self.own:
+            return
         self.total, self.repeated, self.uncounted = self._count.total, self._count.repeated, self._count.uncounted
         self.forward = sum(self._forward) if self._forward else None
 
@@ -80,7 +93,8 @@ class Count:
 
     def columns(self, row: Columns) -> Columns:
         """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
-        frozen = row.get("trainable_parameters") != row.get("parameters")
+        weights = row.get("parameters")
+        frozen = weights is None or row.get("trainable_parameters") != weights  # or not known
         model, hardware, found = self._trusted(row.get("attention_effective"), frozen or self.uneven)
         notes = [*(row.get("notes") or ()), *found]
         of_model = None if model is None or not self.tokens else model / self.tokens
@@ -104,7 +118,7 @@ class Count:
         `uneven`: the backward pass is not twice the forward pass.
         """
         if self.total is None:
-            return None, None, []
+            return None, None, [COMPILED] if self.compiled and not self.own else []
         if attention is not None and "flash" in attention:
             return None, None, [f"FLOPs are not known: the kernels of {attention} are not seen by torch's operators"]
         hardware = None if self.uncounted else self.total

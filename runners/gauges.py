@@ -13,11 +13,11 @@ from vramsweep.harness import node
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.outcome import of_the_machine
 from vramsweep.harness.row import OF_TRAINING, PARTS
+from vramsweep.runners.compiler import Compiler
 from vramsweep.runners.dispatch import LiveBytes, storages_alive
 from vramsweep.runners.instruments import (
     COUNTERS,
     Clock,
-    Compiler,
     CudaMemory,
     HostMemory,
     Memory,
@@ -37,11 +37,16 @@ class Gauges:
 
     The device's memory and processes are read before torch touches the device, which makes a context there. Where
     a script's process is measured, one that `worker` has started, it has done so already; then peaks count from that
-    process's start, nothing looks at it between the steps, and `imported` are the storages that its imports had made.
+    process's start, nothing looks at it between the steps, `imported` are the storages that its imports had made, and
+    `compiler` was there before anything was compiled.
     """
 
     def __init__(
-        self, device: torch.device, worker: int | None = None, imported: Sequence[torch.UntypedStorage] = ()
+        self,
+        device: torch.device,
+        worker: int | None = None,
+        imported: Sequence[torch.UntypedStorage] = (),
+        compiler: Compiler | None = None,
     ) -> None:
         self.worker = worker
         self.process = Process(begun=worker is not None)
@@ -63,7 +68,7 @@ class Gauges:
             SHARED.install()
             self.memory = CudaMemory(device, SHARED)
         self.clock = Clock(device)
-        self.compiler = Compiler()
+        self.compiler = compiler or Compiler()
         self.peaks: Peaks = dict.fromkeys(COUNTERS)
         self.part: str | None = None  # of a whole job, which is going on
         self.parts: dict[str, Peaks] = {}

@@ -9,7 +9,6 @@ import contextlib
 import math
 import os
 import re
-import sys
 import threading
 import time
 import weakref
@@ -76,9 +75,14 @@ class CudaMemory:
         reserved, allocated = (stats[f"{c}_bytes"]["all"]["current"] for c in ("reserved", "allocated"))
         return {
             "reserved_unallocated_bytes": reserved - allocated,
-            "alloc_retries": stats["num_alloc_retries"] if self.native else None,
-            "alloc_ooms": stats["num_ooms"] if self.native else None,
+            "alloc_retries": self._counted(stats, "num_alloc_retries"),
+            "alloc_ooms": self._counted(stats, "num_ooms"),
         }
+
+    def _counted(self, stats: dict[str, Any], name: str) -> int | None:
+        if not self.native:
+            return None
+        return int(stats[name]) if self._shared is None else self._shared.counted(self._device, name)
 
 
 LOOK_S = 0.01
@@ -194,32 +198,6 @@ class HostMemory:
 
     def summary(self) -> dict[str, Any]:
         return {}
-
-
-class Compiler:
-    """What torch.compile has done in this process since the instrument was made, whoever asked for it.
-
-    Source: torch._dynamo.utils, `counters` and `calculate_time_spent`, which has the wall time of forward and backward
-    graphs, with whatever their caches on disk held.
-    """
-
-    def __init__(self) -> None:
-        self._begun = self._so_far()
-
-    @staticmethod
-    def _so_far() -> tuple[int, float]:
-        utils = sys.modules.get("torch._dynamo.utils")
-        if utils is None:
-            return 0, 0.0
-        return int(utils.counters["stats"]["unique_graphs"]), float(utils.calculate_time_spent()["total_wall_time"])
-
-    def graphs(self) -> int:
-        """How many graphs were compiled."""
-        return self._so_far()[0] - self._begun[0]
-
-    def seconds(self) -> float | None:
-        """Seconds that compiling took; None where nothing was compiled."""
-        return self._so_far()[1] - self._begun[1] if self.graphs() else None
 
 
 class Nvml:

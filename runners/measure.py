@@ -170,7 +170,7 @@ class Probe:
     def enter(self) -> None:
         self._began = time.perf_counter()
         memory = self.gauges.memory
-        self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.graphs() > 0
+        self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.compiled()
         counted = isinstance(memory, HostMemory) and memory.live is not None  # of a whole job, from its begin
         if isinstance(memory, HostMemory) and not self._unseen and not counted:  # compiled code would not run under it
             memory.live = self._context.enter_context(LiveBytes(self.gauges.imported))
@@ -334,7 +334,9 @@ class Meter:
         self.measured = Measured(self.gauges, asked, self._publish)
         self.probe = Probe(self.gauges, self.measured.start)
         of_rank = None if asked.tokens_per_step is None else asked.tokens_per_step // asked.world_size
-        self.count = Count(self.gauges.compiler, of_rank, asked.precision, asked.world_size, asked.fused_loss)
+        own = asked.measured_steps is not None  # else every step is one of somebody's training
+        self.count = Count(self.gauges.compiler, of_rank, asked.precision, asked.world_size, asked.fused_loss, own)
+        self.graphed = asked.graphed
         self.recorded = Recorded(folder / RECORDING if rank == 0 else None)
         warmup = [self.warmup] * asked.warmup_steps
         self.plan: tuple[Step, ...]
@@ -397,6 +399,9 @@ class Meter:
         for step in (self.probe, self.count, self.recorded):  # of which one at most has begun and not ended
             step.close()
         self.gauges.release()
+        if self._records is not None:
+            self._records.close()
+            self._records = None
 
     def stopped(self, phase: str) -> None:
         """Note the phase of the step in which training ended, if it had begun."""
@@ -448,7 +453,7 @@ class Meter:
             own |= {**dict.fromkeys(SPEED), "notes": [*own["notes"], COUNTED]}
         elif self.asked.uneven and own["peak_allocated_bytes"] is not None and not gauges.cuda:
             own |= {"peak_allocated_bytes": None, "notes": [*own["notes"], OTHER_STEPS]}
-        if self.asked.graphed and gauges.cuda:
+        if self.graphed and gauges.cuda:
             phases = [f"{phase}_peak_allocated_bytes" for phase in ("forward", "backward", "optimizer", "step")]
             own |= {**dict.fromkeys(phases), "notes": [*own["notes"], REPLAYED]}
         self.row = self._to_publish(own | self.seen())

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vramsweep.runners import constants, described
+from vramsweep.runners.compiler import Compiler
 from vramsweep.runners.hook.sitecustomize import SEEN, WATCH
 from vramsweep.runners.shared_peaks import SHARED
 from vramsweep.runners.torch_hooks import TorchHooks
@@ -106,6 +107,7 @@ class Observer:
         """Begin to watch. Of a whole job, on a CPU, count its tensors from here on."""
         SHARED.install()
         self.hooks.undo.append(SHARED.uninstall)
+        self.compiler = Compiler(ours=False)
         if self.asked["job"] and not _cards():
             from vramsweep.runners.dispatch import LiveBytes
 
@@ -143,7 +145,7 @@ class Observer:
         if not known:
             self.settled = 0
             self.modules.append(weakref.ref(module))
-        if self.meter is None and _device(module).type == "cpu" and _cards():
+        if self.meter is None and _device(list(module.parameters())).type == "cpu" and _cards():
             return  # it may be moved yet: where the backward pass runs is where it trains
         if self.meter is None:
             self.begin(module)
@@ -194,7 +196,11 @@ class Observer:
         if not self.forward_seen:
             self.boundary()
 
-    def scaler_updated(self, scaler: Any) -> None:
+    def replays(self, *args: Any, **kwargs: Any) -> None:
+        if self.meter is not None:
+            self.meter.graphed = True
+
+    def scaler_stepped(self, scaler: Any) -> None:
         if not scaler.is_enabled():
             return
         if any(getattr(one(), "_step_supports_amp_scaling", False) for one in self.optimizers):
@@ -207,13 +213,19 @@ class Observer:
         """Everything is loaded; the first step begins."""
         from vramsweep.runners import measure
 
-        gauges = self.look(module)
+        held = [] if module is None else list(module.parameters())
+        if (
+            held and self.gauges is not None and self.gauges.device != _device(held)
+        ):  # it was moved since a file was read
+            self.gauges = None
+        gauges = self.look(held)
         asked = measure.Asked(
             self.asked["warmup_steps"],
             self.asked["measured_steps"],
             self.asked["record"],
             precision=self.asked["precision"],
             job=self.asked["job"],
+            fused_loss="liger_kernel" in sys.modules,
         )
         self.meter = measure.Meter(asked, self.folder, gauges, self.ranks()[0], self.publish)
         self.meter.built(self.describe, lambda: self.skips)
@@ -221,14 +233,13 @@ class Observer:
         self.volume.begin_step()
         self.meter.step_begin()
 
-    def look(self, module: torch.nn.Module | None) -> Gauges:
-        """The instruments, made when they are first needed."""
+    def look(self, held: Sequence[torch.Tensor]) -> Gauges:
+        """The instruments, made when they are first needed, of where these tensors of the training are."""
         from vramsweep.runners.gauges import Gauges
         from vramsweep.runners.instruments import HostMemory
 
         if self.gauges is None:
-            self.device = _device(module)
-            self.gauges = Gauges(self.device, self.asked["worker"], self.imported)
+            self.gauges = Gauges(_device(held), self.asked["worker"], self.imported, self.compiler)
             if self.asked["job"]:
                 self.gauges.part = "load"
                 if isinstance(self.gauges.memory, HostMemory):
@@ -237,17 +248,17 @@ class Observer:
 
     # ---- the parts of a job
 
-    def part(self, name: str) -> None:
+    def part(self, name: str, optimizer: Any = None) -> None:
         """From now on it is this part; before the card is touched there is none to tell apart."""
         if self.gauges is None and not torch.cuda.is_initialized() and _cards():
             return
-        gauges = self.look(next(iter(self.nets()), None))
+        gauges = self.look([] if optimizer is None else optimizer.param_groups[0]["params"])
         if gauges.part != name:
             gauges.enter(name)
 
     def evaluates(self, module: torch.nn.Module) -> None:
         """A module is called without gradients between two steps, which evaluates if it is the one that is trained."""
-        if self.meter is not None and self.unevaluated() and self.trains(module):
+        if self.meter is not None and self.unevaluated() and self.whole(module):
             self.elsewhere.add(self.meter.index)
             if self.asked["job"]:
                 self.part("evaluation")
@@ -259,7 +270,8 @@ class Observer:
         return self.gauges.part != "evaluation" if self.asked["job"] else self.meter.index not in self.elsewhere
 
     def changes_mode(self, module: torch.nn.Module, mode: bool = True) -> None:
-        """train(mode), which is also what eval() calls, of every module in turn."""
+        """train(mode), which is also what eval() calls, of every module in turn; of some of them a script may call it
+        in every step, as for batch norms that are frozen."""
         if not mode and self.gauges is not None and self.gauges.part != "evaluation":
             self.evaluates(module)
 
@@ -272,25 +284,27 @@ class Observer:
 
     def takes_state(self, module: Any, *args: Any, **kwargs: Any) -> None:
         """Its state is taken: where that is divided among ranks, this is what gathers it."""
-        if self.trains(module):
+        if self.whole(module):
             self.saves()
 
     def loads(self, *args: Any, **kwargs: Any) -> None:
         """A file is read. Once there is an optimizer, that is a checkpoint to go on from."""
-        if self.meter is None and any(issubclass(type(o), torch.optim.Optimizer) for o in gc.get_objects()):
-            self.part("resume")
+        if self.meter is None:
+            every = (one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer))
+            if (optimizer := next(every, None)) is not None:
+                self.part("resume", optimizer)
 
     def loads_state(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> None:
         """An optimizer gets a state, which accelerate also does with an empty one."""
         if self.meter is None and isinstance(state, dict) and state.get("state"):
-            self.part("resume")
+            self.part("resume", optimizer)
 
-    def trains(self, module: Any) -> bool:
-        """Whether it has parameters of what is trained."""
+    def whole(self, module: Any) -> bool:
+        """Whether it has all the parameters of something that is trained."""
         if self.meter is None:
             return False
-        own = {id(parameter) for net in self.nets() for parameter in net.parameters()}
-        return any(id(parameter) in own for parameter in module.parameters())
+        own = {id(parameter) for parameter in module.parameters()}
+        return any({id(parameter) for parameter in net.parameters()} <= own for net in self.nets())
 
     def nets(self) -> list[torch.nn.Module]:
         """The modules that are trained, as far as they are there: they hold something that an optimizer steps."""
@@ -452,7 +466,7 @@ class Observer:
             "index": None if self.meter is None else self.meter.index,
             **self.counts,
             **self.volume.said(),
-            **({} if gauges is None or not gauges.cuda else _cuda(self.device)),
+            **({} if gauges is None or not gauges.cuda else _cuda(gauges.device)),
             **self.told,
         }
         path = self.file
@@ -472,14 +486,10 @@ class Observer:
         return self.place
 
 
-def _device(module: torch.nn.Module | None) -> torch.device:
-    """Where the training runs."""
-    tensor = None if module is None else next(iter(module.parameters()), None)
-    if tensor is not None and tensor.device.type in ("cpu", "cuda"):
-        place = tensor.device
-    else:
-        place = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    if place.type == "cpu" and torch.cuda.is_initialized():  # parameters that are offloaded
+def _device(held: Sequence[torch.Tensor]) -> torch.device:
+    """Where the training runs, which has these parameters."""
+    place = next((one.device for one in held if one.device.type in ("cpu", "cuda")), torch.device("cpu"))
+    if place.type == "cpu" and torch.cuda.is_initialized():  # parameters that are offloaded, or on no device
         place = torch.device("cuda")
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())

@@ -37,6 +37,7 @@ class SharedPeaks:
         self._ours: dict[int, Peaks] = {}  # by card: peaks since our last take, of before resets of the script's
         self._theirs: dict[int, Peaks] = {}  # by card: peaks since the script's last reset, of before resets of ours
         self._undo: list[tuple[str, Any]] = []
+        self._before: dict[int, Stats] = {}  # by card: as it was when `forget` was called
 
     def install(self) -> None:
         """From now on the script reads and resets through us; a build of torch without CUDA has nothing to share."""
@@ -51,16 +52,28 @@ class SharedPeaks:
                     self._undo.append((name, getattr(torch._C, name)))
                     setattr(torch._C, name, shared(getattr(torch._C, name)))
 
+    def forget(self) -> None:
+        """What was until now is none of the meter's: of an earlier training in this process, that may have run out."""
+        if self._taken and torch.cuda.is_initialized():
+            for card in range(torch.cuda.device_count()):
+                self._before[card] = self.take(torch.device("cuda", card))
+
+    def counted(self, device: torch.device, name: str) -> int:
+        """One of the card's counters that only rise, such as `num_ooms`; since `forget`, if that was called."""
+        card = _index(device)
+        return int(self._read(card)[name]) - int(self._before.get(card, {}).get(name, 0))
+
     def uninstall(self) -> None:
         """No peak is taken any more. A script whose peaks our takes have reset goes on reading them here until its own
         next reset: only then torch's counters are right for it."""
         self._taken = False
         self._ours.clear()
+        self._before.clear()
         self._give_back()
 
     def take(self, device: torch.device) -> Stats:
         """The card's statistics, with the peaks since the last call."""
-        card = torch.cuda.current_device() if device.index is None else device.index
+        card = _index(device)
         now = self._read(card)
         self._theirs[card] = _most(now, self._theirs.get(card, {}))
         self._reset(card)
@@ -90,6 +103,10 @@ class SharedPeaks:
 
 
 SHARED = SharedPeaks()  # of this process, as torch's counters are
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _peaks(stats: Stats, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:

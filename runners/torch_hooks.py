@@ -1,8 +1,9 @@
 """Where torch tells what a script does, whoever wrote it: hooks and replaced functions, which tell a listener.
 
 Told are the calls of modules that no other module makes, torch.autograd's outermost passes, the steps of
-torch.optim.Optimizer and of GradScaler, what is saved; of a whole job also what is loaded and when modules change their
-mode. What goes wrong in the listener does not reach the script: the listener is told, and after that nothing more.
+torch.optim.Optimizer and of GradScaler, replays of CUDA graphs, what is saved; of a whole job also what is loaded and
+when modules change their mode. Not told is what a compiler does while it traces, and what is captured into a CUDA
+graph. What goes wrong in the listener does not reach the script: the listener is told, and after that nothing more.
 
 The cost is one module call's hook, two calls around each backward pass and one after each optimizer step: a hook for
 all modules costs every call of every module, so it is there only until a forward pass has begun, and not at all once
@@ -13,12 +14,14 @@ Not covered: what is made of it (observer.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch._guards import TracingContext
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -39,6 +42,8 @@ class Passes:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or TracingContext.try_get() is not None:  # a compiler's own pass
+                return function(*args, **kwargs)
             outer, over = self.depth == 0, False
             self.depth += 1
             try:
@@ -87,8 +92,11 @@ class Listener(Protocol):
     def optimizer_stepped(self, optimizer: Any, *args: Any) -> None:
         """It has returned."""
 
-    def scaler_updated(self, scaler: Any) -> None:
-        """GradScaler's `update` has returned."""
+    def scaler_stepped(self, scaler: Any) -> None:
+        """GradScaler's `step` has returned."""
+
+    def replays(self, *args: Any, **kwargs: Any) -> None:
+        """A CUDA graph is replayed."""
 
     def saves(self, *args: Any, **kwargs: Any) -> None:
         """torch.save is called."""
@@ -111,6 +119,7 @@ class TorchHooks:
 
     def __init__(self, listener: Listener) -> None:
         self.undo: list[Callable[[], None]] = []
+        self._followed: list[tuple[Any, Any, Callable[[], None]]] = []  # classes, what is called, and what ends that
         self._listener = listener
         self._forward, self._evaluation = self._guarded(listener.forward_begins), self._guarded(listener.evaluates)
         self._passes = Passes(self._guarded(listener.backward_begins), self._guarded(listener.backward_ended))
@@ -121,6 +130,7 @@ class TorchHooks:
         """Nothing is going on: this is so at first, and in a process that was forked."""
         self._passes.depth = 0
         self._inside = False  # of a call of a class whose calls are followed
+        self._capturing = False  # a CUDA graph, which whatever waits for the device would break
 
     def install(self, job: bool) -> None:
         """Hook what there is to hook; for a `job` also what only its parts are told apart by."""
@@ -130,9 +140,12 @@ class TorchHooks:
         self.undo.append(register_optimizer_step_post_hook(self._guarded(told.optimizer_stepped)).remove)
         for module, name in BACKWARD:
             self.patch(module, name, self._passes.watched(getattr(module, name)))
-        self.patch(torch.amp.GradScaler, "update", self._after(torch.amp.GradScaler.update, told.scaler_updated))
+        self.patch(torch.amp.GradScaler, "step", self._after(torch.amp.GradScaler.step, told.scaler_stepped))
+        self._before(torch.cuda.CUDAGraph, "capture_begin", functools.partial(self._captures, True), guarded=False)
+        self._before(torch.cuda.CUDAGraph, "capture_end", functools.partial(self._captures, False), guarded=False)
+        self._before(torch.cuda.CUDAGraph, "replay", told.replays)
         self.patch(torch, "compile", self._compiling(torch.compile))
-        self._before(torch, "save", told.saves)
+        self.patch(torch, "save", self._saving(torch.save))
         if job:
             self._before(torch, "load", told.loads)
             self._before(torch.optim.Optimizer, "load_state_dict", told.loads_state)
@@ -147,9 +160,11 @@ class TorchHooks:
         for one in reversed(self.undo):
             one()
         self.undo.clear()
+        self._followed.clear()
 
-    def patch(self, owner: Any, name: str, function: Any) -> None:
-        """Replace a function until `uninstall`; one that somebody else replaces meanwhile stays so."""
+    def patch(self, owner: Any, name: str, function: Any) -> Callable[[], None]:
+        """Replace a function until `uninstall`, or until what is returned is called. One that somebody else replaces
+        meanwhile stays so."""
         before, own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, function)
 
@@ -160,6 +175,7 @@ class TorchHooks:
                 delattr(owner, name)
 
         self.undo.append(restore)
+        return restore
 
     def arm(self) -> None:
         """Look for the next forward pass."""
@@ -181,7 +197,7 @@ class TorchHooks:
 
         @functools.wraps(call)
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._listener.done or self._inside or self._passes.depth:
+            if torch.compiler.is_compiling() or self._deaf() or self._inside or self._passes.depth:
                 return call(module, *args, **kwargs)
             self._inside, waits = True, False
             try:
@@ -198,25 +214,32 @@ class TorchHooks:
                     self.arm()
 
         run._followed = True  # type: ignore[attr-defined]
-        self.patch(kind, "__call__", run)
+        self._followed.append((kind, run, self.patch(kind, "__call__", run)))
 
     def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
         """The function, which raises nothing."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> None:
-            if self._listener.done:
+            if self._deaf():
                 return
             try:
                 function(*args, **kwargs)
             except Exception as error:
-                self._listener.broke(error)
+                with contextlib.suppress(Exception):  # no room to write it down
+                    self._listener.broke(error)
 
         return call
 
-    def _before(self, owner: Any, name: str, told: Callable[..., None]) -> None:
+    def _deaf(self) -> bool:
+        return self._listener.done or self._capturing
+
+    def _captures(self, begins: bool, *args: Any, **kwargs: Any) -> None:
+        self._capturing = begins
+
+    def _before(self, owner: Any, name: str, told: Callable[..., None], guarded: bool = True) -> None:
         """Have the function tell of each call, with the same arguments, before it is made."""
-        function, tell = getattr(owner, name), self._guarded(told)
+        function, tell = getattr(owner, name), self._guarded(told) if guarded else told
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -234,6 +257,23 @@ class TorchHooks:
             result = function(one, *args, **kwargs)
             tell(one)
             return result
+
+        return run
+
+    def _saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """torch.save, which is told of. Picklers that write a class of the script's with all that it has find it as it
+        was."""
+        tell = self._guarded(self._listener.saves)
+
+        @functools.wraps(save)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tell(*args, **kwargs)
+            with contextlib.ExitStack() as stack:
+                for kind, called, restore in self._followed:
+                    if kind.__dict__.get("__call__") is called:
+                        restore()
+                        stack.callback(setattr, kind, "__call__", called)
+                return save(*args, **kwargs)
 
         return run
 

@@ -42,6 +42,7 @@ from vramsweep.harness.row import BY_NAME, Outcome, Row
 from vramsweep.runners import seen, worker
 from vramsweep.runners.hook.sitecustomize import ATTEMPT, WATCH
 from vramsweep.runners.observer import Observer
+from vramsweep.runners.shared_peaks import SHARED
 
 WARMUP_STEPS = 3
 TRIES = 50  # to get the journal's lock, a tenth of a second apart
@@ -86,6 +87,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         (self._folder / WATCH).write_text(json.dumps(asked | {"precision": told, "worker": os.getpid()}))
         self._observer = Observer(self._folder)
         self._observer.install()
+        SHARED.forget()
         self._ranks: list[seen.Seen] = []  # what each has seen, once they have met
         if torch.distributed.is_available():
             destroy = torch.distributed.destroy_process_group
@@ -101,9 +103,10 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             return
         _watching.remove(self)
         ended = error if isinstance(error, Exception) else None  # sys.exit and Ctrl-C end a training that went well
+        well = error is None or (isinstance(error, SystemExit) and not error.code)
         try:
             if not self._ranks:
-                self._meet(observer, alone=ended is not None)  # a rank that failed waits for nobody
+                self._meet(observer, alone=not well)  # a rank that failed, or that somebody ends, waits for nobody
             self._write(json.loads(observer.file.read_text()), ended)
         except Exception as problem:
             said = str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
@@ -145,6 +148,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         if own["problem"]:
             raise RuntimeError(own["problem"])
         measured = len(self._ranks) == own["world_size"] and all("columns" in one for one in self._ranks)
+        if error is None and len(self._ranks) < own["world_size"]:
+            raise UserError(f"the block was left before its {own['world_size']} ranks could meet")
         if error is None and not measured:
             needed = self._warmup_steps + 4
             raise UserError(f"{own['steps']} optimizer steps were seen, and it takes {needed}")
@@ -219,10 +224,16 @@ def _trial(settings: dict[str, Any], told: set[str], warmup_steps: int) -> trial
         canonical = allocator_config.parse(conf).render()
     except allocator_config.AllocatorConfigError as error:
         raise UserError(f"vramsweep.watch: PYTORCH_CUDA_ALLOC_CONF: {error}") from None
+    command = shlex.join(sys.argv)
     values |= {
         "model": {"name": script.program(shlex.join(["python", *sys.argv[:1]]))},
         "allocator": {"name": canonical or "default", "conf": canonical},
-        "runner": {"name": "watch", "command": shlex.join(sys.argv), "stop": False, "options": own},
+        "runner": {
+            "name": "watch",
+            "command": shlex.join(sys.argv[:1]) if script.secret(command) else command,
+            "stop": False,
+            "options": own,
+        },
         "device": {"name": "cpu"},
         "protocol": {"name": "watch", "warmup_steps": warmup_steps, "measured_steps": 1},
         **{name: settings[name] for name in script.TOLD if name in settings},

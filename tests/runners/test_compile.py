@@ -12,8 +12,8 @@ from conftest import Run, merged, tiny
 from vramsweep.harness import trial
 from vramsweep.harness.trial import InvalidTrial
 from vramsweep.runners import gauges, measure
+from vramsweep.runners.compiler import Compiler
 from vramsweep.runners.count import COUNTED_EAGERLY
-from vramsweep.runners.instruments import Compiler
 
 COMPILED = {"compile": "default"}
 

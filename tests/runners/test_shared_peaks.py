@@ -20,6 +20,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.now, self.peak = [0, 0], [0, 0]
+        self.failed = 0
 
     def hold(self, *amounts: int, card: int = 0) -> None:
         for amount in amounts:
@@ -29,7 +30,7 @@ class Counters:
     def read(self, card: int) -> dict[str, Any]:
         pool = {"current": self.now[card], "peak": self.peak[card]}
         names = ("allocated", "active", "requested", "reserved", "inactive_split")
-        return {f"{name}_bytes": {"all": dict(pool)} for name in names} | {"num_ooms": 0}
+        return {f"{name}_bytes": {"all": dict(pool)} for name in names} | {"num_ooms": self.failed}
 
     def reset(self, card: int) -> None:
         self.peak[card] = self.now[card]
@@ -115,6 +116,22 @@ def test_cards_are_told_apart(counters: Counters, shared: SharedPeaks) -> None:
     torch.cuda.reset_peak_memory_stats(1)
     assert (first.take()["allocated"], second.take()["allocated"]) == (100, 70)
     assert (torch.cuda.max_memory_allocated(0), torch.cuda.max_memory_allocated(1)) == (100, 7)
+
+
+def test_what_an_earlier_training_left_is_not_of_the_next(
+    counters: Counters, shared: SharedPeaks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters.hold(100, 10)
+    counters.failed = 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    shared.forget()
+    ours = CudaMemory(CARD, shared)
+    counters.hold(30, 20)
+    counters.failed = 4
+    assert ours.take()["allocated"] == 30
+    assert shared.counted(CARD, "num_ooms") == 1
+    assert torch.cuda.max_memory_allocated() == 100  # the script's own view
 
 
 def test_without_cuda_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

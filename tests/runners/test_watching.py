@@ -31,7 +31,7 @@ def patched():
     hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
     modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     ways = [getattr(torch.autograd, name) for name in ("backward", "grad", "_engine_run_backward")]
-    more = torch.compile, torch.amp.GradScaler.update, torch.distributed.destroy_process_group, hooks
+    more = torch.compile, torch.amp.GradScaler.step, torch.save, torch.distributed.destroy_process_group, hooks
     return ways, torch.UntypedStorage.resize_, modes, more
 
 before = patched()
@@ -138,6 +138,23 @@ def test_a_value_that_cannot_be_is_said_at_once(settings: dict[str, Any], said: 
     for begin in (vramsweep.watch, vramsweep.TrainerCallback):
         with pytest.raises(UserError, match=f"^vramsweep.watch: {re.escape(said)}"):
             begin("mine", **settings)
+
+
+def test_a_rank_that_somebody_ends_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.warns(UserWarning, match="the block was left before its 2 ranks could meet"),
+        pytest.raises(KeyboardInterrupt),
+        vramsweep.watch("mine", results=str(tmp_path)),
+    ):
+        raise KeyboardInterrupt
+
+
+def test_a_secret_on_the_command_line_is_not_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hub_token", "hf_abcdefghijklmnop1234"])
+    assert vramsweep.watch("mine")._trial.runner.command == "train.py"
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1e-4"])
+    assert vramsweep.watch("mine")._trial.runner.command == "train.py --lr 1e-4"
 
 
 def test_a_malformed_variable_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
