@@ -95,7 +95,7 @@ def test_a_training_that_is_compiled_is_nowhere_run_without_it(started: Started)
     observer.block_ended()
     said = json.loads(observer.file.read_text())
     assert (ran, said["problem"], said["steps"]) == ([], None, 8)
-    assert said["passes"] == [1]  # what the compiler differentiates while it traces is no pass of the script's
+    assert said["batches"] == [1]  # what the compiler differentiates while it traces is no pass of the script's
     assert said["columns"]["hardware_flops_per_token"] is None
     assert any("torch.compile" in note for note in said["columns"]["notes"])
 
