@@ -37,17 +37,21 @@ def collect(storages: list[torch.UntypedStorage]) -> Callable[[], None]:
     """From now on add to the list what libraries make while they are imported; returns what ends that."""
     original = builtins.__import__
     inside = False
+    others: set[str] = set()  # no libraries; a step may try to import what is not installed each time
 
     @functools.wraps(original)
-    def watched(name: str, *args: Any, **kwargs: Any) -> Any:
+    def watched(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         nonlocal inside
         root = name.partition(".")[0]
-        if inside or root in sys.modules or not root or not _library(root):
-            return original(name, *args, **kwargs)
+        if level or inside or root in sys.modules or root in others:  # a package asks itself relatively: it is there
+            return original(name, globals, locals, fromlist, level)
+        if not _library(root):
+            others.add(root)
+            return original(name, globals, locals, fromlist, level)
         inside = True
         try:
             with _Made(storages):
-                return original(name, *args, **kwargs)
+                return original(name, globals, locals, fromlist, level)
         finally:
             inside = False
 
