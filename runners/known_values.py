@@ -14,7 +14,7 @@ import contextlib
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_iter, tree_map
 
 LIMIT = 1 << 24  # elements of a tensor whose value is kept
@@ -45,7 +45,7 @@ class KnownValues:
         """From now on this is the fake tensor's value."""
         if not (isinstance(tensor, FakeTensor) and isinstance(value, torch.Tensor) and tensor.shape == value.shape):
             return
-        if value.numel() <= (FLOATS if value.is_floating_point() or value.is_complex() else LIMIT):
+        if small(value):
             tensor._known_value = value  # type: ignore[attr-defined]
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ class KnownValues:
             values = args, kwargs
         else:
             values = None
-        if values is not None:
+        if values is not None and _result_is_small(func, args, kwargs):
             with contextlib.suppress(Exception), unset_fake_temporarily(), torch.no_grad():
                 return func(*values[0], **values[1])
         self._lose(func, args, kwargs)
@@ -93,6 +93,24 @@ class KnownValues:
             else:
                 found += torch.ops.aten.nonzero.default(index).unbind(1)
         return found
+
+
+def small(tensor: torch.Tensor) -> bool:
+    """Whether its value would be kept."""
+    return tensor.numel() <= (FLOATS if tensor.is_floating_point() or tensor.is_complex() else LIMIT)
+
+
+def _result_is_small(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether what the operator returns would be kept: asked of its fake result, as a value takes the host's memory."""
+    if func in ASKS or func._schema.is_mutable:  # no larger than what is known already
+        return True
+    try:
+        out = func(*args, **kwargs)
+    except DynamicOutputShapeException:  # places of what is known, as in masks: as many at most as it has
+        return True
+    except Exception:  # the trace will say so
+        return False
+    return all(small(one) for one in tree_iter(out) if isinstance(one, torch.Tensor))
 
 
 def _random(func: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from vramsweep.runners.known_values import small
 from vramsweep.runners.trace import Place, Tracer
 
 CARD = torch.device("cuda", 0)
@@ -132,7 +133,7 @@ class TwoMemories(TorchFunctionMode):
         """A fake tensor for a real one, whose value is known where known_values.py keeps it."""
         with self.tracer.placing(place):
             made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
-        if self.tracer.known is not None:
+        if self.tracer.known is not None and small(made):
             with _disable_current_modes():
                 self.tracer.known.give(made, tensor.detach().clone())
         return made
