@@ -300,20 +300,27 @@ def _card(trial: Trial, tracer: Tracer) -> Iterator[tuple[Any, str, Any]]:
         "get_device_capability": card.capability,
         "get_device_properties": properties,
         "is_bf16_supported": card.capability >= (8, 0),
-        "mem_get_info": (total, total),
         "set_device": None,
-        "manual_seed": None,
-        "manual_seed_all": None,
-        "empty_cache": None,
-        "reset_peak_memory_stats": None,
-        "memory_summary": "",
     }
-    for name, answer in answers.items():
-        yield torch.cuda, name, lambda *args, answer=answer, **kwargs: answer
+    memory = {"mem_get_info": (total, total), "reset_peak_memory_stats": None, "memory_summary": ""}
+    random = dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all"))
+    modules = torch.cuda, torch.cuda.memory, torch.cuda.random
+    for owner, told in zip(modules, (answers | memory | random, memory, random), strict=True):
+        for name, answer in told.items():
+            yield owner, name, lambda *args, answer=answer, **kwargs: answer
 
     def held(*args: Any, **kwargs: Any) -> int:
         return tracer.live()
 
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        yield torch.cuda, name, held
-    yield torch.cuda, "memory_stats", lambda *args, **kwargs: collections.defaultdict(held)
+    for owner in (torch.cuda, torch.cuda.memory):
+        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+            yield owner, name, held
+        yield owner, "memory_stats", lambda *args, **kwargs: collections.defaultdict(held)
+    yield torch.cuda.memory, "empty_cache", torch.cuda.empty_cache  # the tracer's, which has it in the trace
+
+    def state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)  # a seed and an offset: nothing random on the card has a value
+
+    for owner in (torch.cuda, torch.cuda.random):
+        yield owner, "get_rng_state", state
+        yield owner, "get_rng_state_all", lambda *args, **kwargs: [state()]
