@@ -11,8 +11,12 @@ Not covered: tensors that want gradients and are no parameters are the card's at
 
 from __future__ import annotations
 
+import functools
+import os
+import zipfile
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,6 +32,7 @@ _DEVICE: Any = FakeTensor.device
 _IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _OF_DEVICES = (torch.device, torch._C._nn._parse_to)
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
+NOWHERE = 1 << 62  # added to an address, none of a process's: who reads there ends, and reads nothing of others
 _HERE = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
 
 
@@ -51,7 +56,9 @@ class TwoMemories(TorchFunctionMode):
 
         yield torch.nn.Parameter, "__new__", staticmethod(parameter)
         yield torch, "set_default_device", default
+        yield torch, "load", self.loading(torch.load)
         yield FakeTensor, "device", property(self.device)
+        yield from _addresses()
 
     def device(self, tensor: Any) -> torch.device:
         """A fake tensor's device: where the script asks, the card's is cuda; inside of operators it is the trace's."""
@@ -69,6 +76,7 @@ class TwoMemories(TorchFunctionMode):
         if func == _IS_CUDA and isinstance(args[0], FakeTensor):
             return args[0].device.type == "cpu" and not self.tracer.on_host(args[0])
         if func in _device_constructors():
+            kwargs.pop("pin_memory", None)  # page-locked is host memory, too, and needs a driver
             if kwargs.get("device") is None and self.default is not None:
                 kwargs["device"] = self.default
             known = not any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values()))
@@ -129,14 +137,72 @@ class TwoMemories(TorchFunctionMode):
         with self.tracer.placing(place):
             return tensor.clone()
 
-    def fake(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
-        """A fake tensor for a real one, whose value is known where known_values.py keeps it."""
+    def fake(self, tensor: torch.Tensor, place: Place, own: bool = False) -> torch.Tensor:
+        """A fake tensor for a real one, whose value is known where known_values.py keeps it; `own`: nobody has it."""
         with self.tracer.placing(place):
             made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
         if self.tracer.known is not None and small(made):
             with _disable_current_modes():
-                self.tracer.known.give(made, tensor.detach().clone())
+                self.tracer.known.give(made, tensor.detach() if own else tensor.detach().clone())
         return made
+
+    def loading(self, load: Any) -> Any:
+        """torch.load, which in a trace would return tensors without values: those on the host are real, here too."""
+
+        @functools.wraps(load)
+        def loaded(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self not in _get_current_function_mode_stack() or str(map_location) == "meta":
+                return load(f, map_location, *args, **kwargs)
+            rebuild = torch._utils._rebuild_tensor
+            moved: dict[int, Any] = {}  # storages that belong on the card, and what they are there
+
+            def located(storage: Any, location: str) -> Any:
+                if callable(map_location):
+                    return map_location(storage, location)
+                to = map_location.get(location, location) if isinstance(map_location, dict) else map_location
+                if str(location if to is None else to).startswith("cuda"):
+                    moved[storage._cdata] = None
+                return storage
+
+            def rebuilt(storage: Any, offset: int, size: Any, stride: Any) -> Any:
+                key = storage._untyped_storage._cdata
+                if key not in moved:
+                    return rebuild(storage, offset, size, stride)
+                if moved[key] is None:
+                    whole = rebuild(storage, 0, (storage._size(),), (1,))
+                    moved[key] = self.fake(whole, "card", own=True)  # an old file's values are read only later
+                return moved[key].as_strided(size, stride, offset)
+
+            if isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f):
+                kwargs.setdefault("mmap", True)  # weights that nobody reads take no memory
+            with (
+                mock.patch.object(torch._utils, "_rebuild_tensor", rebuilt),
+                mock.patch.object(torch._guards, "detect_fake_mode", lambda *_: None),
+                mock.patch.object(torch._guards, "active_fake_mode", lambda: None),
+            ):
+                return load(f, located, *args, **kwargs)
+
+        return loaded
+
+
+def _addresses() -> Iterator[tuple[Any, str, Any]]:
+    """Addresses of fake tensors' own, where nothing lies: torch has them all at 0, where those who save see one
+    tensor."""
+    of_storage, of_tensor = torch.UntypedStorage.data_ptr, torch.Tensor.data_ptr
+
+    def storage_at(storage: Any) -> int:
+        if storage.device.type != "meta":
+            return of_storage(storage)
+        return int(storage._cdata) | NOWHERE if storage.nbytes() else 0
+
+    def tensor_at(tensor: Any) -> int:
+        if not isinstance(tensor, FakeTensor):
+            return of_tensor(tensor)
+        start = storage_at(tensor.untyped_storage())
+        return start and start + int(tensor.storage_offset()) * tensor.element_size()
+
+    yield torch.UntypedStorage, "data_ptr", storage_at
+    yield torch.Tensor, "data_ptr", tensor_at
 
 
 def _real(tensor: Any) -> bool:

@@ -16,6 +16,7 @@ import argparse
 import collections
 import contextlib
 import importlib.util
+import inspect
 import json
 import runpy
 import sys
@@ -87,12 +88,14 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in (
             *_card(trial, meter.tracer),
-            *_left_out(),
+            (argparse.ArgumentParser, "error", _refused),
             *values.replacements(),
             *memories.replacements(),
             *triton.replacements(),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
+        for function in _writing():
+            stack.enter_context(_left_out(function))
         stack.enter_context(mock.patch.object(sys, "argv", [file or module, *arguments]))
         if file is not None:
             stack.enter_context(mock.patch.object(sys, "path", [str(Path(file).resolve().parent), *sys.path]))
@@ -206,18 +209,32 @@ class _Triton:
         return run
 
 
-def _left_out() -> Iterator[tuple[Any, str, Any]]:
-    """What a script is kept from: owner, name, stand-in. A checkpoint without values would overwrite its own."""
+def _refused(parser: argparse.ArgumentParser, message: str) -> None:
+    raise InvalidTrial(f"{parser.prog} does not take these options: {message}")
 
-    def refused(parser: Any, message: str) -> None:
-        raise InvalidTrial(f"{parser.prog} does not take these options: {message}")
 
-    yield argparse.ArgumentParser, "error", refused
-    yield torch, "save", lambda *args, **kwargs: None
+def _writing() -> Iterator[Any]:
+    """What a script is kept from: a checkpoint without values would overwrite its own."""
+    yield torch.save
     if importlib.util.find_spec("safetensors") is not None:
         import safetensors.torch
 
-        yield safetensors.torch, "save_file", lambda *args, **kwargs: None
+        yield from (safetensors.torch.save_file, safetensors.torch.save)
+
+
+@contextlib.contextmanager
+def _left_out(function: Any) -> Iterator[None]:
+    """The function does nothing meanwhile, by whatever name and whenever a library has imported it."""
+    function = inspect.unwrap(function)
+    code, function.__code__ = function.__code__, _nothing.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+
+
+def _nothing(*args: Any, **kwargs: Any) -> bytes:
+    return b""
 
 
 class _Values:
