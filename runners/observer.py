@@ -54,9 +54,11 @@ MEETING_S = 60.0  # that a rank waits for the others to have measured, before it
 
 def start(folder: str) -> None:
     """Watch this process from now on, and every process that is forked from it."""
-    imported = _storages()
+    cards = _cards()
+    imported = [] if cards else _storages()  # a card's counter does not see them
     watch = Observer(Path(folder), imported)
-    watch.hooks.undo.append(constants.collect(imported))
+    if not cards:
+        watch.hooks.undo.append(constants.collect(imported))
     watch.install()
     os.register_at_fork(after_in_child=watch.forked)
     atexit.register(watch.ended)

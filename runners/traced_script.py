@@ -43,6 +43,7 @@ from vramsweep.runners.hook.sitecustomize import WATCH
 from vramsweep.runners.known_values import KnownValues
 from vramsweep.runners.observer import Observer
 from vramsweep.runners.script_memory import TwoMemories
+from vramsweep.runners.seen import called_with
 from vramsweep.runners.trace import Tracer
 
 TRITON = "{} launches of Triton kernels a step are not run: they allocate nothing, and the time they take is not known"
@@ -159,29 +160,25 @@ class _Traced(Observer):
         found = {name: built[name] for name in names if name in built}
         told = script.names(str(self.trial.runner.command))
         shapes = {shape for step in self.volume.steps for shape in step}
-        same = next(iter(shapes)) if len(shapes) == 1 else None
-        batch, length = same if same is not None else (None, None)
-        passes = set(self.volume.backwards)
+        seen = {shape for shape in shapes if shape is not None}
+        known = set() if None in shapes else seen
+        filled, other = called_with(known, self.trial, told) if known else ({}, [])
+        found |= filled
+        batches = {self.volume.batches_of(step) for step in range(len(self.volume.steps))}
         if "precision" not in told or self.triton.launches:
             found |= dict.fromkeys(ESTIMATES)
-        if (batch, length, passes) != (self.trial.micro_batch, self.trial.seq_len, {self.trial.grad_accum}):
+        if (known, batches) != ({(self.trial.micro_batch, self.trial.seq_len)}, {self.trial.grad_accum}):
             found |= dict.fromkeys(_TOKENS)
-        seen = {"micro_batch": batch, "seq_len": length}
-        other = [
-            name for name, value in seen.items() if name in told and value not in (None, getattr(self.trial, name))
-        ]
-        found |= {name: value for name, value in seen.items() if name not in told and value is not None}
         notes = [self.values.note()] if self.values.asked else []
         if self.triton.launches:
             notes.append(TRITON.format(self.triton.launches // self.trial.steps()))
-        if other and same is not None:
+        every = ", ".join(f"{b} x {n}" for b, n in sorted(seen))
+        if other and len(known) == 1:
             said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
-            notes.append(
-                f"in the traced steps the model was called with {batch} x {length} tokens, where {said} is told"
-            )
+            notes.append(f"in the traced steps the model was called with {every} tokens, where {said} is told")
         if len(shapes) > 1:
             found |= {"step_growth_bytes": None, "plateau": None}
-            notes.append(LENGTHS.format(", ".join(f"{b} x {n}" for b, n in sorted(s for s in shapes if s))))
+            notes.append(LENGTHS.format(every))
         return found | {"notes": notes or None}
 
 
