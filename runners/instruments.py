@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import re
+import resource
 import threading
 import time
 import weakref
@@ -106,6 +107,7 @@ class Process:
             self._anew = False
         self._status = os.open("/proc/self/status", os.O_RDONLY)  # read at every step, for the process's life
         self._done = threading.Event()
+        self._resident: int | None = None  # VmHWM when it was read
         self.resident_baseline = None if begun else self.resident_peak()
         self.peak = self.held()
         self.baseline = None if begun else self.peak
@@ -116,8 +118,17 @@ class Process:
         return None if None in found else sum(int(match[1]) * 1024 for match in found if match)
 
     def resident_peak(self) -> int | None:
-        """VmHWM, since this object was made."""
-        return self._counted(b"VmHWM") if self._anew else None
+        """VmHWM, since this object was made.
+
+        Where getrusage, which is never less, stands at what that was, it has not risen, and the file need not be read:
+        at every step that would be what a script notices most of us.
+        """
+        if not self._anew:
+            return None
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if most != self._resident:
+            self._resident = self._counted(b"VmHWM")
+        return self._resident
 
     def held(self) -> int | None:
         """What cannot be given back now."""

@@ -352,7 +352,7 @@ class Meter:
         self._load: Peaks = {}
         self._host_load: int | None = None
         self._describe: Callable[[], Columns] = dict
-        self._records = (folder / STEPS).open("a", buffering=1) if rank == 0 else None
+        self._records = (folder / STEPS).open("ab", buffering=0) if rank == 0 else None
         self._record({"event": "load"})
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
@@ -379,7 +379,7 @@ class Meter:
             self.count.tokens = (self.count.tokens or 0) + ids.numel()
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
-        self._record({"step": self.index, "at_s": time.perf_counter()})
+        self._write(f'{{"step": {self.index}, "at_s": {time.perf_counter()}}}')  # a third of the time of json's
         self.step().leave(loss)
         self.index += 1
         if self.asked.job and self.index == 1:
@@ -460,8 +460,11 @@ class Meter:
         self._describe, self.measured.skipped = dict, lambda: None  # which hold model and optimizer
 
     def _record(self, record: dict[str, Any]) -> None:
+        self._write(json.dumps(record))
+
+    def _write(self, line: str) -> None:
         if self._records is not None:
-            self._records.write(json.dumps(record) + "\n")
+            self._records.write(f"{line}\n".encode())
 
 
 def timed(times: Sequence[float]) -> Columns:

@@ -176,7 +176,8 @@ class Observer:
             self.boundary()
 
     def backward_ended(self, over: bool) -> None:
-        self.trained |= over and any(module.training for one in self.modules if (module := one()) is not None)
+        if over and not self.trained:
+            self.trained = any(module.training for one in self.modules if (module := one()) is not None)
         self.volume.backward(over)
         if self.settled < SETTLED:
             self.hooks.arm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from vramsweep.harness import trial as trials
 from vramsweep.runners import custom, measure, torch_loop, trainer
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
 from vramsweep.runners.gauges import Gauges
-from vramsweep.runners.instruments import CudaMemory, backward_boundaries, foreign, scaler_skips
+from vramsweep.runners.instruments import CudaMemory, Process, backward_boundaries, foreign, scaler_skips
 from vramsweep.runners.measure import Meter, alone, asked, growth, plateau
 
 
@@ -422,3 +423,14 @@ def test_a_loss_that_is_no_number_is_unknown() -> None:
     assert measure._finite(torch.tensor(float("nan"))) is None
     assert measure._finite(torch.tensor(2.5)) == 2.5
     assert measure._finite(None) is None
+
+
+def test_the_resident_peak_is_the_kernels_whenever_it_is_asked() -> None:
+    process = Process(begun=True)
+    for size in (1, 64 << 20, 1, 192 << 20, 1):
+        block = b"1" * size  # touched, so resident
+        found = process.resident_peak()
+        known = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None and known is not None
+        assert 0 <= int(known[1]) * 1024 - found < 1 << 20  # pages of this very test
+        del block

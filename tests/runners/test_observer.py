@@ -72,7 +72,7 @@ def test_no_room_for_what_is_written_does_not_reach_the_script(
     def fill(step: int) -> None:
         if step == 3:
             assert observer.meter is not None
-            monkeypatch.setattr(observer.meter, "_record", full)
+            monkeypatch.setattr(observer.meter, "_write", full)
             monkeypatch.setattr(Path, "write_text", full)
 
     train(Net(), 6, fill)
