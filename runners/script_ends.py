@@ -192,6 +192,12 @@ def _too_early(end: End) -> str:
             f"without an optimizer step ({calls} forward and {passes} backward passes were seen): it must train with a "
             "torch.optim.Optimizer"
         )
+    size, ranks = max(one["world_size"] for one in end.seen), {one["rank"] for one in end.seen if worked(one)}
+    if steps >= _takes(end) and len(ranks) < size:
+        return (
+            f"after {steps} optimizer steps, and trained on {len(ranks)} of its {size} ranks (WORLD_SIZE): a row takes "
+            "all of them; start them all in the command, as torchrun --nproc-per-node does"
+        )
     name = end.trial.protocol.name
     return (
         f"after {steps} optimizer steps, and protocol={name} takes {_takes(end)}; let it run longer, or give "

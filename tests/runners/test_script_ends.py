@@ -122,6 +122,9 @@ ENDS: dict[str, tuple[int, Sequence[dict[str, Any]], dict[str, str], tuple[str, 
     "one that does so too early": (
         0, [seen(ended=False, forwards=1)], {"job": True, "begun": 4},
         ("invalid", "t.py ended after 4 optimizer steps, and protocol=job takes 5")),
+    "a rank that was never started": (
+        0, [seen(forwards=99, backwards=99, steps=99, world_size=2)], {},
+        ("invalid", "t.py ended after 99 optimizer steps, and trained on 1 of its 2 ranks (WORLD_SIZE): a row takes")),
     "transformers' parser": (
         1, [], {"log": "Traceback\nValueError: Some specified arguments are not used by the HfArgumentParser: ['--x']"},
         ("invalid", "t.py does not take these options: ValueError: Some specified arguments are not used")),
