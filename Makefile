@@ -2,11 +2,13 @@
 # make test                      set up and run the tests
 #
 # PYTHON=python3 VENV=           use an environment that is already there (rented GPU images come with torch)
+# HASHES=                        set up by versions alone: where a hash of locked*.txt does not fit what your index serves
 # SWEEP=claims                   a preset of conf/sweep; its own models, unless MODEL= says another
 # ARGS='seq_len=128,256 ...'     further overrides, as on Hydra's command line
 
 PYTHON ?= python3
 VENV ?= .venv
+HASHES ?= 1
 MODEL ?=
 DEVICE ?= auto
 SWEEP ?= auto
@@ -25,26 +27,47 @@ endif
 GRID = -m $(MODEL:%=model=%) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep plan status doctor report paper test test-all lint format gpu-check validate bench
+.PHONY: help setup sweep plan status doctor check report paper test test-all lint format gpu-check validate bench torture lock audit
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# torch goes first: DeepSpeed is built from source and looks for it.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# Everything that constraints.txt pins comes by its hash from locked*.txt, except torch and what its build brings (CUDA's
+# libraries, triton): which build that is, CPU or CUDA, is the index's choice, and its files are no others' files. What it
+# needs besides is there before it. What is built from source comes after it: DeepSpeed looks for torch.
+INSTALL = $(VENV)/bin/python -m pip install --quiet
+LOCKED = $(INSTALL) --require-hashes --no-deps --no-build-isolation --requirement
+FITS = $(VENV)/bin/python -m pip check >/dev/null || { $(VENV)/bin/python -m pip check; exit 1; }
+
+$(VENV)/.ready: pyproject.toml constraints.txt locked.txt locked-built.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
 	  { echo "vramsweep needs Python 3.11 or 3.12; choose one with PYTHON=python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch numpy setuptools wheel
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+ifeq ($(strip $(HASHES)),)
+	$(INSTALL) --constraint constraints.txt torch numpy setuptools wheel
+	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
+else
+	$(LOCKED) locked.txt
+	$(INSTALL) --constraint constraints.txt torch
+	$(LOCKED) locked-built.txt
+	$(INSTALL) --no-deps --no-build-isolation --editable .
+	@$(FITS)
+endif
 	@touch $@
 
 # The optional packages that measure techniques, and those that users' scripts train with; the long tests need them.
-$(VENV)/.techniques: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,techniques,scripts]'
+# liger_kernel needs a triton, and a torch for CPUs brought none.
+$(VENV)/.techniques: $(VENV)/.ready locked-techniques.txt
+ifeq ($(strip $(HASHES)),)
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,techniques,scripts]'
+else
+	$(LOCKED) locked-techniques.txt
+	$(INSTALL) --constraint constraints.txt 'triton; sys_platform == "linux"'
+	@$(FITS)
+endif
 	@touch $@
 
-setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt
+setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt, by the hashes in locked*.txt
 
 sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu|simulated, SWEEP=, ARGS=
 	$(PY) -m harness sweep $(GRID)
@@ -52,11 +75,14 @@ sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu|
 plan: $(READY)  ## list the sweep's trials, rejections and an estimated time
 	@$(PY) -m harness plan $(GRID)
 
-status: $(READY)  ## how far the sweeps under results/ are
-	@$(PY) -m harness status
+status: $(READY)  ## how far the sweeps under results/ are; WATCH=1: as they run, WATCH=5: every 5 s; RESULTS=results/SWEEP
+	@$(PY) -m harness status $(RESULTS) $(if $(WATCH),--watch $(filter-out 1,$(WATCH)))
 
 doctor: $(READY)  ## check machine, driver, torch build, disk, foreign GPU processes
 	@$(PY) -m harness doctor
+
+check: $(READY)  ## may it be published, memory and speed, and why not: RESULTS=results/SWEEP
+	@$(PY) -m harness check $(RESULTS)
 
 report: $(READY)  ## figures and report again: RESULTS=results/SWEEP
 	$(PY) -m analysis report $(RESULTS)
@@ -94,5 +120,36 @@ validate: $(READY)  ## predict what others published, and write docs/validation.
 	$(PY) -m vramsweep validate benchmarks/published/*.yaml --others --out docs/validation.md \
 	  --figure docs/images/validation.png $(ARGS)
 
+torture: $(READY)  ## every fault that a sweep should survive, many times, and what was lost: two hours; ARGS='--only SIGKILL'
+	$(PY) benchmarks/faults.py $(ARGS)
+
 bench: $(READY)  ## overhead per trial, cold and warm, and of the instruments
 	$(PY) benchmarks/overhead.py
+
+# The hashes of every file that the index serves of each version, whatever its platform. Left out: torch and what it brings,
+# and what only other systems need; torch's other requirements are named instead. tests/secure/test_locked.py compares.
+TOOLS := .venv-tools
+LEFT_OUT := torch triton colorama httpx2-jsfetch
+OF_TORCH := setuptools wheel filelock fsspec jinja2 networkx sympy typing-extensions
+BUILT := antlr4-python3-runtime deepspeed
+LOCK = printf '%s\n' $(OF_TORCH) | $(TOOLS)/bin/uv pip compile - pyproject.toml --extra dev --constraint constraints.txt \
+  --excludes $(TOOLS)/left-out.txt --universal --python-version 3.11 --generate-hashes --no-annotate --quiet \
+  --custom-compile-command 'make lock'
+NAMES = $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package=\1/p' $(1))
+
+lock:  ## locked*.txt again, after a change of constraints.txt; needs the network
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet uv
+	@printf '%s\n' $(LEFT_OUT) > $(TOOLS)/left-out.txt
+	@rm -f locked.txt locked-built.txt locked-techniques.txt
+	$(LOCK) $(BUILT:%=--no-emit-package=%) --output-file locked.txt >/dev/null
+	$(LOCK) $(call NAMES,locked.txt) --output-file locked-built.txt >/dev/null
+	$(LOCK) --extra techniques --extra scripts $(call NAMES,locked.txt locked-built.txt) \
+	  --output-file locked-techniques.txt >/dev/null
+
+# Strict, as advisories that cannot be read would else count as none.
+audit:  ## ask for known vulnerabilities of what constraints.txt pins; needs the network
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet pip-audit
+	@$(TOOLS)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement constraints.txt || \
+	  { echo "where it 'could not be audited', the advisories could not be read: run it where they can" >&2; exit 1; }

@@ -227,7 +227,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if unknown := sorted(set(images) - {"png", "svg", "pdf"}):
         raise UserError(f"--images takes png, svg, pdf or none, not {', '.join(unknown)}")
     written = write_report(table, folder, images, arguments.answer or asked(arguments.rows))
-    _print_written(written, arguments.json)
+    _print_written(written, arguments.json, table)
     return 0
 
 
@@ -236,15 +236,15 @@ def _paper(arguments: argparse.Namespace) -> int:
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
-    _print_written(write_paper(table, folder, asked(arguments.rows)), arguments.json)
+    _print_written(write_paper(table, folder, asked(arguments.rows)), arguments.json, table)
     return 0
 
 
-def _print_written(written: Any, as_json: bool) -> None:
+def _print_written(written: Any, as_json: bool, table: Table) -> None:
     if as_json:
         _print_json(written.as_json())
     else:
-        print(written.text())
+        print(written.text(said=table.warnings))
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -1,54 +1,116 @@
-"""How long it takes to plan a grid of 4,096 trials: compose, check, compare with the journal.
+"""How long it takes to plan grids of 10,000 trials, and to see that all of them are finished.
 
-    python benchmarks/planning.py [--lengths 512]
+    python benchmarks/planning.py [--lengths 1250]
 
-Prints one JSON object: the wall time of `python -m harness plan` as a process, and the time per trial.
+Two grids, each with a journal that has a row for every trial (made by the functions that write rows; nothing runs):
+"lengths", many lengths by eight combinations of plain values and a group, and "groups", a twelfth of these lengths by a
+hundred combinations of config groups, each of which Hydra composes. Prints one JSON object: for each grid the seconds
+of each part in this process, and the wall time and the CPU time of `sweep` as a process that finds nothing to do.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from vramsweep.harness import account, journal, launch, plan, sweep
+from vramsweep.harness.plan import Planned
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, default=512, help="number of lengths; eight trials for each")
+    parser.add_argument("--lengths", type=int, default=1250, help="number of lengths of the first grid")
     lengths = parser.parse_args().lengths
-    grid = [f"seq_len=range(1,{lengths + 1})", "micro_batch=1,2", "precision=fp32,bf16", "attention=sdpa,eager"]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "harness",
-            "plan",
-            "-m",
-            "model=tiny",
-            "device=cpu",
-            *grid,
-            f"results={folder}",
-        ]
-        began = time.perf_counter()
-        done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
-        wall = time.perf_counter() - began
-    trials = len(json.loads(done.stdout)["trials"])
-    report = {
-        "trials": trials,
-        "wall_s": wall,
-        "ms_per_trial": 1000 * wall / trials,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
+    grids = {
+        "lengths": [f"seq_len=range(1,{lengths + 1})", "micro_batch=1,2,4,8", "precision=fp32,bf16", "model=tiny",
+                    "device=cpu"],
+        "groups": [f"seq_len=range(1,{lengths * 8 // 100 + 1})", "model=tiny,gpt2,qwen0.5b,phi-2,llama2-7b",
+                   "allocator=default,expandable,gc,roundup,max_split_128", "precision=bf16,fp32",
+                   "protocol=quick,brief", "device=simulated"],
+    }  # fmt: skip
+    report: dict[str, Any] = {name: measured(words) for name, words in grids.items()}
+    print(json.dumps(report | {"cores": os.cpu_count(), "python": platform.python_version()}, indent=1))
+
+
+def measured(grid: list[str]) -> dict[str, float]:
+    """Seconds of each part, and of the whole as a process, of a sweep that is finished already."""
+    with tempfile.TemporaryDirectory() as results:
+        words = ["-m", *grid, f"results={results}", "report=false"]
+        seconds: dict[str, float] = {}
+        with timed(seconds, plan, "settings"), timed(seconds, plan, "expand"), timed(seconds, plan, "order"):
+            whole, (planned, settings) = clocked(lambda: launch.resolve(words))
+        compose = whole - seconds.pop("settings") - sum(seconds.values())
+        folder = launch.folder()
+        assert folder is not None
+        assert settings is not None
+        with journal.Journal(folder) as own:
+            own.extend(row(item, folder.name) for item in planned)
+        read, (rows, unreadable) = clocked(lambda: journal.read(folder))
+        skip, left = clocked(lambda: plan.pending(planned, sweep.known(rows, planned, False)[0], False))
+        write, _ = clocked(lambda: sweep._write_plan(folder, planned, settings, "a run", set()))
+        assert (len(rows), unreadable, left) == (len(planned), 0, [])
+        command = [sys.executable, "-m", "harness", "sweep", *words]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall, done = clocked(lambda: subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert ", 0 to do" in done.stdout, done.stdout
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "trials": len(planned),
+        "compose_s": compose,
+        "check_and_name_s": seconds["expand"],
+        "order_s": seconds["order"],
+        "read_journal_s": read,
+        "skip_s": skip,
+        "write_plan_s": write,
+        "process_wall_s": wall,
+        "process_cpu_s": cpu,
     }
-    print(json.dumps(report))
+
+
+def row(item: Planned, sweep_name: str) -> dict[str, Any]:
+    """The row of a trial as if it had been measured."""
+    ran = {"sweep": sweep_name, "isolation": "warm", "outcome": "ok", "terminal": True, "duration_s": 2.0}
+    return account.before(item) | account.begun(1) | ran
+
+
+@contextlib.contextmanager
+def timed(seconds: dict[str, float], module: Any, name: str) -> Any:
+    """For the block, what a function of a module takes is added up under its name."""
+    own = getattr(module, name)
+
+    def watched(*arguments: Any) -> Any:
+        took, answer = clocked(lambda: own(*arguments))
+        seconds[name] = seconds.get(name, 0.0) + took
+        return answer
+
+    setattr(module, name, watched)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+def clocked(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds that a call takes, and its answer; what it prints is left out."""
+    began = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        answer = call()
+    return time.perf_counter() - began, answer
 
 
 if __name__ == "__main__":

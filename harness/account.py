@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import interpreter, machine, outcome, plan, registry, variables
+from vramsweep.harness import credentials, interpreter, machine, outcome, plan, registry, variables
 from vramsweep.harness.attempt import ENDED, Attempted
 from vramsweep.harness.flags import flags
 from vramsweep.harness.plan import Planned
@@ -19,10 +19,12 @@ from vramsweep.harness.row import Outcome, Row, system
 from vramsweep.harness.trial import Trial
 
 
-def before(item: Planned) -> Row:
-    """What every attempt's row of the trial says, whatever comes of it."""
+def before(item: Planned, own: Sequence[machine.Gpu] | None = None) -> Row:
+    """What every attempt's row of the trial says, whatever comes of it; `own` are its GPUs, where that is settled."""
     known: Row = machine.facts() | plan.axes(item)
-    return known if item.trial is None else known | _facts(item.trial) | _provenance(item.trial, cards(item.trial))
+    if item.trial is None:
+        return known
+    return known | _facts(item.trial) | _provenance(item.trial, cards(item.trial) if own is None else own)
 
 
 def begun(number: int) -> Row:
@@ -33,6 +35,12 @@ def begun(number: int) -> Row:
 def impossible(item: Planned) -> Row:
     """The row of a trial that cannot run: no process is started for it."""
     return before(item) | plan.invalid(item) | {"started_at": now()}
+
+
+def skipped(item: Planned, reason: str) -> Row:
+    """The row of a trial that is not run, as that was asked for: no process is started for it."""
+    never = {"attempt": 0, "terminal": True, "outcome": Outcome.SKIPPED, "reason": reason}
+    return before(item) | never | {"started_at": now()}
 
 
 def ended(done: Attempted, environ: Mapping[str, str], gpu_name: str | None) -> Row:
@@ -47,12 +55,14 @@ def ended(done: Attempted, environ: Mapping[str, str], gpu_name: str | None) -> 
     found["overhead_s"] = None if spent is None or late else done.duration_s - spent
     notes = [*(found.get("notes") or []), *done.notes, late]
     found["notes"] = [note for note in notes if note] or None
-    return found
+    known = variables.secrets(environ)
+    return found | {name: credentials.cleaned(found.get(name), known) for name in ("notes", "runner_config")}
 
 
 def judged(row: Row, trial: Trial, evidence: outcome.Evidence, phase: str | None, final: bool) -> Row:
     """The row with its outcome; `phase` is where the attempt ended, `final`: none follows, whatever came of it."""
     kind, reason = outcome.classify(evidence)
+    reason = reason and credentials.masked(reason, variables.secrets(os.environ))  # which a library may quote
     foreign, after = evidence.foreign, row.get("foreign_processes")  # what the worker saw; None if it could not tell
     row = row | {
         "outcome": kind,

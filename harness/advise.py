@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from vramsweep.harness import advice, launch, look, plan, reach, sweep
 from vramsweep.harness.advice import Advice, Option
 from vramsweep.harness.attempt import Launcher
+from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CARDS
 from vramsweep.harness.largest import MOST_BATCH
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         if options.json:
             print(json.dumps(record(asked, found, axis, reached)))
         else:
-            show(asked, found, axis, reached, said, Console())
+            show(asked, found, axis, reached, said, Console(markup=True))
         return 0 if (best(reached) if axis else found.recommended) else 1
 
     named = any(word.partition("=")[0] == "device" for word in given)

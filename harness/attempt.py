@@ -6,9 +6,14 @@ passes; the worker leaves `result.json` (written aside, then renamed), `steps.js
 
 A worker starts in one of two ways that end in the same code (runners/worker.py): cold, a fresh interpreter; or warm,
 forked from a template process that has imported everything and never touched the GPU (warm.py). There is one template
-for each environment, because torch reads the allocator's variable when its library loads; a runner whose imports start
-CUDA goes cold. Whoever's parent dies, dies with it (PR_SET_PDEATHSIG in the worker and the template), and what outlives
-a worker is adopted by us (PR_SET_CHILD_SUBREAPER) and ended. Linux only.
+for each environment, because torch reads the allocator's variable when its library loads; which cards a worker sees it
+is told when it is forked, so that all cards share the template. A runner whose imports start CUDA goes cold.
+
+Whoever's parent dies, dies with it (PR_SET_PDEATHSIG in the worker and the template). What an attempt starts lies below
+one process of its own (runners/init.py) while it lasts; what outlives it is adopted by us (PR_SET_CHILD_SUBREAPER) and
+ended, whoever's it was, and nobody else's ever is; what outlives us, by leftovers.py. Attempts may run beside each
+other, each in a thread: whoever starts a process and notes it holds the lock, as else another one might take it for a
+leftover. Linux only.
 """
 
 from __future__ import annotations
@@ -22,9 +27,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,19 +39,24 @@ from typing import Any, Protocol
 
 import psutil
 
-from vramsweep.harness import machine, row, variables
-from vramsweep.harness.outcome import REASON_LENGTH, Evidence
-from vramsweep.harness.waiting import Logs, last_line, readable
-from vramsweep.harness.warm import Bounds, Lost, Template, room
+from vramsweep.harness import leftovers, machine, row, starving, variables
+from vramsweep.harness.occupancy import Occupancy
+from vramsweep.harness.outcome import REASON_LENGTH, Evidence, HostMemory
+from vramsweep.harness.templates import OF_A_WORKER, Templates
+from vramsweep.harness.waiting import Logs, Look, last_words, opened, readable, tail
+from vramsweep.harness.warm import Bounds, Lost, Template
 
 PR_SET_CHILD_SUBREAPER = 36
-END_S = 10.0  # for everything that an attempt leaves behind to end once it is killed
 SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
 PREDICTIONS = "predictions-*.jsonl"  # of an attempt that predicts many trials: answers, a line each
 LARGEST = "largest.json"  # what is the largest that fits, of each trial of an attempt
 LOGS = ("stdout.log", "stderr.log")
 ENDED = "ended"  # the record of a rank that ended without saying why
+RECORD_NUMBERS = ("step", "rank", "traced", "of")  # keys of records that are whole numbers where they are given
+STEPS_LIMIT = 16 << 20  # bytes of the records' end that are read; a step's is a hundred or so
 RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
+RELIEF_S = 2.0  # for memory to come back from an attempt that was ended for taking it, before another one is
+MOST_THREADS = 1024  # more than a node has places for trials; none is made before it is needed
 
 # What can be wrong with the folder that is written to. Everything else that the system refuses (processes, descriptors,
 # memory) is about this moment, and says nothing about the disk.
@@ -63,7 +75,9 @@ def about_writing(error: OSError) -> bool:
 class Worker(Protocol):
     """A started worker."""
 
-    def wait(self, seconds: float, look: Callable[[], None] | None = None) -> tuple[bool, int | None]:
+    pid: int
+
+    def wait(self, seconds: float, look: Look | None = None) -> tuple[bool, int | None]:
         """Whether it ended within `seconds`, and its exit code (negative: the signal; None: not known)."""
         ...
 
@@ -119,21 +133,23 @@ class _Cold:
     """A fresh interpreter running the worker."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        # in a session of its own, as templates are
         command = [sys.executable, "-m", "vramsweep.runners.worker", str(folder), str(os.getpid())]
         with (folder / LOGS[0]).open("ab") as out, (folder / LOGS[1]).open("ab") as err:
             self._process = subprocess.Popen(
                 command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
-        self._descriptor = os.pidfd_open(self._process.pid)
+        self.pid = self._process.pid
+        self._descriptor = os.pidfd_open(self.pid)
 
-    def wait(self, seconds: float, look: Callable[[], None] | None = None) -> tuple[bool, int | None]:
+    def wait(self, seconds: float, look: Look | None = None) -> tuple[bool, int | None]:
         if not readable([self._descriptor], seconds, look):
             return False, None
         return True, self._process.wait()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
 
     def give_up(self) -> None:
         """Nothing else depends on it."""
@@ -143,20 +159,28 @@ class _Cold:
 
 
 class Launcher:
-    """Starts attempts and sees them through, one at a time; owns the templates. Use it as a context manager.
+    """Starts attempts and sees them through; owns the templates. Use it as a context manager.
 
-    `isolation` is cold or warm; `logs` is a folder for what the templates print, a file for each of them.
+    `isolation` is cold or warm; `logs` is a folder for what the templates print, a file for each of them; `run` marks
+    all processes that it starts, `occupancy` knows the cards. `threads` are for attempts beside each other: a template
+    ends with the thread that started it, so that these last as long as it.
     """
 
     def __init__(self, isolation: str, logs: Path, bounds: Bounds | None = None) -> None:
         self.isolation = isolation
-        self.cold_reasons: dict[str, str] = {}  # by runner
-        self._logs, self._bounds, self._room = logs, bounds or Bounds(), room()
-        self._templates: OrderedDict[tuple[str, frozenset[tuple[str, str]]], Template] = OrderedDict()
-        self._numbers: dict[tuple[str, frozenset[tuple[str, str]]], int] = {}
+        self._bounds = bounds or Bounds()
+        self._lock = threading.RLock()
+        self.templates = Templates(logs, self._bounds, self._lock)
+        self.cold_reasons = self.templates.cold_reasons
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._kept = set(psutil.Process().children(recursive=True))
-        self._stuck: set[psutil.Process] = set()
+        self._kept = leftovers.descendants(os.getpid())
+        self._stuck: set[int] = set()
+        self._roots: set[int] = set()  # of the attempts that run
+        self._relief_until = 0.0  # by the monotonic clock: an attempt was ended for the host's memory, which comes back
+        self.run = uuid.uuid4().hex
+        self.occupancy = Occupancy()
+        self.threads = ThreadPoolExecutor(MOST_THREADS, "slot")
+        self._guard: leftovers.Guard | None = None
 
     def __enter__(self) -> Launcher:
         return self
@@ -166,9 +190,11 @@ class Launcher:
 
     def close(self) -> None:
         """End the templates."""
-        for template in self._templates.values():
-            template.close()
-        self._templates.clear()
+        self.templates.close()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+        self.threads.shutdown()
 
     def attempt(
         self,
@@ -187,36 +213,54 @@ class Launcher:
         began = time.monotonic()
         kills = machine.host_oom_kills()
         template: Template | None = None
+        environ = {**environ, leftovers.MARK: self.run}
         try:
+            self._guarded()
             folder.mkdir(parents=True)
             (folder / SPEC).write_text(json.dumps(spec, indent=1))
-            template = self._template(runner, environ)
+            template = self.templates.take(runner, environ, look) if self._warm(runner) else None
             began = time.monotonic()
-            worker: Worker = template.fork(folder) if template else _Cold(folder, environ)
+            worker = self._started(template, folder, environ)
         except (Lost, OSError) as error:
             if isinstance(error, OSError) and about_writing(error):
                 raise
-            self._tidy(template)
+            self.templates.give_back(template)
             self._end()
             why = f"no worker could be started: {error}"
             return self._attempted(Evidence(start_error=why), began, template is not None or self._warm(runner), runner)
+        except BaseException:
+            self.templates.give_back(template)
+            raise
         logs = Logs(*(folder / name for name in LOGS))
         ended, code = False, None
+        starved: HostMemory | None = None
 
-        def both() -> None:
+        memory = starving.Watch(lambda: _tree(worker.pid), lambda: map(_tree, self._roots - {worker.pid}))
+
+        def all_four() -> float:
+            relieved = time.monotonic() < self._relief_until
+            soon = starving.SOONEST_S if relieved else memory.look()
             logs.look()
+            self._reap()
             if look is not None:
                 look()
+            return soon
 
         try:
-            ended, code = worker.wait(deadline_s, both)
+            ended, code = worker.wait(deadline_s, all_four)
+        except starving.Starving as found:
+            starved, self._relief_until = found.memory, math.inf
         finally:
             worker.kill()
             if not ended and not worker.wait(self._bounds.reap_s)[0]:
                 worker.give_up()
+            with self._lock:
+                self._roots.discard(worker.pid)
             worker.close()
-            self._tidy(template)
+            self.templates.give_back(template)
             self._end()
+            if starved is not None:
+                self._relief_until = time.monotonic() + RELIEF_S
         logs.look()
         result, problem = read_result(folder)
         evidence = Evidence(
@@ -226,19 +270,38 @@ class Launcher:
             result_error=problem,
             deadline_s=deadline_s,
             host_oom_kills=machine.host_oom_kills() - kills,
-            last_words=last_line(folder / LOGS[1]) if code else None,
-            rank=next((record["rank"] for record in steps(folder) if record.get("event") == ENDED), None),
+            last_words=last_words(folder / LOGS[1]) if code else None,
+            starved=starved,
+            rank=ended_rank(steps(folder)),
         )
         notes = (f"{logs.dropped} bytes of its logs were dropped",) if logs.dropped else ()
         return self._attempted(evidence, began, template is not None, runner, notes)
+
+    def _started(self, template: Template | None, folder: Path, environ: Mapping[str, str]) -> Worker:
+        """A worker, noted as the root of what is its attempt's. Raises Lost and OSError."""
+        worker: Worker
+        if template is not None:
+            worker = template.fork(folder, {name: environ[name] for name in OF_A_WORKER if environ.get(name)})
+            self._roots.add(worker.pid)
+            return worker
+        with self._lock:
+            worker = _Cold(folder, environ)
+            self._roots.add(worker.pid)
+        return worker
+
+    def _guarded(self) -> None:
+        """Have a guard, from the first attempt on."""
+        with self._lock:
+            if self._guard is None or not self._guard.alive():
+                self._guard = leftovers.Guard(self.run)
+                self._kept.add(self._guard.pid)
 
     def own_pids(self) -> set[int]:
         """This process and those that it started, but not what outlived being killed: that does use the device.
 
         Not in a container that NVML does not see into: the driver may give process ids that do not exist here.
         """
-        started = set(psutil.Process().children(recursive=True)) - self._kept - self._stuck
-        return {os.getpid(), *(process.pid for process in started)}
+        return {os.getpid()} | leftovers.descendants(os.getpid()) - self._kept - self._stuck
 
     def _warm(self, runner: str) -> bool:
         return self.isolation == "warm" and runner not in self.cold_reasons
@@ -249,67 +312,67 @@ class Launcher:
         reason = self.cold_reasons.get(runner)
         return Attempted(evidence, time.monotonic() - began, "warm" if warm else "cold", reason, notes)
 
-    def _template(self, runner: str, environ: Mapping[str, str]) -> Template | None:
-        """A template for the runner in this environment, None where it goes cold. Raises Lost or OSError."""
-        if not self._warm(runner):
-            return None
-        key = (runner, frozenset(environ.items()))
-        template = self._templates.pop(key, None)
-        if template is not None and not template.alive():
-            template.close()
-            template = None
-        if template is None:
-            while len(self._templates) >= self._room:
-                self._templates.popitem(last=False)[1].close()
-            self._logs.mkdir(parents=True, exist_ok=True)
-            log = self._logs / f"{runner}-{self._numbers.setdefault(key, len(self._numbers) + 1)}.log"
-            template = Template(runner, environ, log, self._bounds)
-            try:
-                unclean = template.ready(Logs(log).look)
-            except BaseException:
-                template.close()
-                raise
-            if unclean is not None:
-                template.close()
-                self.cold_reasons[runner] = unclean
-                print(f"runner={runner} goes cold, a fresh interpreter for each trial: {unclean}", file=sys.stderr)
-                return None
-        self._templates[key] = template
-        return template
+    def _leftovers(self) -> set[int]:
+        """What has outlived its attempt: our own children that are nothing of what runs, and what lies below them.
 
-    def _tidy(self, template: Template | None) -> None:
-        """Part with a template that was lost."""
-        if template is not None and template.lost is not None:
-            self._templates = OrderedDict((k, t) for k, t in self._templates.items() if t is not template)
-            template.close()
+        What is in our session is a program that we ask something: the lock is held where processes are started in
+        sessions of their own.
+        """
+        with self._lock:
+            waited_for = self._kept | self._roots | self._stuck
+            waited_for |= self.templates.pids()
+            own = {child for child in _children() - waited_for if _session(child) != os.getsid(0)}
+        return own.union(*map(leftovers.descendants, own)) - self._stuck
+
+    def _reap(self) -> None:
+        """Let go of what was adopted and has ended: a night's would fill the table of processes."""
+        with contextlib.suppress(ChildProcessError):
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return
+        for pid in self._leftovers():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
     def _end(self) -> None:
-        """End whatever is left of an attempt: its descendants and those we adopted."""
-        keep = {template.pid for template in self._templates.values()}
-        until = time.monotonic() + END_S
-        while True:  # a process that forks while it is being ended leaves a child for the next round
-            children = set(psutil.Process().children(recursive=True)) - self._kept - self._stuck
-            left = [process for process in children if process.pid not in keep]
-            if not left:
-                return
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            if time.monotonic() > until:
-                pids = ", ".join(str(process.pid) for process in left)
-                print(f"killed, but does not end (a driver may hold it): process {pids}", file=sys.stderr)
-                self._stuck.update(left)
-                return
-            psutil.wait_procs(left, timeout=1)
+        """End whatever is left of attempts that are over."""
+
+        def left() -> set[int]:
+            self._reap()
+            return self._leftovers()
+
+        stuck = leftovers.end(left)
+        self._reap()  # those that ended while it was looked whether they had
+        if stuck:
+            pids = ", ".join(map(str, sorted(stuck)))
+            print(f"killed, but does not end (a driver may hold it): process {pids}", file=sys.stderr)
+            self._stuck |= stuck
+
+
+def _tree(root: int) -> set[int]:
+    """The processes of an attempt."""
+    return {root} | leftovers.descendants(root)
+
+
+def _children() -> set[int]:
+    """Our own children, those too that have ended."""
+    return {child.pid for child in psutil.Process().children()}
+
+
+def _session(pid: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     """The worker's result, or None and why it cannot be used."""
     path = folder / RESULT
     try:
-        if path.stat().st_size > RESULT_LIMIT:
-            return None, f"{RESULT} has {path.stat().st_size} bytes, which is no result"
-        result = json.loads(path.read_bytes())
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > RESULT_LIMIT:
+                return None, f"{RESULT} has {size} bytes, which is no result"
+            result = json.loads(file.read(RESULT_LIMIT))
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, RecursionError) as error:
@@ -339,11 +402,17 @@ def _misfit(result: Mapping[str, Any]) -> str | None:
     for name, value in values.items():
         if not _finite(value):
             return f"column {name} holds a number that is not finite"
+        if name in row.OF_PARENT:
+            return f"column {name} is not for the worker to say"
+    spent = values.get("steps_s")
+    if spent is not None and (isinstance(spent, bool) or not isinstance(spent, int | float)):
+        return f"steps_s holds {spent!r}, which is no number"
     try:
         row.complete({name: value for name, value in values.items() if name != "steps_s"})
     except row.RowError as problem:
         return str(problem)[:REASON_LENGTH]
-    return None
+    odd = next((name for name, value in values.items() if not row.believable({name: value})), None)
+    return None if odd is None else f"column {odd} holds what no reader of rows would believe"
 
 
 def _finite(value: Any) -> bool:
@@ -355,10 +424,17 @@ def _finite(value: Any) -> bool:
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """The records a worker left as it went; a torn last line is left out."""
+    """The records a worker left as it went; what is no whole record is left out."""
     records = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in (folder / STEPS).read_bytes().splitlines():
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
+    with contextlib.suppress(OSError):
+        for line in tail(folder / STEPS, STEPS_LIMIT).splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict) and all(isinstance(record.get(key, 0), int) for key in RECORD_NUMBERS):
+                    records.append(row.encodable(record) if b"\\u" in line else record)
     return records
+
+
+def ended_rank(records: Iterable[Mapping[str, Any]]) -> int | None:
+    """The rank that ended without saying why, as the worker recorded it; None where none did."""
+    return next((one["rank"] for one in records if one.get("event") == ENDED and one.get("rank") is not None), None)

@@ -38,10 +38,10 @@ def _predict(argv: Sequence[str]) -> int:
 
 def complete(words: Sequence[str], word: str) -> list[str]:
     """What `word` could become after the words of a sweep; nothing for words that are no overrides."""
-    from vramsweep.harness import launch
+    from vramsweep.harness import completion
 
     try:
-        return launch.complete(words, word)
+        return completion.complete(words, word)
     except UserError:
         return []
 
@@ -52,31 +52,52 @@ def _status(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="vramsweep status", description="How far a running or finished sweep is.")
     parser.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
     parser.add_argument("--json", action="store_true")
+    watching = "show it until it ends, every SECONDS (2); of several, and none named, those that run"
+    parser.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watching)
     arguments = parser.parse_args(argv)
-    folders = arguments.folder or sorted({p.parent for p in Path("results").glob("*/journal*.jsonl")})
+    begun = {p.parent for p in Path("results").glob("*/journal*.jsonl")}
+    submitted = {p.parent.parent for p in Path("results").glob("*/cluster/jobs.json")}
+    folders = arguments.folder or sorted(begun | submitted)
     if not folders:
         raise UserError("no sweep under results/ yet; start one with `vramsweep sweep model=tiny`")
+    if arguments.watch is not None:
+        return _watch(folders, bool(arguments.folder), arguments.watch, arguments.json)
     found = [status.read(folder) for folder in folders]
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0
     for one in found:
-        parts = [
-            f"{n} {name}"
-            for name in ("ok", "oom", "invalid", "failed", "stopped", "unreadable")
-            if (n := getattr(one, name))
-        ]
         total = "?" if one.total is None else one.total
-        print(f"{one.folder}  {one.state}  {one.done}/{total}: {', '.join(parts) or 'no rows yet'}")
+        print(f"{one.folder}  {one.state}  {one.done}/{total}: {status.counts(one)}")
         if one.last_row_at:
             print(f"  last attempt began {one.last_row_at}")
     return 0
 
 
-def _doctor(argv: Sequence[str]) -> int:
-    from rich.console import Console
-    from rich.table import Table
+def _watch(folders: Sequence[Path], named: bool, text: str, as_json: bool) -> int:
+    from vramsweep.harness import lock, watch
+    from vramsweep.harness.journal import files
 
+    if as_json:
+        raise UserError("--watch is for people, --json for programs: status --json says it once; leave one out")
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise UserError(f"--watch {text}: allowed is a number of seconds; a folder comes before it") from None
+    if not 0.1 <= seconds <= 3600:
+        raise UserError(f"--watch {text}: allowed is 0.1 to 3600 seconds")
+    if not named:
+        folders = [folder for folder in folders if any(map(lock.held, files(folder)))]
+        if not folders:
+            raise UserError("no sweep runs under results/; `vramsweep status` says how far those there came")
+    return watch.watch(folders, seconds)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from rich.table import Table
+    from rich.text import Text
+
+    from vramsweep.harness.console import Console
     from vramsweep.harness.doctor import doctor
 
     parser = argparse.ArgumentParser(prog="vramsweep doctor", description="Is this machine fit for a night's sweep?")
@@ -90,9 +111,15 @@ def _doctor(argv: Sequence[str]) -> int:
         table = Table("check", "", "")
         colours = {"ok": "green", "note": "yellow", "problem": "red"}
         for check in checks:
-            table.add_row(check.name, f"[{colours[check.level]}]{check.level}[/]", check.text)
+            table.add_row(check.name, Text(check.level, style=colours[check.level]), check.text)
         Console().print(table)
     return int(any(check.level == "problem" for check in checks))
+
+
+def _check(argv: Sequence[str]) -> int:
+    from vramsweep.harness import check
+
+    return check.main(argv)
 
 
 def _columns(argv: Sequence[str]) -> int:
@@ -112,11 +139,11 @@ def _columns(argv: Sequence[str]) -> int:
 
 
 def _techniques(argv: Sequence[str]) -> int:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from vramsweep.harness import techniques
+    from vramsweep.harness.console import Console
     from vramsweep.harness.techniques import tables
 
     parser = argparse.ArgumentParser(
@@ -137,7 +164,7 @@ def _techniques(argv: Sequence[str]) -> int:
     if arguments.json:
         print(json.dumps([tables.described(axis) for axis in shown], indent=1))
         return 0
-    console = Console()
+    console = Console(markup=True)
     for axis in shown:
         default = f"  [dim]default {techniques.text(axis.default)}[/]" if axis.default is not None else ""
         console.print(f"\n[bold]{axis.name}[/]  {axis.meaning}{default}")
@@ -163,8 +190,9 @@ def _cards(argv: Sequence[str]) -> int:
     if parser.parse_args(argv).json:
         print(json.dumps([asdict(gpu) | {"memory_limit_bytes": memory_limit(gpu)} for gpu in GPUS], indent=1))
         return 0
-    from rich.console import Console
     from rich.table import Table
+
+    from vramsweep.harness.console import Console
 
     rates = ("fp32", "tf32", "half", "bf16", "fp8")
     table = Table(box=None, padding=(0, 1, 0, 0))
@@ -230,6 +258,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "predict": _predict,
     "status": _status,
     "doctor": _doctor,
+    "check": _check,
     "columns": _columns,
     "techniques": _techniques,
     "cards": _cards,

@@ -81,6 +81,8 @@ def _changes(key: str, given: Any, wanted: Any, known: bool) -> Iterator[str]:
     """The overrides that make the node `key`, now `given` if it is `known`, into what is wanted."""
     if known and type(given) is type(wanted) and given == wanted:
         return
+    if not known and key.startswith("model.") and trials.LEFT_OUT.get(tuple(key.split(".")), key) is wanted:
+        return  # a default that no file of conf/ has to name
     if not isinstance(given, Mapping) or not isinstance(wanted, Mapping):
         yield f"{'' if known else '+'}{key}={value(wanted)}"
         return

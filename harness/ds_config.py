@@ -7,6 +7,7 @@ Whether DeepSpeed knows a file's other keys is checked where DeepSpeed is (runne
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,8 +66,8 @@ def read(path: str) -> dict[str, Any]:
         raise UserError(f"ds_config {path}: there is no such file") from None
     except OSError as error:
         raise UserError(f"ds_config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"ds_config {path} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"ds_config {path} is not JSON: {error!s:.200}") from None
     if not isinstance(found, dict):
         raise UserError(f"ds_config {path} holds {json.dumps(found)[:40]}; it must be one object, {{...}}")
     return found
@@ -74,10 +75,11 @@ def read(path: str) -> dict[str, Any]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises ValueError for a key that is there twice, as DeepSpeed does for a file."""
-    twice = next((key for n, (key, _) in enumerate(pairs) if key in dict(pairs[:n])), None)
-    if twice is not None:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice} is there twice")
-    return dict(pairs)
+    return found
 
 
 def said(config: Mapping[str, Any], key: str) -> Any:

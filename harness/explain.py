@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from vramsweep.harness import look
+from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CARDS, CONTEXT_BYTES
 from vramsweep.harness.trial import Trial
@@ -54,17 +54,22 @@ def main(argv: Sequence[str]) -> int:
         found = look.one("explain", words)
         if found is None:
             return 0
-        asked, traces = [found], None
+        asked, traces, named = [found], None, True
     else:
-        traces = Path(words[0]) / "traces"
+        traces, named = Path(words[0]) / "traces", False
         rows = look.finished(Path(words[0]), words[1:])
         asked = [(str(row["trial_id"]), look.trial_of("explain", row)) for row in rows]
         if not asked:
             raise UserError(f"{words[0]} has no predicted row; name a trial: {_USAGE}")
-    console = Console()
+    console = Console(markup=True)
     records = []
     for trial_id, trial in asked:
-        [answer] = look.ask("explanation", [trial], traces, trace=True)
+        if not named and look.own_code(trial) is not None:
+            [answer] = look.ask("explanation", [trial], traces, trace=False)
+            if answer is None:
+                look.starts_nothing("explain", trial_id, trial)
+        else:
+            [answer] = look.ask("explanation", [trial], traces, trace=True)
         if answer is None:
             raise UserError(f"{trial.label()} allocates nothing, so there is nothing to explain")
         if arguments.json:

@@ -1,81 +1,72 @@
 """The journal: `results/<sweep>/journal.jsonl`, one row a line, only ever appended to.
 
-One process writes a file, under an exclusive lock held as long as it is open; each row, or several that are ready
-together, are one write and one fsync, so a row that `append` returned from survives a power cut. A writer that was
-killed can leave a torn last line: the next one starts a fresh line after it. Several writers (nodes that share a
+One process writes a file, under an exclusive lock held as long as it is open (lock.py); each row, or several that are
+ready together, are one write and one fsync, so a row that `append` returned from survives a power cut. A writer that
+was killed can leave a torn last line: the next one starts a fresh line after it, whatever size a shared folder says
+that the file has. Several writers (nodes that share a
 folder) each have a file of their own, `journal-<writer>.jsonl`, and readers merge them. Readers take no lock.
 
 A line ends in the checksum of the row before it, `,"checksum":"%08x"}`: CRC-32 of the row's JSON. A line that is not
-what was written is skipped and counted, never half-believed; lines without one (before schema version 2) are taken as
-they are.
+what was written is skipped and counted, never half-believed; lines without one (before schema version 2, or made by
+others) are taken as they are, if what they say is what their columns can hold (row.believable).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
+import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from vramsweep.harness import upgrade
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import Row, complete, encodable, system
+from vramsweep.harness.lock import Lock
+from vramsweep.harness.row import Row, believable, complete, encodable, system
 
 NAME = "journal.jsonl"
-PLAN = "plan.json"  # beside it: the command, its trials, and the answer that its report begins with
-_CHECKSUM = re.compile(rb',"checksum":"([0-9a-f]{8})"\}$')
+PLAN = "plan.json"  # beside it: the command, its trials, and the answer that its report begins with; of each writer
+_CHECKSUM = re.compile(rb',"(.{8})":"([0-9a-f]{8})"\}$', re.DOTALL)
 _CHECKSUM_LENGTH = len(',"checksum":"00000000"}')
-# What flock says on file systems that have no locks: Lustre without -o flock, some NFS
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 System = tuple[str | None, ...]
 
 
 class Journal:
     """The writing end of one writer's journal; `writer` is None where a sweep has only one.
 
-    `locked` says whether the file system gave a lock. Raises UserError when the folder cannot be written, the disk is
-    full or another sweep holds the lock.
+    Raises UserError when the folder cannot be written, the disk is full, another sweep holds the lock, and, on writing,
+    when the file is not there any more.
     """
 
     def __init__(self, folder: Path, writer: str | None = None) -> None:
-        self.path = folder / (NAME if writer is None else f"journal-{writer}.jsonl")
+        self.path = folder / name(writer)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             new = not self.path.exists()
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise _unwritable(self.path, error) from None
         try:
-            self.locked = self._lock()
+            self._lock = self._locked()
             if new:
                 _sync_folder(folder)
-            size = os.fstat(self._fd).st_size
-            if size and os.pread(self._fd, 1, size - 1) != b"\n":
-                self._write(b"\n")
+            self._turn = threading.Lock()  # trials that run beside each other write too
+            self._before = b"" if new else b"\n"  # the first row; the line that it ends may be torn
         except BaseException:
             os.close(self._fd)
             raise
 
-    def _lock(self) -> bool:
+    def _locked(self) -> Lock:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another sweep is writing {self.path}; wait for it, or give this one another name="
-            ) from None
+            return Lock(self.path, self._fd)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise UserError(
-                    f"cannot lock {self.path}: {error.strerror}; choose another folder: results=DIR"
-                ) from None
-            return False
-        return True
+            raise UserError(f"cannot lock {self.path}: {error.strerror}; choose another folder: results=DIR") from None
 
     def append(self, row: Row) -> Row:
         """Store one row, checked against the schema, and return it with every column.
@@ -88,7 +79,10 @@ class Journal:
         """The same for several rows, in one write and one fsync."""
         whole = [complete(row) for row in rows]
         if whole:
-            self._write(b"".join(map(line, whole)))
+            with self._turn:
+                data, self._before = self._before + b"".join(map(line, whole)), b"\n"  # as this one may be torn
+                self._write(data)
+                self._before = b""
         return whole
 
     def _write(self, data: bytes) -> None:
@@ -97,12 +91,21 @@ class Journal:
             if written != len(data):  # a full disk takes part of the row: say so rather than go on with torn rows
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._fd)
+            there = self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self._fd))
         except OSError as error:
             raise _unwritable(self.path, error) from None
+        if not there:
+            raise UserError(
+                f"{self.path} was deleted or moved while the sweep was writing it, so the sweep stops; rows go with "
+                "the file: put it back, or run the same command again"
+            )
 
     def close(self) -> None:
         """Give the lock back."""
-        os.close(self._fd)
+        with self._turn:
+            descriptor, self._fd = self._fd, -1  # a trial that ends later, when all is stopped, writes nowhere
+        os.close(descriptor)
+        self._lock.release()
 
     def __enter__(self) -> Journal:
         return self
@@ -118,11 +121,34 @@ def line(row: Row) -> bytes:
 
 
 def intact(text: bytes) -> bool:
-    """Whether a line, without its end, is what was written; one that has no checksum is believed."""
+    """Whether a line, without its end, is what was written; one that has no checksum is believed.
+
+    No column ends a line as a checksum does, so one of another name is a checksum that was damaged.
+    """
     found = _CHECKSUM.search(text, max(0, len(text) - _CHECKSUM_LENGTH))
     if found is None:
         return b'"checksum"' not in text
-    return zlib.crc32(b"}", zlib.crc32(text[: found.start()])) == int(found[1], 16)
+    return found[1] == b"checksum" and zlib.crc32(b"}", zlib.crc32(text[: found.start()])) == int(found[2], 16)
+
+
+def name(writer: str | None) -> str:
+    """What a writer's journal is called."""
+    return NAME if writer is None else f"journal-{writer}.jsonl"
+
+
+def plan_name(writer: str | None) -> str:
+    """What a writer's plan is called."""
+    return PLAN if writer is None else f"plan-{writer}.json"
+
+
+def plans(folder: Path) -> list[dict[str, Any]]:
+    """What the writers' last commands in this folder planned, the latest last; those that can be read."""
+    found = []
+    for file in (folder / PLAN, *sorted(folder.glob("plan-*.json"))):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            one = json.loads(file.read_bytes())
+            found += [one] if isinstance(one, dict) else []
+    return sorted(found, key=lambda one: str(one.get("started_at")))
 
 
 def files(place: Path) -> list[Path]:
@@ -145,7 +171,7 @@ def read(place: Path) -> tuple[list[Row], int]:
         try:
             lines = file.read_bytes().split(b"\n")
         except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}; name a folder under results/") from None
+            raise _unreadable(file, error) from None
         for text in filter(None, lines):
             row = parsed(text)
             if row is None:
@@ -153,8 +179,56 @@ def read(place: Path) -> tuple[list[Row], int]:
             else:
                 rows.append(row)
     if len(several) > 1:
-        rows.sort(key=lambda row: str(row.get("started_at") or ""))
+        rows.sort(key=_began)
     return rows, unreadable
+
+
+class Tail:
+    """Reads a sweep's journals as they grow: each time only what has come since, whole lines alone.
+
+    `rows` are all so far, of several writers in the order in which their attempts began, with no more than `columns`;
+    `unreadable` counts the lines that could not be believed. What is replaced or cut is read anew.
+    """
+
+    def __init__(self, place: Path, columns: Collection[str]) -> None:
+        self._place, self._columns = place, columns
+        self._clear()
+
+    def _clear(self) -> None:
+        self._read: dict[Path, tuple[int, int]] = {}  # each file's inode, and how far it is read
+        self.rows: list[Row] = []
+        self.unreadable = 0
+
+    def look(self) -> bool:
+        """Take what is new; whether anything is. Raises UserError if there is no journal."""
+        several = files(self._place)
+        try:
+            now = {file: file.stat() for file in several}
+            before = self._read
+            if any(file not in now or now[file].st_ino != one[0] or now[file].st_size < one[1]
+                   for file, one in before.items()):  # fmt: skip
+                self._clear()
+            texts = [text for file in several for text in self._lines(file, now[file].st_ino)]
+        except OSError as error:
+            raise _unreadable(Path(error.filename or several[0]), error) from None
+        for text in texts:
+            row = parsed(text)
+            if row is None:
+                self.unreadable += 1
+            else:
+                self.rows.append({name: row.get(name) for name in self._columns})
+        if len(several) > 1:
+            self.rows.sort(key=_began)
+        return bool(texts)
+
+    def _lines(self, file: Path, inode: int) -> list[bytes]:
+        at = self._read.get(file, (inode, 0))[1]
+        with file.open("rb") as lines:
+            lines.seek(at)
+            text = lines.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read[file] = inode, at + len(whole)
+        return list(filter(None, whole.split(b"\n")))
 
 
 def parsed(text: bytes) -> Row | None:
@@ -162,13 +236,20 @@ def parsed(text: bytes) -> Row | None:
     row = None
     if intact(text):
         with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(text)
+            row = json.loads(text, parse_constant=_unknown)
             if b"\\ud" in text:  # perhaps half a character: rows of other programs, and of version 1
                 row = encodable(row)
     if not isinstance(row, dict) or not isinstance(row.get("trial_id"), str):
         return None
     row.pop("checksum", None)
-    return upgrade.row(row)
+    if not believable(row):
+        return None
+    found = upgrade.row(row)
+    return found if found is row or believable(found) else None
+
+
+def _unknown(_name: str) -> None:
+    """What other programs write as NaN or Infinity, which no JSON has."""
 
 
 def terminal(rows: Iterable[Row]) -> dict[str, Row]:
@@ -199,6 +280,14 @@ def finished(rows: Iterable[Row], wanted: Mapping[str, System]) -> tuple[dict[st
     return mine, {trial_id: row for trial_id, row in others.items() if trial_id not in mine}
 
 
+def _began(row: Row) -> str:
+    return str(row.get("started_at") or "")
+
+
+def _unreadable(file: Path, error: OSError) -> UserError:
+    return UserError(f"cannot read {file}: {error.strerror}; name a folder under results/")
+
+
 def _sync_folder(folder: Path) -> None:
     """A new file survives a power cut only once its folder is synced; some file systems do not take it."""
     with contextlib.suppress(OSError):
@@ -212,4 +301,6 @@ def _sync_folder(folder: Path) -> None:
 def _unwritable(path: Path, error: OSError) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(f"the disk is full: {path} takes no more rows; all rows before are safe, free space and rerun")
+    if error.errno == errno.ELOOP:
+        return UserError(f"{path} is a link, which no journal is written through; choose another folder: results=DIR")
     return UserError(f"cannot write {path}: {error.strerror}; choose a writable folder with results=DIR")

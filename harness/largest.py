@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from vramsweep.harness import account, lengths, outcome, plan, registry
 from vramsweep.harness.attempt import LARGEST, LOGS, Launcher, environment
+from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.predictions import FOLDER
@@ -69,7 +69,7 @@ def find(
     found = [(item, answers[item.trial_id]) for item in planned]
     if all(one["reason"] is not None for _, one in found):
         raise UserError(f"--largest {axis}: {found[0][1]['reason']}")
-    refused = [f"{_label(item, axis)}: {one['reason']}" for item, one in found if one["reason"] is not None]
+    refused = [f"{label(item, axis)}: {one['reason']}" for item, one in found if one["reason"] is not None]
     for line in dict.fromkeys(refused):
         print(f"not looked for: {line}", file=sys.stderr)
     return found
@@ -120,7 +120,7 @@ def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) ->
     table = Table("configuration", f"every {axis} fits up to", f"largest {axis} that fits", "looked at", "trace")
     answered = [(item, found) for item, found in answers if found["reason"] is None]
     for item, found in answered:
-        table.add_row(_label(item, axis), *(_number(found, name) for name in ("all_up_to", "largest")),
+        table.add_row(label(item, axis), *(_number(found, name) for name in ("all_up_to", "largest")),
                       f"{found['looked_at']:,} of {found['of']:,}", found["trace_basis"] or "none")  # fmt: skip
     console.print(table)
     margins = [found["margin"] for _, found in answered if found["margin"] is not None]
@@ -142,7 +142,7 @@ def _number(found: Answer, name: str) -> str:
     return unknown if found[name] is None else f"{found[name]:,}"
 
 
-def _label(item: Planned, axis: str) -> str:
+def label(item: Planned, axis: str) -> str:
     """A configuration without the axis; of one that is no trial, what of it is known by name."""
     trial = item.trial
     if trial is None:
@@ -150,4 +150,5 @@ def _label(item: Planned, axis: str) -> str:
         return " · ".join(str(known[name]) for name in NAMED if known.get(name) is not None)
     field = {"seq_len": f"seq {trial.seq_len}", "micro_batch": f"batch {trial.micro_batch}"}[axis]
     parts = [part for part in trial.label().split(" · ") if part != field]
-    return " · ".join([*parts, *([trial.allocator.name] if not trial.allocator.conf else []), str(trial.device.gpu)])
+    card = [str(trial.device.gpu)] if trial.device.name == "simulated" else []
+    return " · ".join([*parts, *([trial.allocator.name] if not trial.allocator.conf else []), *card])

@@ -1,8 +1,8 @@
 """The command line of `sweep` and `plan`: from words to configurations (Hydra) to planned trials.
 
 Hydra calls `launch` with every configuration at once (through hydra_plugins/vramsweep), or batch by batch where a
-sweeper looks at what came out. Not covered: the words themselves (overrides.py), running the trials (sweep.py),
-showing them (preview.py).
+sweeper looks at what came out. Not covered: the words themselves (overrides.py), a configuration's plain values
+(configurations.py), running the trials (sweep.py), showing them (preview.py).
 """
 
 from __future__ import annotations
@@ -11,31 +11,46 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import platform
 import shlex
-import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, NoReturn
 
 import hydra.version
 from hydra._internal.utils import _run_hydra
-from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from vramsweep.harness import ds_config, machine, mistakes, overrides, plan, preview, script, sweep, techniques
+from vramsweep.harness import (
+    cluster,
+    configurations,
+    frontier,
+    interrupts,
+    machine,
+    names,
+    overrides,
+    plan,
+    preview,
+    shards,
+    status,
+    sweep,
+)
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.command import CONF
+from vramsweep.harness.configurations import Job
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.lock import Lock
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Lines, Progress
 from vramsweep.harness.row import Row
-from vramsweep.harness.trial import Trial
+
+REPORTING = ".reporting"  # locked by the shard that writes the report
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,7 @@ class Session:
     `folder` is the first batch's: all are one sweep. `detected` is the device that `auto` stood for, if it was asked.
     `launcher` outlives a batch, as its templates are what takes time to start. `cases` are the configurations of the
     cases of `preset`, which wait here until all are there; None where the command has none. `options` are those of each
-    group that the preset chooses.
+    group that the preset chooses. `words` are the command line's, without the verb.
     """
 
     folder: Path | None = None
@@ -74,6 +89,8 @@ class Session:
     preset: str | None = None
     options: dict[str, str] = field(default_factory=dict)
     cases: list[dict[str, Any]] | None = None
+    began_s: float = field(default_factory=time.monotonic)  # the budget is of the whole command
+    words: Sequence[str] = ()
 
 
 _session = Session()
@@ -88,7 +105,7 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None, v
     for a mistake.
     """
     global _session
-    _session = Session(front=front or Front())
+    _session = Session(front=front or Front(), words=argv)
     args, parser = overrides.parse(argv, action, verb)
     if args.shell_completion:
         raise UserError('completion of verbs and settings is one script: eval "$(vramsweep completion bash)"')
@@ -118,6 +135,8 @@ def main(argv: Sequence[str], action: str = "run", front: Front | None = None, v
     except SystemExit as end:  # how Hydra ends after --help, and `launch` after a mistake or an interruption
         if _session.mistake is not None:
             raise _session.mistake from None
+        if isinstance(end, sweep.Interrupted) and not end.at_once:
+            _report(_session)
         return end.code if isinstance(end.code, int) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -140,9 +159,6 @@ def folder() -> Path | None:
     return _session.folder
 
 
-Job = tuple[DictConfig, dict[str, int]]  # a configuration, which several may share, and values to set in it
-
-
 def launch(jobs: Sequence[Job], whole: bool = True) -> list[Row | float | None]:
     """Run, or only plan, the trials of the configurations; for each its terminal row, None if it was not run.
 
@@ -153,8 +169,7 @@ def launch(jobs: Sequence[Job], whole: bool = True) -> list[Row | float | None]:
     """
     try:
         with overrides.variable(overrides.FULL_ERROR, None):  # which workers must not inherit
-            resolved = {id(config): _resolved(config) for config in {id(config): config for config, _ in jobs}.values()}
-            configs = [resolved[id(config)] | values for config, values in jobs]
+            configs = configurations.of(jobs)
             if _session.cases is None:
                 return _launch(configs, whole)
             if not whole:
@@ -166,38 +181,143 @@ def launch(jobs: Sequence[Job], whole: bool = True) -> list[Row | float | None]:
         raise SystemExit(2) from None
 
 
+def ahead(jobs: Sequence[Job], axis: str, values: Sequence[int]) -> list[frontier.Ahead]:
+    """What is known of each configuration before its first trial, for a sweeper that looks for edges along an axis.
+
+    Edges are predicted where the trials are to run; `plan` says what would be tried without. Raises UserError.
+    """
+    session = _session
+    with overrides.variable(overrides.FULL_ERROR, None):
+        if session.cases is not None:
+            raise UserError("a preset of cases is run at once; sweep=frontier is a preset of its own")
+        configs = configurations.of(jobs)
+        settings = plan.settings(configs)
+        frontier.check(settings)
+        folder = _placed(session, settings, plan.order(plan.expand(configs, 1)), session.front.suffix)
+        if settings.action != "run":
+            return frontier.ahead(configs, settings, axis, values, folder, None)
+        interrupts.on_sigterm()
+        sweep.refuse_links(folder)
+        return frontier.ahead(configs, settings, axis, values, folder, _started(session, settings, folder))
+
+
+def found(searches: Sequence[frontier.Search], axis: str) -> None:
+    """Show the edges that a sweeper has found, or what it would try."""
+    settings = _session.settings
+    if settings is None or settings.action == "resolve":
+        return
+    if settings.action == "run":
+        status = frontier.show(searches, axis, settings.output == "json")
+        _session.status = max(_session.status, status)
+    elif settings.output == "text":
+        print(frontier.announced(searches, axis))
+
+
+def _placed(session: Session, settings: Settings, planned: Sequence[Planned], suffix: str | None) -> Path:
+    """The folder of the command's sweep, which is called after its first trials."""
+    name = settings.name or _name(planned, session.preset, suffix)
+    session.folder = session.folder or Path(settings.results) / name
+    return session.folder
+
+
+def _started(session: Session, settings: Settings, folder: Path) -> Launcher:
+    """The launcher of all the command's batches."""
+    if session.launcher is None:
+        logs = folder / "templates" / (shards.parse(settings.shard).writer or "")
+        session.launcher = Launcher(settings.isolation, logs)
+    return session.launcher
+
+
+def look(jobs: Sequence[Job]) -> tuple[list[Planned], Settings]:
+    """The trials of the configurations, the first repeat of each, and the sweep's settings, before any is run: for a
+    sweeper that chooses among them. A UserError ends Hydra as in `launch`."""
+    try:
+        with overrides.variable(overrides.FULL_ERROR, None):
+            configs = configurations.of(jobs)
+            settings = _session.settings = plan.settings(configs)
+            if shards.slurm(settings.cluster) or settings.shard:
+                _refuse_parts(whole=False)
+            planned = [one for one, *_ in plan.expand(configs, 1)]
+            if settings.action == "run":
+                _refuse_invalid(sweep.placed(planned))
+            _placed(_session, settings, planned, _session.front.suffix)
+            return planned, settings
+    except UserError as error:
+        _session.mistake = error
+        raise SystemExit(2) from None
+
+
+def beside(planned: Sequence[Planned], suffix: str) -> dict[str, Row]:
+    """Run trials that `look`'s sweep needs to know of in a folder beside its own, NAME-suffix; their rows by id."""
+    settings, folder = _session.settings, _session.folder
+    assert settings is not None and folder is not None
+    interrupts.on_sigterm()
+    place = folder.with_name(f"{folder.name}-{suffix}")
+    alone = dataclasses.replace(settings, report=False, others=False, skip_dominated=False)
+    return sweep.run(planned, alone, place)[0]
+
+
+def refuse(reason: str) -> NoReturn:
+    """End the command for a mistake that a sweeper has found."""
+    _session.mistake = UserError(reason)
+    raise SystemExit(2)
+
+
 def _launch(resolved: Sequence[dict[str, Any]], whole: bool) -> list[Row | float | None]:
     session = _session
     settings = session.settings = plan.settings(resolved)
+    slurm = shards.slurm(settings.cluster) if settings.action == "run" and settings.shard is None else None
+    if slurm or settings.shard:
+        _refuse_parts(whole)
     expanded = plan.expand(resolved, settings.repeats)
     planned = plan.order(expanded)
     earlier = list(session.planned.values())
     session.planned |= {p.trial_id: p for p in planned}
-    session.folder = session.folder or Path(settings.results) / (
-        settings.name or _name(planned, session.preset, session.front.suffix)
-    )
-    if settings.action == "run" and whole:
-        _refuse_invalid(sweep.placed(planned))  # before a folder is made: most likely a mistyped value
     devices = {config["device"]["name"] for config in resolved if isinstance(config.get("device"), Mapping)}
-    if {session.detected} == devices == {"simulated"} and not earlier:  # of a list, Hydra composes the default too
+    auto = {session.detected} == devices  # of a list, Hydra composes the default too
+    folder = _placed(session, settings, planned, "slurm" if slurm and auto else session.front.suffix)
+    if settings.action == "run" and whole:  # before a folder is made: most likely a mistyped value
+        _refuse_invalid(planned if slurm else sweep.placed(planned))
+    if auto and devices == {"simulated"} and not earlier and not slurm:
+        _refuse_blind_node(settings)
         print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
     finished: dict[str, Row] = {}
     if settings.action == "plan":
-        preview.show(planned, settings, session.folder)
+        preview.show(planned, settings, folder)
+    elif slurm:
+        session.settings = dataclasses.replace(settings, report=False)  # the jobs' last one writes it
+        cluster.submit(planned, settings, slurm, folder, session.words, auto)
     elif settings.action == "run":
-        signal.signal(signal.SIGTERM, _interrupt)
+        interrupts.on_sigterm()
         once = dataclasses.replace(settings, report=False)
-        if session.launcher is None:
-            session.launcher = Launcher(settings.isolation, session.folder / "templates")
+        launcher = _started(session, settings, folder)
         if session.front.instead is not None:
-            status = session.front.instead(planned, settings, session.folder, session.launcher)
+            status = session.front.instead(planned, settings, folder, launcher)
         else:
             finished, status = sweep.run(
-                planned, once, session.folder, earlier, session.launcher, session.front.progress
+                planned, once, folder, earlier, launcher, session.front.progress, session.began_s
             )
         session.rows |= finished
         session.status = max(session.status, status)
     return [_answer([finished.get(p.trial_id) for p in of_one], settings.objective) for of_one in expanded]
+
+
+def _refuse_parts(whole: bool) -> None:
+    """Raises UserError where a command cannot be divided: what it does next depends on rows of all its trials."""
+    if not whole:
+        raise UserError("a sweeper that comes in batches looks at all rows, so it runs whole: leave cluster, shard out")
+    if _session.front != Front():
+        raise UserError("cluster= and shard= divide what sweep and run do; leave them out here")
+
+
+def _refuse_blind_node(settings: Settings) -> None:
+    """Raises UserError in a job for a card whose node has none: it would predict where all others measure."""
+    slurm = shards.slurm(settings.cluster) if settings.shard else None
+    if slurm and slurm.gpus != 0:
+        raise UserError(
+            f"device=auto: {platform.node()} has no usable CUDA device, and this is a job for GPUs: `vramsweep doctor`"
+            " there says why (device=cpu measures without one, device=simulated predicts)"
+        )
 
 
 def _answer(rows: Sequence[Row | None], objective: str | None) -> Row | float | None:
@@ -215,9 +335,35 @@ def _finish(session: Session) -> int:
         _refuse_invalid(list(session.planned.values()))
     if session.settings.action == "run" and session.front.closing is not None:
         session.status = max(session.status, session.front.closing(list(session.rows.values())))
-    if session.settings.action == "run" and session.settings.report and session.front.instead is None:
-        sweep.report(session.folder)
+    _report(session)
     return session.status
+
+
+def _report(session: Session) -> None:
+    """The report of a sweep that was run, where it is wanted. Raises KeyboardInterrupt, which ends it."""
+    settings, folder = session.settings, session.folder
+    if settings and folder and settings.action == "run" and settings.report and session.front.instead is None:
+        if settings.shard is None:
+            sweep.report(folder)
+        else:
+            _report_once(folder)
+
+
+def _report_once(folder: Path) -> None:
+    """The report of a sweep in shards, by the one whose row was the last of all."""
+    found = status.read(folder)
+    if found.done != found.total:
+        print(f"{found.done} of {found.total} trials have rows; the report comes with the last, or vramsweep report")
+        return
+    place = folder / REPORTING
+    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        with contextlib.suppress(UserError):  # another shard saw the last row too, and reports
+            lock = Lock(place, descriptor)
+            sweep.report(folder)
+            lock.release()
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_invalid(planned: Sequence[Planned]) -> None:
@@ -225,34 +371,6 @@ def _refuse_invalid(planned: Sequence[Planned]) -> None:
     if None not in reasons:
         more = f" (and {len(reasons) - 1} more reasons; `vramsweep plan` lists them)" if len(reasons) > 1 else ""
         raise UserError(f"no trial can run: {reasons[0]}{more}")
-
-
-def complete(words: Sequence[str], word: str) -> list[str]:
-    """What `word` could become after `words` of `sweep` or `plan`: options, groups, settings, values, files.
-
-    Raises UserError for words that are no overrides.
-    """
-    hydra.version.setbase("1.3")
-    args, parser = overrides.parse(words, "run")
-    if word.startswith("-"):
-        flags = ["--json", *(flag for action in parser._actions for flag in action.option_strings)]
-        return [flag for flag in flags if flag.startswith(word)]
-    key, equals, value = word.partition("=")
-    done, comma, last = value.rpartition(",")  # a list is completed at its last value: allocator=default,ex
-    kind = Trial.model_fields[key].annotation if key in Trial.model_fields else None
-    named = get_args(kind) if get_origin(kind) is Literal else techniques.values(key)
-    if equals and (kind is bool or named) and key not in overrides.options():
-        values = ["true", "false"] if kind is bool else [str(value) for value in named]
-        found = [f"{key}={value}" for value in values if value.startswith(last)]
-    else:
-        line = " ".join([*(["-m"] if args.multirun else []), *args.overrides, f"{key}={last}" if comma else word])
-        with overrides.explained(args.overrides):
-            found = DefaultCompletionPlugin(overrides.loader(args))._query(args.config_name or "config", line)
-        if key in overrides.AUTO and equals and "auto".startswith(last):
-            found = [f"{key}=auto", *found]
-    if comma:
-        found = [f"{key}={done},{one.partition('=')[2]}" for one in found]
-    return [one for one in found if not one.startswith("hydra") or word.startswith("hydra")]
 
 
 @cache
@@ -267,30 +385,8 @@ def _detected() -> str:
     return _session.detected
 
 
-def _target(target: str | None) -> str:
-    """`path/to/file.py:build` as a model's name: file.build. Where none is given another rule says so."""
-    path, _, function = (target or "").rpartition(":")
-    return f"{Path(path).stem}.{function}" if path else "target"
-
-
-def _program(command: str | None) -> str:
-    """A command as a model's name: its script's."""
-    return script.program(command or "")
-
-
-def _said(axis: str, otherwise: Any, *, _root_: Any) -> Any:
-    """What the trial's ds_config says of an axis that is left alone; a file that is no such has nothing to say here."""
-    path = _root_.get("ds_config")
-    with contextlib.suppress(UserError):
-        return ds_config.axes(ds_config.read(str(path)), _root_.world_size).get(axis, otherwise) if path else otherwise
-    return otherwise
-
-
-# What conf/ refers to; registered on import, as Hydra imports our plugin whenever it composes
+# What conf/config.yaml refers to, as do configurations.py's
 OmegaConf.register_new_resolver("vramsweep.device", _detected, replace=True)
-OmegaConf.register_new_resolver("vramsweep.said", _said, replace=True)
-OmegaConf.register_new_resolver("vramsweep.target", _target, replace=True)
-OmegaConf.register_new_resolver("vramsweep.program", _program, replace=True)
 
 
 def _preset(args: argparse.Namespace) -> list[str]:
@@ -369,41 +465,15 @@ def _setting(word: str) -> tuple[str, str]:
     return key, value
 
 
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def _single(config: DictConfig) -> None:
     """Hydra's task function, for a call without -m: one trial is a sweep of one."""
     launch([(config, {})])
-
-
-def _resolved(config: DictConfig) -> dict[str, Any]:
-    """The configuration's plain values. Raises UserError for a value that is missing and for a key that is not ours."""
-    try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        raise UserError(f"{error.full_key} is not set: give {error.full_key}=VALUE") from None
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    assert isinstance(values, dict)
-    required = {*plan.SETTINGS, *(name for name, kind in Trial.model_fields.items() if kind.is_required())}
-    if gone := sorted(required - values.keys()):
-        raise UserError(f"{gone[0]} was removed from the configuration, and is needed; give {gone[0]}=VALUE")
-    known = {*plan.SETTINGS, *Trial.model_fields}
-    if unknown := [str(key) for key in values if key not in known]:
-        text = mistakes.unknown_key(
-            unknown[0], None, [*(known - {"repeat", "fingerprints"}), *overrides.options()], overrides.keys()
-        )
-        raise UserError(f"{text}; a group of your own (+GROUP=OPTION) needs --config-dir DIR")
-    return {str(key): value for key, value in values.items()}
 
 
 def _name(planned: Sequence[Planned], preset: str | None, suffix: str | None) -> str:
     """What a sweep's folder is called: after its preset of cases, else after its models and runners."""
 
     def of(key: str) -> str:
-        names = {str((p.resolved.get(key) or {}).get("name")) for p in planned}
-        return "+".join(sorted(names)).replace("/", "_")
+        return "+".join(sorted({str((p.resolved.get(key) or {}).get("name")) for p in planned}))
 
-    return f"{preset or of('model') + '-' + of('runner')}-{suffix or of('device')}"
+    return names.safe(f"{preset or of('model') + '-' + of('runner')}-{suffix or of('device')}")

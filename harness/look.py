@@ -1,5 +1,8 @@
 """Questions about a predicted trial's trace, answered by a process of the runners (runners/look_worker.py).
 
+A folder may be someone else's: what its rows name as code (a target, a command, a model's own files) is not run because
+somebody looks at them; whoever names the same trial in words has chosen it.
+
 Not covered: what is asked (runners/timeline.py, explain.py), and what is shown of it (timeline.py, explain.py).
 """
 
@@ -93,9 +96,29 @@ def chosen(rows: Iterable[Row]) -> list[Row]:
 
 def trial_of(verb: str, row: Row) -> Trial:
     """A row's trial. Raises UserError where it was not predicted."""
+    if not isinstance(row.get("trial"), dict):
+        raise UserError(f"the row of trial {row['trial_id']} does not say what was asked; name the trial in words")
     found = trials.parse(row["trial"])
     simulated(verb, found)
     return found
+
+
+def own_code(trial: Trial) -> str | None:
+    """What tracing the trial would run that is not ours; None where there is nothing."""
+    if trial.runner.command is not None:
+        return f"runner.command={trial.runner.command}"
+    if trial.runner.target is not None:
+        return f"runner.target={trial.runner.target}"
+    return f"the Python files of {trial.model.path}" if trial.model.trust_remote_code else None
+
+
+def starts_nothing(verb: str, trial_id: str, trial: Trial) -> None:
+    """Raises UserError for a row's trial that would run code which the row names."""
+    if (code := own_code(trial)) is not None:
+        raise UserError(
+            f"the trace of trial {trial_id} is gone, and making it would run {code}, as a row says: name the trial in "
+            f"words if you want that: vramsweep {verb} runner={trial.runner.name} ..."
+        )
 
 
 def about(trial: Trial) -> dict[str, Any]:

@@ -212,6 +212,28 @@ def again(cards: Sequence[Gpu]) -> list[Gpu]:
     return [card for card in found if card.uuid in known] + [one for one in slices if one is not None]
 
 
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds memory on a card, its bytes where NVML says them, and whether it computes or only draws."""
+
+    pid: int
+    bytes: int | None
+    computes: bool
+
+
+def holders(card: Gpu) -> list[Holder]:
+    """The processes that hold memory on a card or slice, the largest first."""
+    with nvml() as present:
+        handle, _ = ask("nvmlDeviceGetHandleByUUID", card.uuid) if present and card.uuid else (None, None)
+        if handle is None:
+            return []
+        draw, compute = (
+            ask(f"nvmlDeviceGet{kind}RunningProcesses", handle)[0] or [] for kind in ("Graphics", "Compute")
+        )
+    found = {p.pid: Holder(p.pid, getattr(p, "usedGpuMemory", None), p in compute) for p in (*draw, *compute)}
+    return sorted(found.values(), key=lambda one: -(one.bytes or 0))
+
+
 def uuids(cards: Sequence[Gpu]) -> list[str]:
     """What CUDA_VISIBLE_DEVICES must name to leave just these; empty (leave it as it is) where one is not known."""
     known = [card.uuid for card in cards if card.uuid is not None]

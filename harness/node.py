@@ -6,8 +6,10 @@ Sizes in bytes. What the tensors take is predicted by runners/predict.py and mea
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
@@ -41,18 +43,47 @@ def limit(trial: Trial) -> int | None:
     return None if given is None else int(given * GIB)
 
 
+class Room(NamedTuple):
+    """Memory of this machine, or of a cgroup: all that may be used, and what is still free or would be made free."""
+
+    total: int
+    available: int
+
+
+def room(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Room:
+    """Where least is left: on this machine, or in one of the cgroups that limit us."""
+    machine = psutil.virtual_memory()
+    return min([Room(machine.total, machine.available), *_limited(own, root)], key=lambda one: one.available)
+
+
 def memory_here(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """The memory of this machine, or of the least of our cgroups."""
-    limits = [psutil.virtual_memory().total]
+    return min([psutil.virtual_memory().total, *(limited.total for limited in _limited(own, root))])
+
+
+def _limited(own: Path, root: Path) -> Iterator[Room]:
+    """The cgroups that have a limit. Of what is used there, files read from a disk, and what is known of folders, make
+    room for others. Not covered: ZFS's cache, which the kernel does not call available.
+
+    Source: the kernel's Documentation/admin-guide, cgroup-v2.rst and cgroup-v1/memory.rst.
+    """
     for line in own.read_text().splitlines() if own.exists() else []:
         controllers, path = line.split(":", 2)[1:]
         if controllers not in ("", "memory"):
             continue
-        top, name = (root, "memory.max") if controllers == "" else (root / "memory", "memory.limit_in_bytes")
+        second = controllers == ""
+        top = root if second else root / "memory"
+        most, used = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        names = r"(?:(?:in)?active_file|slab_reclaimable)" if second else r"total_(?:in)?active_file"
+        given_back = re.compile(rf"^{names} (\d+)$", re.MULTILINE)
         place = top / path.lstrip("/")
         for folder in (place, *place.parents):
             with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-                limits.append(int((folder / name).read_text()))
+                limit = int((folder / most).read_text())
+                taken = 0
+                with contextlib.suppress(OSError, ValueError):  # a limit that does not say what is used
+                    cached = sum(map(int, given_back.findall((folder / "memory.stat").read_text())))
+                    taken = max(0, int((folder / used).read_text()) - cached)
+                yield Room(limit, max(0, limit - taken))
             if folder == top:
                 break
-    return min(limits)

@@ -9,6 +9,7 @@ import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 FILE = "others.jsonl"
 Answers = dict[str, int | None]  # bytes by tool; None where it says nothing
@@ -26,11 +27,21 @@ class Said:
 def said(file: Path) -> Said:
     """What the file holds; nothing where there is none."""
     known = Said()
-    for line in file.read_text().splitlines() if file.exists() else ():
-        with contextlib.suppress(ValueError):  # a line that was cut off
-            one = json.loads(line)
-            known.sources.update(one.get("sources", {}))
-            if "trial_id" in one:
-                known.found[one["trial_id"]] = known.found.get(one["trial_id"], {}) | one["others"]
-                known.complete.update([one["trial_id"]] if one["tracked"] else [])
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
+        with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError, RecursionError):
+            _add(known, json.loads(line))  # or it was cut off, or never one of ours
     return known
+
+
+def _add(known: Said, one: Any) -> None:
+    """What a line says, all of it or nothing."""
+    sources = {str(tool): str(source) for tool, source in one.get("sources", {}).items()}
+    if "trial_id" in one:
+        answers = {str(tool): size for tool, size in one["others"].items()}
+        if not all(size is None or (type(size) is int and 0 <= size < 1 << 63) for size in answers.values()):
+            raise ValueError("no sizes")
+        trial_id = str(one["trial_id"])
+        complete = [trial_id] if one["tracked"] else []
+        known.found[trial_id] = known.found.get(trial_id, {}) | answers
+        known.complete.update(complete)
+    known.sources.update(sources)

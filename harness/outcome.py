@@ -1,7 +1,8 @@
 """From evidence to outcome: pure functions, no processes, no clock, no files.
 
 The parent gathers what it saw of an attempt into `Evidence`; `classify` names the outcome, and `OUTCOMES` says for each
-whether it answers the trial's question and when the trial is tried again.
+whether it answers the trial's question and when the trial is tried again. Not covered: what an error's text says
+(symptoms.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vramsweep.harness import symptoms
 from vramsweep.harness.row import Outcome
 
 
@@ -20,13 +22,13 @@ class Kind:
 
     `answer`: the trial's question is answered; else it is shown as failed. `now`: another attempt follows at once, as
     it may well end differently. `later`: whether a later run of the sweep tries again: never, asked (with
-    retry_failed=true), or always, since it said nothing about the trial.
+    retry_failed=true), unasked (without skip_dominated=true), or always, since it said nothing about the trial.
     """
 
     outcome: Outcome
     answer: bool
     now: bool
-    later: Literal["never", "asked", "always"]
+    later: Literal["never", "asked", "unasked", "always"]
     meaning: str
 
 
@@ -40,8 +42,9 @@ OUTCOMES = (
     Kind(Outcome.CRASH, False, True, "asked", "the worker raised (not tried at once again), was killed, did not start"),
     Kind(Outcome.CUDA_ERROR, False, True, "asked", "the driver or a CUDA library failed"),
     Kind(Outcome.BAD_RESULT, False, True, "asked", "the worker ended well but left no result that can be used"),
-    Kind(Outcome.CONTENDED, False, True, "always", "other processes use the device"),
+    Kind(Outcome.CONTENDED, False, True, "always", "others use the device, or its memory is not back"),
     Kind(Outcome.ENVIRONMENT, False, True, "always", "the machine is not fit for the trial now (no CUDA device, ...)"),
+    Kind(Outcome.SKIPPED, True, False, "unasked", "not run, as asked: one that needs no more ran out of memory"),
 )
 # fmt: on
 _KINDS: dict[str, Kind] = {kind.outcome: kind for kind in OUTCOMES}
@@ -63,12 +66,28 @@ def is_verdict(outcome: str) -> bool:
 
 
 def runs_again(outcome: str, asked: bool) -> bool:
-    """Whether a later run of the sweep tries the trial again; `asked`: with retry_failed=true."""
+    """Whether a later run of the sweep tries the trial again; `asked`: with retry_failed=true.
+
+    One that was skipped is looked at again: it may be dominated still.
+    """
     later = _kind(outcome).later
-    return later == "always" or (asked and later == "asked")
+    return later in ("always", "unasked") or (asked and later == "asked")
 
 
 REASON_LENGTH = 400  # characters of a line that becomes a row's reason
+GIB = 1 << 30
+NOT_WRITTEN = 74  # EX_IOERR of sysexits.h: the exit status of a worker that could not write its result
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Of the host's memory when there was next to none left, in bytes: what the attempt held, what was in use, all, and
+    what had been in use before the attempt."""
+
+    held: int
+    used: int
+    total: int
+    before: int
 
 
 @dataclass(frozen=True)
@@ -77,9 +96,11 @@ class Evidence:
 
     `exit_code` is negative for the signal that ended the worker and None if it is not known (its template died);
     `result` is the worker's result file, `result_error` why that could not be read; `host_oom_kills` counts what the
-    kernel's out-of-memory killer did on the host meanwhile; `foreign` lists other processes on the device beforehand;
-    `start_error` is why no worker could be started; `last_words` the last line that it wrote to stderr; `rank` is the
-    rank whose end the exit code tells of, if it did not say why: what another says then is only that it was missed.
+    kernel's out-of-memory killer did on the host meanwhile; `foreign` lists other processes on the device beforehand,
+    `held` says in words who holds memory there that the trial before has not given back;
+    `start_error` is why no worker could be started; `last_words` what it wrote to stderr at the last (symptoms.said);
+    `rank` is the rank whose end the exit code tells of, if it did not say why: what another says then is only that it
+    was missed; `starved` is given where we ended it as the host had no memory left.
     """
 
     exit_code: int | None = None
@@ -89,29 +110,14 @@ class Evidence:
     deadline_s: float | None = None
     host_oom_kills: int = 0
     foreign: tuple[int, ...] = ()
+    held: str | None = None
     start_error: str | None = None
     last_words: str | None = None
     rank: int | None = None
+    starved: HostMemory | None = None
 
 
-# PyTorch's own, the runtime's, the driver API's (expandable segments), cuBLAS's, cuDNN's, and NCCL's (names the call)
-_OOM = re.compile(
-    r"CUDA out of memory|CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
-    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|(NCCL|ncclUnhandledCudaError)[\s\S]*out of memory|"
-    r"Cuda failure( 2)? '?out of memory"
-)
-_HOST_OOM = re.compile(r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc")
-# The driver, the card or the node is not there or not whole: it says nothing about the trial.
-_ENVIRONMENT = re.compile(
-    r"No CUDA GPUs are available|Found no NVIDIA driver|NVIDIA driver on your system is too old|cudaGetDeviceCount|"
-    r"CUDA unknown error|no CUDA-capable device|system not yet initialized|driver version is insufficient|"
-    r"ECC error|(GPU|device) is lost|fallen off the bus|CUDA (driver )?error: initialization error|"
-    r"CUDA driver initialization failed|invalid device ordinal",
-    re.IGNORECASE,
-)
 _HINTS = {Outcome.TIMEOUT: "; raise timeout_s if that is too short"}
-_BUSY = re.compile(r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use")
-_CUDA = re.compile(r"CUDA error|CUDA driver error|CUBLAS_STATUS|CUDNN_STATUS|NCCL|AcceleratorError|device-side assert")
 
 
 def same_way(a: tuple[str, str | None], b: tuple[str, str | None]) -> bool:
@@ -128,6 +134,8 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
     if evidence.foreign:
         pids = ", ".join(map(str, evidence.foreign))
         return Outcome.CONTENDED, f"other processes use the device (pid {pids})"
+    if evidence.held:
+        return Outcome.CONTENDED, evidence.held
     if evidence.start_error:
         return Outcome.CRASH, evidence.start_error
     error = (evidence.result or {}).get("error")
@@ -147,7 +155,8 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
 
 def of_the_machine(text: str) -> bool:
     """Whether an error with which CUDA does not even start says that the machine is not fit, rather than the trial."""
-    return any(pattern.search(text) for pattern in (_ENVIRONMENT, _BUSY, _OOM))
+    found = symptoms.find(text)
+    return found is not None and found.outcome in (Outcome.ENVIRONMENT, Outcome.CONTENDED, Outcome.OOM)
 
 
 def published(evidence: Evidence) -> bool:
@@ -163,6 +172,8 @@ def remark(evidence: Evidence) -> str | None:
 
 def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
     """How a worker ended that did not end well."""
+    if evidence.starved is not None:
+        return _starved(evidence.starved)
     if evidence.expired:
         return Outcome.TIMEOUT, f"no end within {evidence.deadline_s:g} s"
     who = "" if evidence.rank is None else f"rank {evidence.rank} "
@@ -175,10 +186,30 @@ def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
     how = f"{who and f'{who}ended with '}exit status {evidence.exit_code}"
     if evidence.exit_code < 0:
         how = f"{who}killed by {signal.Signals(-evidence.exit_code).name}"
+    kind = Outcome.CRASH
+    if evidence.exit_code == NOT_WRITTEN:
+        kind, how = Outcome.ENVIRONMENT, f"{who}could not write its result ({how})"
     if evidence.last_words and evidence.exit_code != -signal.SIGKILL:  # which nobody announces
         whose = "its last words" if evidence.rank is None else "the last words of all ranks"
         how = f"{how}; {whose}: {evidence.last_words}"
-    return Outcome.CRASH, how
+        found = symptoms.find(evidence.last_words) if evidence.exit_code in (-signal.SIGABRT, 1) else None
+        kind = found.outcome if found else kind  # C++ ends a process so (std::terminate), and C libraries by exit(1)
+    return kind, how
+
+
+OWN_SHARE = 0.9  # of what was taken since it began: the rest is ours, the kernel's and what comes and goes
+
+
+def _starved(seen: HostMemory) -> tuple[Outcome, str]:
+    """Of an attempt that we ended for want of host memory: its own doing on a free host, or that of others."""
+    held, used, total, before = (f"{size / GIB:.1f}" for size in (seen.held, seen.used, seen.total, seen.before))
+    if seen.held >= OWN_SHARE * (seen.used - seen.before) and 2 * seen.before <= seen.total:
+        return Outcome.HOST_OOM, (
+            f"ended when it held {held} of the host's {total} GiB and next to nothing was left; before it {before}"
+        )
+    return Outcome.ENVIRONMENT, (
+        f"others use the host's memory: of {total} GiB {used} were in use, {held} by the trial, {before} before it"
+    )
 
 
 def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
@@ -192,17 +223,12 @@ def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
         return Outcome.INVALID, lines[0] if lines else kind
     if kind.endswith("HostOutOfMemoryError"):  # of a simulated node
         return Outcome.HOST_OOM, reason
-    if kind.endswith("OutOfMemoryError") or _OOM.search(text):
+    if kind.endswith("OutOfMemoryError"):
         return Outcome.OOM, reason
-    if kind.endswith(".MemoryError") or _HOST_OOM.search(text):
+    if kind.endswith(".MemoryError"):
         return Outcome.HOST_OOM, reason
-    if _ENVIRONMENT.search(text):
-        return Outcome.ENVIRONMENT, reason
-    if _BUSY.search(text):
-        return Outcome.CONTENDED, reason
-    if _CUDA.search(text):
-        return Outcome.CUDA_ERROR, reason
-    return Outcome.CRASH, reason
+    found = symptoms.find(text)
+    return (found.outcome if found else Outcome.CRASH), reason
 
 
 def transient(outcome: Outcome, evidence: Evidence) -> bool:
@@ -220,7 +246,8 @@ def markdown_table() -> str:
         "| outcome | meaning | an answer | tried again at once | on a later run |",
         "|---|---|---|---|---|",
     ]
-    later = {"never": "", "asked": "with `retry_failed=true`", "always": "yes"}
+    later = {"never": "", "asked": "with `retry_failed=true`", "unasked": "without `skip_dominated=true`"}
+    later |= {"always": "yes"}
     for kind in OUTCOMES:
         cells = ("yes" if kind.answer else "", "yes" if kind.now else "", later[kind.later])
         lines.append(f"| `{kind.outcome}` | {kind.meaning} | {' | '.join(cells)} |")

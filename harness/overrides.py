@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
@@ -24,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from vramsweep.harness import mistakes, upgrade
+from vramsweep.harness import config_files, credentials, mistakes, upgrade
 from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
 
@@ -85,6 +86,10 @@ def loader(args: argparse.Namespace) -> ConfigLoaderImpl:
 
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for what Hydra would take, but not as it was meant, or would not take and not say why."""
+    if said := credentials.found(args.overrides):
+        raise UserError(said)
+    if args.config_dir is not None:
+        config_files.check(Path(args.config_dir))
     groups = loader(args)
     for override in _parsed(args.overrides):
         key, text = override.key_or_group, str(override.input_line)
@@ -93,6 +98,11 @@ def check(args: argparse.Namespace) -> None:
         values: list[Any] = [override._value]
         if isinstance(override._value, ChoiceSweep):
             values = list(override._value.list)
+        texts = [value.text if isinstance(value, QuotedString) else str(value) for value in values]
+        leads_out = [one for one in texts if one.startswith("/") or ".." in one.split("/")]
+        if leads_out and groups.repository.group_exists(key):
+            where = f"an option is a file of conf/{key}, or of {key}/ in --config-dir DIR"
+            raise UserError(f"{key}={leads_out[0][:60]}: {where}, and has no .. or leading / in it")
         numbers = [value for value in values if isinstance(value, (bool, int, float))]
         if numbers and groups.repository.group_exists(key):
             raise UserError(mistakes.unknown_option(key, str(numbers[0]), _allowed(key, groups.get_group_options(key))))
@@ -134,6 +144,8 @@ def explained(overrides: Sequence[str]) -> Iterator[None]:
             yield
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explanation(error, overrides)) from None
+    except yaml.YAMLError as error:
+        raise UserError(f"--config-dir: {config_files.problem(error)}") from None
 
 
 def _explanation(error: Exception, overrides: Sequence[str]) -> str:

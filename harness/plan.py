@@ -8,14 +8,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from vramsweep.harness import lengths, mistakes, outcome, registry, script, techniques, upgrade
+from vramsweep.harness import (
+    budget,
+    credentials,
+    mistakes,
+    names,
+    outcome,
+    registry,
+    script,
+    shards,
+    techniques,
+    upgrade,
+)
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
 from vramsweep.harness.row import BY_NAME, COLUMNS, Outcome, Row
+
+MOST_SLOTS = 512  # places for trials on one node
 
 
 @dataclass(frozen=True)
@@ -40,25 +53,55 @@ class Settings:
     cases: Sequence[str] = ()
     answer: str | None = None
     others: bool = False
+    slots: int | None = None
+    exclusive: bool = False
+    budget: str | float | None = None
+    max_cost: float | None = None
+    price_per_hour: float | None = None
+    skip_dominated: bool = False
+    edge_of: str | None = None
+    shard: str | None = None
+    shards: int = 1
+    cluster: Mapping[str, Any] = field(default_factory=lambda: {"name": "none"})
 
     def __post_init__(self) -> None:
         allowed = {"isolation": ("warm", "cold"), "action": ("run", "plan", "resolve"), "output": ("text", "json")}
         for key, values in allowed.items():
             if getattr(self, key) not in values:
                 raise UserError(f"{key}={getattr(self, key)}: allowed is {' or '.join(values)}")
-        for key in ("retry_failed", "report", "any_system", "others"):
+        for key in ("retry_failed", "report", "any_system", "others", "exclusive", "skip_dominated"):
             if not isinstance(getattr(self, key), bool):
                 raise UserError(f"{key}={getattr(self, key)}: allowed is true or false")
-        least: dict[str, float] = {"repeats": 1, "timeout_s": 0.001, "retries": 0, "backoff_s": 0, "breaker": 0}
+        least: dict[str, float] = {
+            "repeats": 1,
+            "timeout_s": 0.001,
+            "retries": 0,
+            "backoff_s": 0,
+            "breaker": 0,
+            "shards": 1,
+        }
         for key, least_value in least.items():
             value = getattr(self, key)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not least_value <= value < math.inf:
                 raise UserError(f"{key}={value}: allowed is a number of at least {least_value:g}")
-            if key in ("repeats", "retries", "breaker") and not isinstance(value, int):
+            if key in ("repeats", "retries", "breaker", "shards") and not isinstance(value, int):
                 raise UserError(f"{key}={value}: allowed is a whole number of at least {least_value:g}")
+        if self.slots is not None and (type(self.slots) is not int or not 1 <= self.slots <= MOST_SLOTS):
+            raise UserError(
+                f"slots={self.slots}: allowed is null (every card; without cards one trial at a time) or a whole "
+                f"number from 1 to {MOST_SLOTS}"
+            )
+        budget.limit(self.budget, self.max_cost, self.price_per_hour)
         if not self.results:
             raise UserError("results= names no folder; allowed is any that can be written, as results=DIR")
+        if self.name and (why := names.wrong(self.name)):  # "" is as null
+            raise UserError(
+                f"name={self.name[:60]!r}: {why}; a sweep's name is that of one folder in {self.results}, such as "
+                "name=night; elsewhere is results=DIR"
+            )
+        if self.edge_of not in (None, "seq_len", "micro_batch"):
+            raise UserError(f"edge_of={self.edge_of}: allowed is null, seq_len or micro_batch")
         if self.answer is not None and self.answer not in registry.ANSWERS:
             raise UserError(mistakes.unknown_option("answer", str(self.answer), registry.ANSWERS))
         if self.objective is not None and self.objective not in OBJECTIVES:
@@ -70,6 +113,14 @@ class Settings:
         cards = [gpu.name for gpu in GPUS]
         if not isinstance(self.predict, bool) and self.predict not in cards:
             raise UserError(f"predict={self.predict}: allowed is true, false or a card: {', '.join(cards)}")
+        shards.parse(self.shard)
+        if self.shards > shards.MOST:
+            raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")
+        if shards.slurm(self.cluster) is None and self.shard is None and self.shards != 1:
+            raise UserError(
+                f"shards={self.shards} needs cluster=slurm, which starts them; without Slurm start each where it is to "
+                f"run, by shard=1/{self.shards} and so on"
+            )
 
 
 # What a sweeper that optimises can be told to look at: the columns that hold one number.
@@ -79,12 +130,14 @@ SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
 
 @dataclass(frozen=True)
 class Planned:
-    """A trial to be, with its id; `trial` is None and `reason` says why where it cannot run."""
+    """A trial to be, with its id; `trial` is None and `reason` says why where it cannot run. `position` counts what was
+    composed: the same on every machine, whatever can run there."""
 
     trial_id: str
     resolved: dict[str, Any]
     trial: trials.Trial | None
     reason: str | None
+    position: int = 0
 
 
 def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
@@ -94,19 +147,32 @@ def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
     first = {key: configs[0][key] for key in SETTINGS if key in configs[0]}
     for config in configs[1:]:
         for key in first:
-            if config[key] != first[key]:
-                raise UserError(f"{key} cannot be swept (it holds {first[key]} and {config[key]}); give it one value")
+            if config[key] != first[key] and repr(config[key]) != repr(first[key]):  # nan is not equal to itself
+                both = f"{_short(first[key])} and {_short(config[key])}"
+                raise UserError(f"{key} cannot be swept (it holds {both}); give it one value")
     texts = {key: str(first[key]) for key in ("name", "results") if first[key] is not None}  # name=5 is a text too
     return Settings(**(first | texts))
+
+
+def _short(value: Any) -> Any:
+    return value.get("name") if isinstance(value, Mapping) else value
 
 
 def expand(configs: Iterable[Mapping[str, Any]], repeats: int) -> list[list[Planned]]:
     """For each configuration its trials, one a repeat."""
     trial_values = [upgrade.layout({k: v for k, v in config.items() if k not in SETTINGS}) for config in configs]
-    return [[_planned(values | {"repeat": repeat}) for repeat in range(repeats)] for values in trial_values]
+    return [
+        [
+            dataclasses.replace(_planned(values | {"repeat": repeat}), position=at * repeats + repeat)
+            for repeat in range(repeats)
+        ]
+        for at, values in enumerate(trial_values)
+    ]
 
 
 def _planned(values: dict[str, Any]) -> Planned:
+    if said := credentials.found(values):  # no trial that is impossible: it would be written down as one
+        raise UserError(said)
     try:
         trial = trials.parse(values)
     except trials.InvalidTrial as error:
@@ -115,28 +181,52 @@ def _planned(values: dict[str, Any]) -> Planned:
     return Planned(trials.trial_id(resolved), resolved, trial, None)
 
 
-def order(expanded: Iterable[Iterable[Planned]]) -> list[Planned]:
-    """Every distinct trial, coarse to fine, so that a sweep cut short has the whole curve.
+ALIVE = 8  # templates that there is always room for (warm.LEAST)
 
-    By repeat, then by how early a halving of the range of lengths comes to the trial's length; impossible ones first.
-    Among trials of one length those that share a template are together, and the templates come in turns forward and
-    backward: where there is not room for all of them, the next length begins with those that are still alive.
+
+def order(expanded: Iterable[Iterable[Planned]]) -> list[Planned]:
+    """Every distinct trial, coarse to fine, so that a sweep cut short has the whole curve of each configuration.
+
+    By repeat, then by how early halvings of the ranges of lengths and of batches come to the trial's: first the longest
+    with the largest, then the ends of both ranges, then the middles. At each such point all configurations run before
+    the next one, so that of any beginning each has as many trials, give or take one. Those that share a template are
+    together, and the templates come in turns forward and backward: the next point begins with what is still alive.
+    Where there are more than stay alive, the batches of one length are one round. Impossible trials come first.
     """
     planned = list({p.trial_id: p for trials_of_one in expanded for p in trials_of_one}.values())
-    longest = sorted({p.trial.seq_len for p in planned if p.trial})
-    turn = {longest[position]: n for n, position in enumerate(halving(len(longest)))}
-    number: dict[tuple[Any, ...], int] = {}
-    for p in planned:
-        if p.trial:
-            number.setdefault(_template(p.trial), len(number))
+    possible = {p.trial_id: p.trial for p in planned if p.trial}
+    lengths, batches = (_turns(getattr(t, axis) for t in possible.values()) for axis in ("seq_len", "micro_batch"))
+    templates = {trial_id: _template(trial) for trial_id, trial in possible.items()}
+    number = {template: n for n, template in enumerate(dict.fromkeys(templates.values()))}
+    rounds = {
+        trial_id: (
+            trial.repeat,
+            max(_level(lengths[trial.seq_len]), _level(batches[trial.micro_batch])),
+            lengths[trial.seq_len],
+            batches[trial.micro_batch] if len(number) <= ALIVE else 0,
+        )
+        for trial_id, trial in possible.items()
+    }
+    forward = {at: n % 2 == 0 for n, at in enumerate(sorted(set(rounds.values())))}
 
-    def place(p: Planned) -> tuple[int, int, int]:
+    def place(p: Planned) -> tuple[tuple[int, ...], int, int]:
         if p.trial is None:
-            return -1, 0, 0
-        repeat, at, template = p.trial.repeat, turn[p.trial.seq_len], number[_template(p.trial)]
-        return repeat, at, template if (repeat * len(longest) + at) % 2 == 0 else -template
+            return (-1,), 0, 0
+        at, template = rounds[p.trial_id], number[templates[p.trial_id]]
+        return at, template if forward[at] else -template, batches[p.trial.micro_batch]
 
     return sorted(planned, key=place)
+
+
+def _turns(values: Iterable[int]) -> dict[int, int]:
+    """When a halving of the range of these values comes to each of them."""
+    distinct = sorted(set(values))
+    return {distinct[position]: n for n, position in enumerate(halving(len(distinct)))}
+
+
+def _level(turn: int) -> int:
+    """How fine a halving is by this turn: 0 for the last, 1 for the first, 2 for the middle, 3 for two quarters, ..."""
+    return (turn - 1).bit_length() + 1 if turn else 0
 
 
 def worker_conf(trial: trials.Trial) -> str:
@@ -240,23 +330,3 @@ def _plain(value: Any) -> Any:
 def invalid(planned: Planned) -> Row:
     """The row of a trial that cannot run: no process was started for it."""
     return axes(planned) | {"attempt": 0, "terminal": True, "outcome": Outcome.INVALID, "reason": planned.reason}
-
-
-def estimate_s(todo: Sequence[Planned], finished: Iterable[Row], flops: float | None) -> tuple[float | None, str]:
-    """Seconds that the trials will take, and what that rests on; None if it cannot be said.
-
-    From finished rows: their mean duration. Before there are any: 6 FLOP per parameter and token (Kaplan et al. 2020)
-    at `flops` FLOP/s, plus two seconds of start-up a trial.
-    """
-    runs = [p.trial for p in todo if p.trial]
-    durations = [row["duration_s"] for row in finished if row.get("duration_s") is not None]
-    if durations:
-        return len(runs) * sum(durations) / len(durations), f"mean of {len(durations)} finished trials"
-    if flops is None or any(t.model.parameters is None for t in runs):
-        return None, "nothing finished yet, and no parameter count or device speed to go by"
-    work = sum(6.0 * (t.model.parameters or 0) * _tokens_per_step(t) * t.steps() for t in runs)
-    return work / flops + 2.0 * len(runs), f"rough, at {flops / 1e12:.2g} TFLOP/s; better once trials have finished"
-
-
-def _tokens_per_step(trial: trials.Trial) -> float:
-    return lengths.tokens_per_step(trial) if lengths.varying(trial) else trial.tokens_per_step()

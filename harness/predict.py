@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from rich.console import Console
 from rich.table import Table
 
 from vramsweep.harness import largest, launch
 from vramsweep.harness.allocator.cli import size_in_bytes
 from vramsweep.harness.attempt import Launcher
+from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CARDS
 from vramsweep.harness.plan import Planned, Settings, settings_of

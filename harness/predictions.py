@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import account, outcome, registry
+from vramsweep.harness import account, outcome, registry, shards
 from vramsweep.harness.attempt import LOGS, PREDICTIONS, Attempted, Launcher, checked, environment, steps
 from vramsweep.harness.journal import Journal
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Progress
 from vramsweep.harness.row import Row
+from vramsweep.harness.waiting import opened
 
 FOLDER = "shared"  # beside the trials' own folders of attempts
 ISOLATION = "shared"
+
+
+def together(folder: str) -> bool:
+    """Whether a folder of attempts is that of trials which are predicted together, by whatever writer."""
+    return folder == FOLDER or folder.startswith(f"{FOLDER}-")
 
 
 def template(item: Planned) -> str | None:
@@ -49,14 +56,17 @@ def run(
     journal: Journal,
     launcher: Launcher,
     progress: Progress,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, Row]:
     """Predict trials of one template in one attempt; the rows of those that it answered, by id.
 
-    `tried` says which number the last attempt at a trial had in the journal.
+    `tried` says which number the last attempt at a trial had in the journal. `check` is called now and then, with what
+    is predicted so far in the journal; what it raises ends the attempt.
     """
     assert items[0].trial is not None
     name = registry.template(items[0].trial)
-    root = folder / "attempts" / FOLDER
+    writer = shards.parse(settings.shard).writer
+    root = folder / "attempts" / (f"{FOLDER}-{writer}" if writer else FOLDER)
     place = root / str(account.attempts(root) + 1)
     environ = environment("", "simulated", os.environ)
     left = {item.trial_id: item for item in items}
@@ -77,9 +87,13 @@ def run(
         for row in journal.extend(ready.values()):
             rows[row["trial_id"]] = row
             progress.show(row, left.pop(row["trial_id"]))
-        traced = next((record for record in reversed(steps(place)) if "traced" in record), None)
+        traced = next((record for record in reversed(steps(place)) if {"traced", "of"} <= record.keys()), None)
         if traced is not None:
             progress.tracing(traced["traced"], traced["of"])
+
+    def look() -> None:
+        take()
+        check()
 
     spec = {
         "trials": [{"trial_id": item.trial_id, "trial": item.resolved} for item in items],
@@ -87,7 +101,7 @@ def run(
     }
     longest = 2 * len(items) * settings.timeout_s  # each traced, and predicted, one after the other
     try:
-        done = launcher.attempt(spec, place, environ, name, longest, take)
+        done = launcher.attempt(spec, place, environ, name, longest, look)
     finally:
         take()  # an interrupted sweep keeps what is there
     if left:
@@ -111,13 +125,16 @@ class Answers:
     def new(self) -> Iterator[dict[str, Any]]:
         """Those since the last time; a line that is not yet whole is left for the next time."""
         for path in sorted(self._place.glob(PREDICTIONS)):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                text = file.read()
+            try:
+                with opened(path) as file:
+                    file.seek(self._read.get(path, 0))
+                    text = file.read()
+            except OSError:  # no file that the worker's processes write
+                continue
             whole = text[: text.rfind(b"\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(whole)
             for line in whole.splitlines():
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     answer = json.loads(line)
                     if isinstance(answer, dict) and isinstance(answer.get("trial_id"), str):
                         yield answer
@@ -128,14 +145,14 @@ def _row(
 ) -> Row | None:
     """The row of an answer, as an attempt of the trial's own would have it; None for what is none."""
     result, _ = checked(answer.get("result"))
-    duration = answer.get("duration_s")
-    if result is None or not isinstance(duration, float | None) or item.trial is None:
+    duration, record = answer.get("duration_s"), answer.get("record")
+    whole = isinstance(duration, float | None) and math.isfinite(duration or 0) and isinstance(record, dict | None)
+    if result is None or not whole or item.trial is None:
         return None
     evidence = outcome.Evidence(exit_code=0, result=result)
     row = account.before(item) | began
     done = Attempted(evidence, duration or 0.0, ISOLATION, cold_reason)
     row |= account.ended(done, environ, row["gpu_name"])
     row |= {"duration_s": duration, "exit_code": None}  # it had no process of its own
-    record = answer.get("record")
     row = account.judged(row, item.trial, evidence, account.phase([record] if record else []), final=True)
     return row if outcome.is_answer(row["outcome"]) else None

@@ -10,14 +10,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from vramsweep.harness import gpus, machine, outcome, plan, registry, techniques
+from vramsweep.harness import gpus, machine, outcome, plan, pool, registry, techniques
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import Launcher, environment
+from vramsweep.harness.budget import Budget, Expected, words
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.forecast import Forecast, Known, forecasts, measured
 from vramsweep.harness.journal import files, read
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import duration
@@ -54,15 +57,24 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     here = {p.trial_id: p for p in pending}
     planned = [here.get(p.trial_id, p) for p in planned]
     todo = {p.trial_id for p in pending}
-    seconds, basis = plan.estimate_s(pending, finished.values(), _speed(planned))
     largest = largest_trials(pending) if settings.predict else []
+    predictions = predict(largest, settings)
+    budget = Budget(settings, finished.values(), flops=_speed(planned))
+    expected = {p.trial_id: budget.expected(p) for p in pending}
+    total = _beside(budget.total(pending), pending, expected, settings)
+    predicted = [
+        Known(here[p.trial_id].resolved, p.fits, f"predicted for {p.card}") for p in predictions if p.fits is not None
+    ]
+    memory = forecasts(pending, [*predicted, *measured(finished.values())])
+    failing = sum(one.fits is False for one in memory.values())
+    cost = budget.cost(total.seconds)
     if settings.output == "json":
-        predictions = predict(largest, settings)
         listed = [
             {
                 "trial_id": p.trial_id,
                 "state": _state(p, todo),
                 "reason": p.reason,
+                **_expectation(p, expected, memory, budget),
                 "trial": json.loads(json.dumps(p.resolved, default=str)),
             }
             for p in planned
@@ -73,14 +85,17 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
             "predictions": [asdict(one) for one in predictions],
             "configurations": len(largest),
             "predicted_not_to_fit": sum(one.fits is False for one in predictions),
-            "estimated_s": seconds,
-            "estimate_basis": basis,
+            "trials_expected_oom": failing,
+            "estimated_s": total.seconds,
+            "estimate_basis": total.basis,
+            "estimated_cost": cost,
         }
         print(json.dumps(summary, indent=1))
         return
     for p in planned:
         label = p.trial.label() if p.trial else str((p.resolved.get("model") or {}).get("name"))
-        print(f"{p.trial_id}  {_state(p, todo):<8}  {label}{f'  {p.reason}' if p.reason else ''}")
+        said = p.reason or _said(expected.get(p.trial_id), memory.get(p.trial_id))
+        print(f"{p.trial_id}  {_state(p, todo):<8}  {label}{f'  {said}' if said else ''}")
     counts = Counter(_state(p, todo) for p in planned)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
     unproven = sorted({name for p in pending if p.trial for name in techniques.unproven(p.trial)})
@@ -88,9 +103,48 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
         print(f"unproven, as no card has run it as predicted yet: {', '.join(unproven)}")
     if others:
         print(f"{other_systems(others)}; any_system=true counts them")
-    print(f"estimated time: {'unknown' if seconds is None else duration(seconds)} ({basis})", flush=True)
-    for line in report(predict(largest, settings), len(largest)):
+    time_s = "unknown" if total.seconds is None else duration(total.seconds)
+    priced = "" if cost is None else f", cost: {cost:,.2f} at {settings.price_per_hour:g} an hour"
+    print(f"estimated time: {time_s}{priced} ({total.basis})", flush=True)
+    if failing:
+        print(f"{failing} of {len(pending)} trials to do are expected to run out of memory")
+    for line in report(predictions, len(largest)):
         print(line)
+
+
+def _beside(
+    total: Expected, pending: Sequence[Planned], expected: Mapping[str, Expected], settings: Settings
+) -> Expected:
+    """What the trials take on all their places at once: no less than the longest, and no place ever idle."""
+    count = 1 if settings.exclusive else len(pool.places(pending, settings.slots))
+    each = {p.trial_id: expected[p.trial_id].seconds or 0.0 for p in pending}
+    if total.seconds is None or count == 1:
+        return total
+    idle = sum(each[p.trial_id] * (1 - pool.need(p, count) / count) for p in pending if p.trial)
+    spent = max(total.seconds - idle, *each.values(), 0.0)
+    return Expected(spent, f"{total.basis}; {count} places for trials")
+
+
+def _expectation(
+    p: Planned, expected: Mapping[str, Expected], memory: Mapping[str, Forecast], budget: Budget
+) -> dict[str, Any]:
+    """What JSON says of a trial to do: nothing of it is measured."""
+    time_s, fits = expected.get(p.trial_id, Expected(None, "")), memory.get(p.trial_id, Forecast())
+    return {
+        "expected_s": time_s.seconds,
+        "expected_basis": time_s.basis or None,
+        "expected_cost": budget.cost(time_s.seconds),
+        "expected_to_fit": fits.fits,
+        "fit_basis": fits.basis,
+    }
+
+
+def _said(expected: Expected | None, fits: Forecast | None) -> str:
+    """The same in a line, of failures only: `~ 2 min, expected to run out of memory (why)`."""
+    parts = [] if expected is None or expected.seconds is None else [f"~ {words(expected.seconds)}"]
+    if fits is not None and fits.fits is False:
+        parts.append(f"expected to run out of memory ({fits.basis})")
+    return ", ".join(parts)
 
 
 def report(predictions: Sequence[Prediction], configurations: int) -> list[str]:
@@ -142,16 +196,22 @@ def predict(largest: Sequence[Planned], settings: Settings) -> list[Prediction]:
     if not largest:
         return []
     labels = _labels(largest)
-    card, problem = _card(settings)
-    if card is None:
+    on, problem = card(settings)
+    if on is None:
         return [Prediction(p.trial_id, labels[p.trial_id], "this GPU", reason=problem) for p in largest[:1]]
     count = min(len(largest), PREDICTIONS)
-    print(f"predicting memory of {count} trial(s), for {card.name}; predict=false leaves it out", file=sys.stderr)
+    print(f"predicting memory of {count} trial(s), for {on.name}; predict=false leaves it out", file=sys.stderr)
     deadline = time.monotonic() + PREDICTION_S
     with tempfile.TemporaryDirectory(prefix="vramsweep-plan-") as root:
         folder = Path(root)
         with Launcher(settings.isolation, folder / "templates") as launcher:
-            return [_predict(p, labels[p.trial_id], card, folder, launcher, deadline) for p in largest[:PREDICTIONS]]
+            return [_predict(p, labels[p.trial_id], on, folder, launcher, deadline) for p in largest[:PREDICTIONS]]
+
+
+def simulated(trial: trials.Trial, card: gpus.Gpu) -> trials.Trial:
+    """The trial that predicts another one for a card. Raises InvalidTrial where that cannot be predicted."""
+    over = {"device": {"name": "simulated", "gpu": card.name}, "record": False, "weights": "random"}
+    return trials.parse(trial.model_dump(mode="json") | over)
 
 
 def _predict(
@@ -161,9 +221,8 @@ def _predict(
         return Prediction(item.trial_id, label, card.name, reason=reason)
 
     assert item.trial is not None
-    over = {"device": {"name": "simulated", "gpu": card.name}, "record": False, "weights": "random"}
     try:
-        trial = trials.parse(item.trial.model_dump(mode="json") | over)
+        trial = simulated(item.trial, card)
     except trials.InvalidTrial as error:
         return unknown(str(error))
     left = deadline - time.monotonic()
@@ -210,7 +269,7 @@ def _labels(items: Sequence[Planned]) -> dict[str, str]:
     }
 
 
-def _card(settings: Settings) -> tuple[gpus.Gpu | None, str]:
+def card(settings: Settings) -> tuple[gpus.Gpu | None, str]:
     """The card to predict for: the named one, this machine's, or `CARD`; None and why if it is not in our table."""
     if isinstance(settings.predict, str):
         return gpus.named(settings.predict), ""

@@ -10,8 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 
 from vramsweep.harness import outcome
+from vramsweep.harness.console import Console
 from vramsweep.harness.plan import Planned
 from vramsweep.harness.row import Outcome, Row
+from vramsweep.harness.terminal import escape_others
 
 MIB = 1 << 20
 
@@ -121,20 +123,24 @@ class _Bar(Counts):
     def __init__(self, total: int) -> None:
         super().__init__(total)
         self._bar = Bars(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[counts]}")
-        )
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[counts]}", markup=False),
+            console=Console(),
+        )  # fmt: skip
         self._task = self._bar.add_task("predicting", total=total, counts="")
 
     def began(self, text: str) -> None:
         """Say it, above the bar."""
         super().began(text)
         self._bar.start()
+        if self._bar.console.is_terminal:  # where Rich has taken the streams over, until the bar stops
+            escape_others()
 
     def show(self, row: Row, item: Planned) -> None:
         """Count the row; one that failed is also a line."""
         self.add(row)
         if not outcome.is_answer(row["outcome"]):
-            self._bar.console.print(_failed(row, item), markup=False)
+            self._bar.console.print(_failed(row, item))
         self._bar.update(self._task, completed=self.done, total=self.total, counts=self.text())
 
     def tracing(self, done: int, of: int) -> None:

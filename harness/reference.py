@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ UNITS = {
 }
 PHASES = ("load", "forward", "backward", "optimizer")  # of allocated and reserved
 OUTCOMES = ("ok", "oom")
+MOST = 10_000  # keys of a mapping
 HERE = "{here}"  # in overrides: the folder of the file
 
 
@@ -110,7 +111,7 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
             run, wrong = _run(entry, shared)
             mistakes += wrong
             if run is not None and run.name in runs:
-                raise entry.wrong(f"there is a run {run.name!r} already; names are unique in a file")
+                raise entry.wrong(f"there is a run '{_short(run.name)}' already; names are unique in a file")
             if run is not None:
                 runs[run.name] = run
         except _Wrong as error:
@@ -144,13 +145,25 @@ class _Loader(yaml.SafeLoader):
         except ValueError as error:  # of Python's own conversions, which know of no line
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Each merge of several mappings may multiply what there is."""
+        super().flatten_mapping(node)
+        if len(node.value) > MOST:
+            problem = f"more than {MOST:,} keys in a mapping"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> _Marked:
     own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # the others give way to these
     keys = [loader.construct_object(key, deep=True) for key in own]
+    seen: set[Any] = set()
     for number, key in enumerate(keys):
-        if key in keys[:number]:
-            raise yaml.constructor.ConstructorError(None, None, f"{key} stands twice", own[number].start_mark)
+        if not isinstance(key, Hashable):
+            continue  # a list, about which PyYAML complains below
+        if key in seen:
+            problem = f"{_short(key)} stands twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, own[number].start_mark)
+        seen.add(key)
     found = _Marked(loader.construct_mapping(node, deep=True))
     found.line = node.start_mark.line + 1
     return found
@@ -179,7 +192,7 @@ class _Node:
     def __init__(self, values: Any, file: str, line: int) -> None:
         self.file, self.line = file, getattr(values, "line", line)
         if not isinstance(values, Mapping):
-            raise _Wrong(f"{self.place}: {values} is no mapping; see benchmarks/published/README.md")
+            raise _Wrong(f"{self.place}: {_short(values)} is no mapping; see benchmarks/published/README.md")
         self._values = values
 
     @property
@@ -192,7 +205,7 @@ class _Node:
     def known(self, *keys: str) -> None:
         for key in self._values:
             if key not in keys:
-                raise self.wrong(f"{key} is no key here; keys: {', '.join(keys)}")
+                raise self.wrong(f"{_short(key)} is no key here; keys: {', '.join(keys)}")
 
     def text(self, key: str, otherwise: str | None = None) -> str:
         value = otherwise if self._values.get(key) is None else self._values[key]
@@ -212,7 +225,9 @@ class _Node:
         if not isinstance(value, list) or not all(isinstance(word, str) and _is_word(word) for word in value):
             raise self.wrong(f"{key} must be a list of KEY=VALUE, as words of `vramsweep predict`")
         if of_sweep := next((word for word in value if _key(word) in SETTINGS), None):
-            raise self.wrong(f"{of_sweep} is of the whole command; take it out, and give it on the command line")
+            raise self.wrong(
+                f"{_short(of_sweep)} is of the whole command; take it out, and give it on the command line"
+            )
         return tuple(_placed(word, str(Path(self.file).resolve().parent)) for word in value)
 
     def texts(self, key: str) -> dict[str, str]:
@@ -220,7 +235,7 @@ class _Node:
         if not isinstance(value, Mapping):
             raise self.wrong(f"{key} must be a mapping, as {{transformers: 4.48.1}}")
         if bad := next((k for k, v in value.items() if v is None or isinstance(v, (bool, list, Mapping))), None):
-            raise self.wrong(f"{key}.{bad} must be a version, as 4.48.1")
+            raise self.wrong(f"{key}.{_short(bad)} must be a version, as 4.48.1")
         return {str(k): str(v) for k, v in value.items()}
 
     def size(self, key: str) -> float:
@@ -229,7 +244,7 @@ class _Node:
             size = float(number) * BYTES.get(unit, math.nan)
             if 0 < size < math.inf:
                 return size
-        raise self.wrong(f"{key} {self.text(key)}: write a size above 0 with its unit, as 1343 MiB")
+        raise self.wrong(f"{key} {_short(self.text(key))}: write a size above 0 with its unit, as 1343 MiB")
 
     def entries(self, key: str) -> list[tuple[Any, int]]:
         """What the list holds, each with its line."""
@@ -237,6 +252,15 @@ class _Node:
         if not isinstance(value, _Lines) or not value:
             raise self.wrong(f"{key} is missing, or no list")
         return list(zip(value, value.lines, strict=True))
+
+
+def _short(value: Any) -> str:
+    """A value on one line, its middle left out where it is long. Aliases of YAML make of a small file a list that never
+    ends when it is written out."""
+    if isinstance(value, (Mapping, list)):
+        return "a mapping" if isinstance(value, Mapping) else "a list"
+    text = str(value)
+    return repr(text if len(text) <= 80 else f"{text[:60]}...{text[-10:]}")[1:-1]
 
 
 def _is_word(text: str) -> bool:
@@ -324,7 +348,9 @@ def later(words: Sequence[str]) -> tuple[str, ...]:
 def _grade(node: _Node) -> str:
     grade = node.text("grade")
     if grade not in ("A", "B"):
-        raise node.wrong(f"grade {grade}: allowed is A (script and versions are there) or B (configuration is clear)")
+        raise node.wrong(
+            f"grade {_short(grade)}: allowed is A (script and versions are there) or B (configuration is clear)"
+        )
     return grade
 
 
@@ -336,24 +362,24 @@ def _reading(node: _Node) -> Reading:
     node.known("quantity", "phase", "value", "unit", "of", "note")
     quantity, phase = node.text("quantity"), node.given("phase")
     if quantity not in UNITS:
-        raise node.wrong(f"quantity {quantity}: allowed is {', '.join(UNITS)}")
+        raise node.wrong(f"quantity {_short(quantity)}: allowed is {', '.join(UNITS)}")
     if phase is not None and (phase not in PHASES or quantity not in ("allocated", "reserved")):
-        raise node.wrong(f"phase {phase}: allocated and reserved have one of {', '.join(PHASES)}, or none")
+        raise node.wrong(f"phase {_short(phase)}: allocated and reserved have one of {', '.join(PHASES)}, or none")
     note, value = node.text("note", ""), node.given("value")
     if quantity == "outcome":
         if value not in OUTCOMES:
-            raise node.wrong(f"outcome {value}: allowed is {' or '.join(OUTCOMES)}")
+            raise node.wrong(f"outcome {_short(value)}: allowed is {' or '.join(OUTCOMES)}")
         return Reading(quantity, None, None, str(value), "", note, node.line)
     unit = node.text("unit")
     if unit not in UNITS[quantity]:
-        raise node.wrong(f"unit {unit} of {quantity}: allowed is {', '.join(UNITS[quantity])}")
+        raise node.wrong(f"unit {_short(unit)} of {quantity}: allowed is {', '.join(UNITS[quantity])}")
     number = math.nan
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             number = float(value)
     if not 0 < number < math.inf:
-        raise node.wrong(f"value {value}: a number above 0 is needed")
+        raise node.wrong(f"value {_short(value)}: a number above 0 is needed")
     if unit == "percent" and number > 100:
-        raise node.wrong(f"value {value}: at most 100 percent are allowed")
+        raise node.wrong(f"value {_short(value)}: at most 100 percent are allowed")
     scale = node.size("of") / 100 if unit == "percent" else BYTES.get(unit) or SECONDS.get(unit, 1.0)
     return Reading(quantity, phase, number * scale, None, unit, note, node.line)

@@ -18,6 +18,8 @@ from typing import Any
 from vramsweep.harness.techniques import AXES
 
 SCHEMA_VERSION = 2
+LARGEST = 1e40  # of any number: above what a loss in fp32 can be, and far below where squares overflow
+DEEPEST = 40  # levels of a column that is a dict or a list; anything that walks through a row may recurse
 
 Row = dict[str, Any]
 
@@ -38,6 +40,7 @@ class Outcome(StrEnum):
     INVALID = "invalid"
     BAD_RESULT = "bad_result"
     ENVIRONMENT = "environment"
+    SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,7 @@ COLUMNS: tuple[Column, ...] = (
         ("warmup_steps", int, "", "steps before the probe step, kept in warmup_step_times_s"),
         ("measured_steps", int, "", "steps that were timed"),
         ("elapsed_s", float, "s", "time of the measured steps, first boundary to last; of several ranks the slowest one's, as are the speeds and times below"),
+        ("host_elapsed_s", float, "s", "the same by the host's monotonic clock, to when it knew that the device had ended; null on CPU, where there is no other clock, and for scripts"),
         ("step_times_s", list, "s", "time of each measured step, boundary to boundary"),
         ("warmup_step_times_s", list, "s", "time of each warm-up step on the host's clock"),
         ("compile_s", float, "s", "time that torch.compile took until the last measured step, most of it in the first warm-up step, with what its caches on disk held; null where nothing was compiled"),
@@ -237,7 +241,9 @@ COLUMNS: tuple[Column, ...] = (
         ("gpu_temperature_c", int, "°C", "temperature after the measured steps; of several ranks the worst value of any device, as in the columns below"),
         ("gpu_power_w", float, "W", "mean power over the measured steps: energy / elapsed"),
         ("gpu_energy_j", float, "J", "energy of the device over the measured steps"),
+        ("gpu_sm_clock_before_mhz", int, "MHz", "SM clock right before the measured steps"),
         ("gpu_sm_clock_mhz", int, "MHz", "SM clock right after the measured steps"),
+        ("gpu_sm_clock_max_mhz", int, "MHz", "the highest SM clock of the card; of several ranks the highest of any"),
         ("throttle_reasons", list, "", "clock event reasons seen around the measured steps, idle left out"),
         ("foreign_processes", list, "", "process ids of others seen on the device, before the attempt or after the measured steps"),
         ("node_trials", list, "", "ids of our own trials that ran on this machine at the same time"),
@@ -278,6 +284,12 @@ TEXT_LISTS = (
 )  # every other list holds numbers
 # What a measurement depends on beside its trial.
 SYSTEM = ("gpu_name", "cpu_name", "torch_version", "transformers_version", "deepspeed_version")
+# What only the harness says of a row, never the process that is measured: who the row is of, and how it ended.
+OF_PARENT = frozenset(
+    [column.name for column in COLUMNS if column.group == "identity"]
+    + ["trial", "seed", "repeat", "foreign", "flags", "node_trials", "host_load", "git_commit", "vramsweep_version"]
+    + ["cold_reason", "recording"]
+)
 BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}
 
 
@@ -323,6 +335,51 @@ def _check(column: Column, value: Any) -> None:
         raise RowError(f"column {column.name} holds {value!r}, expected {column.type.__name__} or null")
     if column.name == "outcome" and value not in set(Outcome):
         raise RowError(f"outcome {value!r} is none of {', '.join(Outcome)}")
+
+
+def believable(values: Mapping[str, Any]) -> bool:
+    """Whether what a row from anywhere says can be read as what its columns mean: types, numbers of a sane size, depth.
+
+    More is allowed than may be written: a whole number as a float, other columns, and those that are missing. Whether
+    the numbers make sense together is not looked at.
+    """
+    for name, value in values.items():
+        if value is None:
+            continue
+        column = BY_NAME.get(name)
+        kind = None if column is None else column.type
+        if kind in (int, float):
+            fits = _is_number(value)
+        elif kind is list:
+            element = _is_text if name in TEXT_LISTS else _is_number_or_null if name.endswith("_bytes") else _is_number
+            fits = isinstance(value, list) and all(map(element, value))
+        elif kind in (str, bool):
+            fits = isinstance(value, kind)
+        else:
+            fits = (kind is None or isinstance(value, kind)) and _shallow(value, DEEPEST)
+        if not fits:
+            return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -LARGEST < value < LARGEST
+
+
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _shallow(value: Any, levels: int) -> bool:
+    """Whether it is nested no deeper, and none of its numbers is too large to reckon with."""
+    if isinstance(value, (dict, list)):
+        inner = value.values() if isinstance(value, dict) else value
+        return levels > 0 and all(_shallow(one, levels - 1) for one in inner)
+    return type(value) not in (int, float) or _is_number(value)
 
 
 def markdown_table() -> str:

@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vramsweep.harness import mistakes, techniques
+from vramsweep.harness import credentials, mistakes, techniques
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -58,13 +58,6 @@ NODES = ("allocator", "device")  # by their names
 DECISIVE = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
 LARGEST = 1 << 20  # bytes of such a file; a larger one is data
 STARTERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")  # what runs a Python file here
-_SECRET = re.compile(  # a name with its value; one from the environment or of a switch is none
-    r"(?<![\w.-])(?P<name>(?P<dashes>--?)?(?:(?:[\w-]*\.)?token|[\w.-]*?(?:"
-    r"(?:hub|hf|auth|access|api|bearer|wandb|git\w*)[_-]?token|passw(?:or)?d|secret|(?:api|access|secret)[_-]?key)))"
-    r"(?:=|(?(dashes)\s+|(?!)))[\"']?(?![-${=]|(?:true|false|yes|no|none|null|\d)(?:[\s\"']|$))[^\s\"']|"
-    r"\b(?P<value>hf_)\w{16}",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -139,14 +132,7 @@ def unseen(trial: Trial) -> set[str]:
 
 def secret(text: str) -> str | None:
     """What to say where a text holds a password or the like: all that a command is told is written down."""
-    found = _SECRET.search(text)
-    if found is None:
-        return None
-    name = found["name"] or f"{found['value']}..."
-    variable = re.sub(r"\W", "_", name.strip("-.").upper())
-    if found["value"] or re.fullmatch(r"(AUTH_)?TOKEN|.*_?HUB_TOKEN", variable):
-        variable = "HF_TOKEN"
-    return f"{name} would be written into the results; let the script read it from the environment, as {variable}"
+    return credentials.said(text)
 
 
 def wrong(trial: Trial) -> Iterator[str]:

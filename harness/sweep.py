@@ -14,16 +14,47 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from vramsweep.harness import account, ask_others, machine, outcome, plan, predictions, registry, variables
+from vramsweep.harness import (
+    account,
+    ask_others,
+    card_lock,
+    dominated,
+    identity,
+    leftovers,
+    machine,
+    outcome,
+    plan,
+    pool,
+    predictions,
+    registry,
+    shards,
+    variables,
+)
 from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, environment, steps
+from vramsweep.harness.budget import Budget
+from vramsweep.harness.dominated import Dominators
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.journal import PLAN, Journal, finished, read, terminal
+from vramsweep.harness.interrupts import Finished, Interrupts
+from vramsweep.harness.journal import Journal, finished, plan_name, plans, read, terminal
+from vramsweep.harness.occupancy import Taken
 from vramsweep.harness.plan import Planned, Settings
+from vramsweep.harness.pool import Pool, Slot
 from vramsweep.harness.progress import Lines, Progress
 from vramsweep.harness.row import Outcome, Row, system
 from vramsweep.harness.trial import ID_VERSION
+
+SETTLE_S = 0.3  # for a signal to be heard by the launcher too
+
+
+class Interrupted(SystemExit):
+    """The user has stopped a sweep; `at_once` if what ran then was ended."""
+
+    def __init__(self, at_once: bool) -> None:
+        super().__init__(130)
+        self.at_once = at_once
 
 
 def run(
@@ -33,27 +64,42 @@ def run(
     earlier: Sequence[Planned] = (),
     launcher: Launcher | None = None,
     progress: Callable[[int], Progress] = Lines,
+    began_s: float | None = None,
 ) -> tuple[dict[str, Row], int]:
     """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status.
 
-    `earlier` are the trials of the same command's batches before this one: they stay in the folder's plan. `launcher`
-    is theirs too, with its templates; without one it is made, and ended, here. `progress` is made with the number of
-    trials to do.
+    Of a shard, only its share of them. `earlier` are the trials of the same command's batches before this one: they
+    stay in the folder's plan. `launcher` is theirs too, with its templates; without one it is made, and ended, here.
+    `progress` is made with the number of trials to do. `began_s`: when the command began, by time.monotonic(), from
+    where the budget counts; without it, now. The status of a sweep that its budget has stopped is that of the trials
+    which ran. Raises Interrupted and UserError.
     """
+    budget = Budget(settings, began_s=began_s)
+    refuse_links(folder)
+    shard = shards.parse(settings.shard)
+    share = shard.share(planned)
     try:
-        with Journal(folder) as journal, contextlib.ExitStack() as stack:
+        with (
+            Journal(folder, shard.writer) as journal,
+            Interrupts().heard() as interrupts,
+            contextlib.ExitStack() as stack,
+        ):
             if launcher is None:
                 launcher = stack.enter_context(Launcher(settings.isolation, folder / "templates"))
-            mine = _resumed(planned, settings, folder, journal, earlier, launcher, progress)
+            shards.alone(folder, shard)
+            whole = [*earlier, *planned]
+            mine = _resumed(share, settings, folder, journal, whole, launcher, progress, interrupts, budget)
     except OSError as error:
         what = f"cannot write under {folder}: {error.strerror}"
         if not about_writing(error):
             what = f"the system refused something that the sweep needs: {error}"
         raise UserError(f"{what}; finished rows are safe, mend it and rerun") from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
-    mine = {p.trial_id: mine[p.trial_id] for p in planned if p.trial_id in mine}
+        if settings.report and isinstance(stop, Finished):
+            report(folder)
+        raise Interrupted(at_once=not isinstance(stop, Finished)) from None
+    mine = {p.trial_id: mine[p.trial_id] for p in share if p.trial_id in mine}
     unanswered = [row["outcome"] for row in mine.values() if not outcome.is_answer(row["outcome"])]
     faults = sum(not outcome.is_verdict(kind) for kind in unanswered)
     failed = len(unanswered) - faults
@@ -63,12 +109,25 @@ def run(
         )
     if faults:
         print(f"{faults} trial(s) were stopped by a fault of the machine; the same command runs them again")
+    left_out = budget.left_out(len(share), mine)
+    if left_out:
+        print(left_out)
     if settings.others:
-        asked = {p.trial_id: ask_others.question(p, mine.get(p.trial_id)) for p in planned}
+        asked = {p.trial_id: ask_others.question(p, mine.get(p.trial_id)) for p in share}
         ask_others.ask({name: one for name, one in asked.items() if one is not None}, (), folder)
     if settings.report:
         report(folder)
-    return mine, 1 if unanswered or len(mine) < len(planned) else 0
+    missing = {p.trial_id for p in share} - mine.keys() - budget.refused.keys()
+    return mine, 1 if unanswered or missing else 0
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise UserError where a sweep's folder would lead its attempts elsewhere."""
+    for name in ("attempts", "templates"):
+        if (folder / name).is_symlink():
+            raise UserError(
+                f"{folder / name} is a link, which a sweep does not write through; choose another results=DIR"
+            )
 
 
 def _resumed(
@@ -76,22 +135,27 @@ def _resumed(
     settings: Settings,
     folder: Path,
     journal: Journal,
-    earlier: Sequence[Planned],
+    whole: Sequence[Planned],
     launcher: Launcher,
     progress: Callable[[int], Progress],
+    interrupts: Interrupts,
+    budget: Budget,
 ) -> dict[str, Row]:
-    """Run what the journal has no answer for; the row that counts for each trial, by id."""
-    if not journal.locked:
-        print(f"{folder}: this file system has no locks; run one sweep at a time in this folder", file=sys.stderr)
+    """Run what the journals have no answer for; the row that counts for each trial, by id; `whole`: the sweep's."""
     rows, unreadable = read(folder)
     if unreadable:
         print(f"{folder}: {unreadable} unreadable line(s) of its journals skipped", file=sys.stderr)
     mine, others = known(rows, planned, settings.any_system)
     todo = placed(plan.pending(planned, mine, settings.retry_failed))
-    _write_plan(folder, [*earlier, *planned], settings)
+    dominators = None
+    if settings.skip_dominated:
+        dominators = Dominators(known(rows, whole, settings.any_system)[0].values())
+        todo = dominated.order([p for p in todo if not _still_skipped(p, mine, dominators)])
+    _end_leftovers(folder, launcher.run)
+    _write_plan(folder, whole, settings, launcher.run, {p.trial_id for p in planned})
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
     shown = progress(len(todo))
-    shown.began(f"{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
+    shown.began(f"{_of(settings)}{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
     if others:
         print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
     for line in variables.dropped(os.environ) if todo else ():
@@ -99,8 +163,19 @@ def _resumed(
     tried = Counter[str]()
     for row in rows:
         tried[row["trial_id"]] = max(tried[row["trial_id"]], row.get("attempt") or 0)
+    budget.learn_all(known(rows, whole, settings.any_system)[0].values())
     with contextlib.closing(shown):
-        return mine | _run_all(todo, tried, settings, folder, journal, launcher, shown)
+        return mine | _run_all(todo, tried, settings, folder, journal, launcher, shown, interrupts, budget, dominators)
+
+
+def _still_skipped(item: Planned, mine: Mapping[str, Row], dominators: Dominators) -> bool:
+    """Whether its row says that it was skipped, and still would be, for this or another reason."""
+    skipped = item.trial_id in mine and mine[item.trial_id]["outcome"] == Outcome.SKIPPED
+    return skipped and dominators.reason(item) is not None
+
+
+def _of(settings: Settings) -> str:
+    return f"shard {settings.shard}: " if settings.shard else ""
 
 
 def placed(planned: Sequence[Planned]) -> list[Planned]:
@@ -153,35 +228,73 @@ def _run_all(
     journal: Journal,
     launcher: Launcher,
     progress: Progress,
+    interrupts: Interrupts,
+    budget: Budget,
+    dominators: Dominators | None = None,
 ) -> dict[str, Row]:
     """Run the trials, and once more those that a fault of the machine stopped, as long as that gets any further.
 
-    Simulated ones are first predicted together, as many as share a template. Raises UserError once `settings.breaker`
-    trials in a row have failed the same way.
+    Simulated ones are first predicted together, as many as share a template. Only what the budget allows is started,
+    and with `dominators` what neither they nor others that run out of memory here dominate: that is skipped, unless it
+    is predicted. Raises UserError once `settings.breaker` trials in a row have failed the same way, and Finished or
+    KeyboardInterrupt; what runs then comes to its end before, but for KeyboardInterrupt.
     """
     done: dict[str, Row] = {}
-    predicted: dict[str, Row] = {}
-    streak: list[Row] = []
-    together = predictions.batches(todo)
+
+    def refused(item: Planned) -> bool:
+        if budget.allows(item, time.monotonic()) is not None:
+            return True
+        why = dominators.reason(item) if dominators else None
+        if why is not None:
+            done[item.trial_id] = journal.append({"sweep": folder.name} | account.skipped(item, why))
+            progress.show(done[item.trial_id], item)
+        return why is not None
+
+    impossible = [item for item in todo if item.trial is None]
+    done |= {
+        one["trial_id"]: one
+        for one in journal.extend({"sweep": folder.name} | account.impossible(item) for item in impossible)
+    }
+    for item in impossible:
+        progress.show(done[item.trial_id], item)
+    for batch in predictions.batches([p for p in todo if dominators is None or dominators.reason(p) is None]).values():
+        allowed = [item for item in batch if budget.allows(item, time.monotonic()) is None]
+        if allowed:
+            with interrupts.finishing():
+                done |= predictions.run(allowed, tried, settings, folder, journal, launcher, progress, interrupts.check)
+    budget.learn_all(done.values())
+    todo = [item for item in todo if item.trial_id not in done]
+    room = pool.places(todo, settings.slots)
+
+    def run(item: Planned, slot: Slot) -> Row:
+        return run_trial(item, settings, folder, journal, launcher, slot, tried.get(item.trial_id, 0))
+
     while todo:
         lengths = {p.trial.seq_len for p in todo if p.trial}
-        for item in todo:
-            if batch := together.pop(predictions.template(item), None):
-                found = predictions.run(batch, tried, settings, folder, journal, launcher, progress)
-                predicted |= found
-                streak = [] if found else streak
-            if item.trial_id in predicted:
-                continue
-            row = run_trial(item, settings, folder, journal, launcher, time.sleep, tried.get(item.trial_id, 0))
-            done[item.trial_id] = row
-            progress.show(row, item)
-            streak = _streak(streak, row)
-            if settings.breaker and len(streak) >= settings.breaker and _beyond_one_length(streak, lengths):
-                raise UserError(_broken(row, len(streak)))
+        waiting, streak, mistake = list(todo), list[Row](), None
+        with interrupts.finishing(), Pool(launcher.threads, room, settings.exclusive, interrupts.check) as running:
+            while True:
+                while mistake is None and not interrupts.asked and running.start(waiting, run, refused):
+                    pass
+                if not running:
+                    break
+                item, row = running.wait()
+                if row is None:
+                    continue
+                done[item.trial_id] = row
+                budget.learn(row, item)
+                progress.show(row, item)
+                if dominators is not None:
+                    dominators.add(row)
+                streak = _streak(streak, row)
+                if settings.breaker and len(streak) >= settings.breaker and _beyond_one_length(streak, lengths):
+                    mistake = mistake or UserError(_broken(row, len(streak)))
+        if mistake is not None:
+            raise mistake
         faults = [p for p in todo if p.trial_id in done and not outcome.is_verdict(done[p.trial_id]["outcome"])]
         todo = faults if len(faults) < len(todo) else []
         progress.total += len(todo)
-    return done | predicted
+    return done
 
 
 def _streak(before: list[Row], row: Row) -> list[Row]:
@@ -222,7 +335,7 @@ def run_trial(
     folder: Path,
     journal: Journal,
     launcher: Launcher,
-    sleep: Callable[[float], None],
+    slot: Slot,
     tried: int = 0,
 ) -> Row:
     """Attempt a trial until it has an answer or no retry is left; each attempt is a row, the last one terminal.
@@ -232,50 +345,59 @@ def run_trial(
     trial = item.trial
     if trial is None:
         return journal.append({"sweep": folder.name} | account.impossible(item))
-    base: Row = {"sweep": folder.name, "isolation": launcher.isolation} | account.before(item)
-    cards = account.cards(trial)
-    environ = environment(plan.worker_conf(trial), trial.device.name, os.environ, machine.uuids(cards))
+    base: Row = {"sweep": folder.name, "isolation": launcher.isolation} | account.before(item, slot.cards)
+    environ = environment(plan.worker_conf(trial), trial.device.name, os.environ, machine.uuids(slot.cards))
     number = max(tried, account.attempts(folder / "attempts" / item.trial_id))
     for tries in range(settings.retries + 1):
         number += 1
         place = folder / "attempts" / item.trial_id / str(number)
         row = base | account.begun(number)
-        foreign = _foreign(cards, launcher.own_pids, sleep)
-        if foreign:
-            evidence = outcome.Evidence(foreign=foreign)
-        else:
-            spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number}
-            done = launcher.attempt(spec, place, environ, registry.template(trial), settings.timeout_s)
-            evidence = done.evidence
-            row |= account.ended(done, environ, base["gpu_name"])
+        with card_lock.held(slot.cards, slot.sleep, settings.timeout_s) as others:
+            taken = (
+                Taken(held=others) if others else launcher.occupancy.taken(slot.cards, launcher.own_pids, slot.sleep)
+            )
+            if taken:
+                evidence = outcome.Evidence(foreign=taken.processes, held=taken.held)
+            else:
+                spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number, "cpus": slot.cpus}
+                template = registry.template(trial)
+                done = launcher.attempt(spec, place, environ, template, settings.timeout_s, slot.check)
+                evidence = done.evidence
+                if evidence.result is None and (evidence.exit_code or -1) < 0:
+                    time.sleep(SETTLE_S)  # who ends workers and launcher at once ends no trial
+                    slot.check()
+                row |= account.ended(done, environ, base["gpu_name"])
         if (place / RECORDING).exists():
             row["recording"] = str((place / RECORDING).relative_to(folder))
+        row["node_trials"] = sorted(slot.beside)
         row = account.judged(row, trial, evidence, account.phase(steps(place)), final=tries == settings.retries)
         row = journal.append(row)
         if tries == settings.retries or not outcome.transient(row["outcome"], evidence):
             break
-        sleep(settings.backoff_s * 2**tries)
+        slot.sleep(settings.backoff_s * 2**tries)
     return row
 
 
-def _foreign(
-    cards: Sequence[machine.Gpu], own: Callable[[], set[int]], sleep: Callable[[float], None]
-) -> tuple[int, ...]:
-    """Compute processes on the trial's GPUs that are not ours; those of the last attempt may take a moment to go."""
-    found: tuple[int, ...] = ()
-    for wait in (0.2, 0.5, 1.0, 0.0):
-        seen = [pid for card in machine.again(cards) for pid in card.processes or ()] if cards else []
-        ours = own() if seen else set()
-        found = tuple(pid for pid in seen if pid not in ours)
-        if not found:
-            return ()
-        sleep(wait)
-    return found
+def _end_leftovers(folder: Path, run: str) -> None:
+    """End what the last launchers in this folder have left on this machine, if they and their guards were killed."""
+    for earlier in plans(folder):
+        last, launcher = earlier.get("run"), earlier.get("launcher")
+        # a copied folder, or another node's shard, names one that runs elsewhere
+        gone = isinstance(launcher, dict) and identity.alive(launcher) is False
+        left = leftovers.marked(last) if gone and isinstance(last, str) and last != run else set()
+        if not left:
+            continue
+        leftovers.end(partial(leftovers.marked, str(last)))
+        pids = ", ".join(map(str, sorted(left)))
+        print(
+            f"{folder}: the sweep before was killed and had left processes behind, which were ended: {pids}",
+            file=sys.stderr,
+        )
 
 
-def _write_plan(folder: Path, planned: Sequence[Planned], settings: Settings) -> None:
-    """What `status` holds the journal against: the trials, and the system that each would be measured on; and which
-    answer the report begins with."""
+def _write_plan(folder: Path, planned: Sequence[Planned], settings: Settings, run: str, own: Collection[str]) -> None:
+    """What `status` holds the journal against: the trials, which of them are this command's own, and the system that
+    each would be measured on; which answer the report begins with; and the mark of the processes that are started."""
     systems = _systems(planned)
     distinct = list(dict.fromkeys(systems.values()))
     record = {
@@ -283,10 +405,18 @@ def _write_plan(folder: Path, planned: Sequence[Planned], settings: Settings) ->
         "started_at": account.now(),
         "id_version": ID_VERSION,
         "trials": list(systems),
+        "own": [at for at, trial_id in enumerate(systems) if trial_id in own],
         "systems": distinct,
         "system": [distinct.index(own) for own in systems.values()],
         "any_system": settings.any_system,
         "answer": settings.answer,
+        "price_per_hour": settings.price_per_hour,
         "pid": os.getpid(),
+        "launcher": identity.own(),
+        "run": run,
+        "shard": settings.shard,
     }
-    (folder / PLAN).write_text(json.dumps(record))
+    place = folder / plan_name(shards.parse(settings.shard).writer)
+    aside = place.with_name(f"{place.name}.{os.getpid()}")
+    aside.write_text(json.dumps(record))
+    aside.rename(place)  # a reader, or a full disk, meets a whole one

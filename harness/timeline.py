@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import look
+from vramsweep.harness import look, names
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import Row
 from vramsweep.harness.trial import SIMULATION, Trial
@@ -93,6 +93,7 @@ def of_sweep(folder: Path, ids: Sequence[str], trace: bool) -> list[Record]:
         answers = look.ask("timeline", [own[i][1] for i in missing], folder / "traces", trace=False)
         for i, answer in zip(missing, answers, strict=True):
             if answer is None and trace:
+                look.starts_nothing("timeline", own[i][0]["trial_id"], own[i][1])
                 [answer] = look.ask("timeline", [own[i][1]], folder / "traces", trace=True)
             if answer is not None:
                 _keep(folder, own[i][0], answer)
@@ -116,7 +117,7 @@ def draw(data: Sequence[Mapping[str, Any]], out: Path) -> None:
 
 
 def _place(folder: Path, row: Row) -> Path:
-    return folder / "timelines" / f"{row['trial_id']}.json"
+    return folder / "timelines" / f"{names.safe(row['trial_id'])}.json"
 
 
 def _mark(row: Row) -> list[Any]:
@@ -128,8 +129,10 @@ def _kept(folder: Path, row: Row) -> dict[str, Any] | None:
         stored = json.loads(_place(folder, row).read_text())
     except (OSError, ValueError):
         return None
-    found: dict[str, Any] | None = stored["timeline"] if stored.get("of") == _mark(row) else None
-    return found
+    if not isinstance(stored, dict) or stored.get("of") != _mark(row):
+        return None
+    found = stored.get("timeline")
+    return found if isinstance(found, dict) else None
 
 
 def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ SIMULATION = 11  # raise it when what a simulated run predicts changes
 LEFT_OUT: dict[tuple[str, ...], Any] = {
     ("model", "model_type"): None,
     ("model", "path"): None,
+    ("model", "trust_remote_code"): False,
     ("grad_accum",): 1,
     ("allocator", "conf"): "",
     ("runner", "target"): None,
@@ -81,7 +82,10 @@ class _Frozen(BaseModel):
 
 
 class ModelAxis(_Frozen):
-    """Which model: an architecture we ship (`model_type` and `config`), or `path`, a local directory or hub id."""
+    """Which model: an architecture we ship (`model_type` and `config`), or `path`, a local directory or hub id.
+
+    `trust_remote_code`: what `path` brings as Python files may run; else it does not.
+    """
 
     name: str
     model_type: str | None = None
@@ -89,6 +93,7 @@ class ModelAxis(_Frozen):
     parameters: int | None = None
     max_positions: int | None = None
     path: str | None = None
+    trust_remote_code: bool = False
 
 
 class AllocatorAxis(_Frozen):
@@ -269,6 +274,8 @@ class Trial(_Frozen):
             if getattr(self, name) != LEFT_OUT[(name,)]:
                 parts.append(f"{name}={str(getattr(self, name)).lower()}")
         parts += [f"like {package} {version}" for package, version in self.versions.items()]
+        if self.model.trust_remote_code:
+            parts.append("its own code")
         for name in SIMULATED[1:]:
             if getattr(self.device, name) != LEFT_OUT["device", name]:
                 parts.append(f"device.{name}={getattr(self.device, name)}")
@@ -412,6 +419,8 @@ def _named(trial: Trial) -> list[Path]:
         named.append(Path(trial.runner.target.rpartition(":")[0]))
     if trial.model.path:
         named.append(Path(trial.model.path) / "config.json")
+        if trial.model.trust_remote_code:
+            named += sorted(Path(trial.model.path).glob("*.py"))
         if trial.data != "synthetic" and not lengths.named(trial.data):
             named.append(Path(trial.model.path) / "tokenizer.json")
     if trial.data != "synthetic":
@@ -432,6 +441,16 @@ def _model(trial: Trial) -> str | None:
         return (
             "a text data set needs a tokenizer, so model.path (a local directory or hub id): model=hub model.path=..."
         )
+    return None
+
+
+def _remote_code(trial: Trial) -> str | None:
+    if not trial.model.trust_remote_code:
+        return None
+    if trial.runner.name in techniques.OWN:
+        return f"model.trust_remote_code: runner={trial.runner.name} loads its model itself, as it wants; leave it out"
+    if trial.model.path is None:
+        return "model.trust_remote_code needs a model that brings code: model=hub model.path=...; leave it out"
     return None
 
 
@@ -542,6 +561,7 @@ def _script(trial: Trial) -> str | None:
 
 RULES: tuple[Callable[[Trial], str | None], ...] = (
     _model,
+    _remote_code,
     _positions,
     _device,
     _allocator,

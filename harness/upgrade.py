@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ def layout(values: Mapping[str, Any]) -> dict[str, Any]:
     checkpointing = found.pop("gradient_checkpointing", None)
     if checkpointing is not None:
         found["checkpointing"] = "full" if checkpointing else "none"
-    if "optimizer" in found:
+    if isinstance(found.get("optimizer"), str):
         found["optimizer"] = OPTIMIZERS.get(found["optimizer"], found["optimizer"])
     for name in MOVED:
         moved = kept.pop(name, None)
@@ -80,10 +81,11 @@ def row(old: Row) -> Row:
 
 def _after_measuring(row: Row) -> bool:
     """Whether it ran out of memory in the step that only counted FLOPs: it had been measured, and fitted."""
-    phase, steps = str(row.get("phase")), (row.get("trial") or {}).get("protocol") or {}
-    if row.get("outcome") != "oom" or not phase.startswith("step ") or not phase[5:].isdigit():
+    step, steps = re.fullmatch(r"step ([0-9]{1,9})", str(row.get("phase"))), row["trial"].get("protocol")
+    if row.get("outcome") != "oom" or step is None:
         return False
-    return int(phase[5:]) > int(steps.get("warmup_steps", 0)) + int(steps.get("measured_steps", 0))
+    counts = [steps.get(name, 0) for name in ("warmup_steps", "measured_steps")] if isinstance(steps, Mapping) else []
+    return int(step[1]) > sum(count for count in counts if isinstance(count, int))
 
 
 def _rescale(row: Row) -> None:
@@ -98,6 +100,15 @@ def _rescale(row: Row) -> None:
     row["peak_flops"] = peak
 
 
+def first_id(resolved: Mapping[str, Any]) -> str:
+    """The id that version 1 gave a trial."""
+    runner = resolved.get("runner")
+    name = str(runner.get("name")) if isinstance(runner, Mapping) else None
+    payload = {"trial": resolved, "measurement": None if name is None else FIRST_MEASUREMENT.get(name)}
+    text = json.dumps(payload, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _measured_as_now(resolved: Mapping[str, Any], trial_id: str) -> bool:
     """Whether nothing that the row says has been corrected since: its id shows by which version it was measured.
 
@@ -108,9 +119,7 @@ def _measured_as_now(resolved: Mapping[str, Any], trial_id: str) -> bool:
     if not isinstance(runner, Mapping) or not isinstance(device, Mapping):
         return False
     name = str(runner.get("name"))
-    payload = {"trial": resolved, "measurement": FIRST_MEASUREMENT.get(name)}
-    text = json.dumps(payload, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
-    if hashlib.sha256(text.encode()).hexdigest()[:16] != trial_id:
+    if first_id(resolved) != trial_id:
         return False
     options = runner.get("options")
     owned = next((entry.owned for entry in registry.RUNNERS if entry.name == name), {})

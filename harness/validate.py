@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from vramsweep.harness import ask_others, differences, launch, machine, reference, sweep
 from vramsweep.harness import trial as trials
+from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CONTEXT_BYTES
 from vramsweep.harness.plan import Planned, Settings

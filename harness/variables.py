@@ -2,7 +2,7 @@
 
 What an outer launcher says about ranks would make a worker wait for others who never come, and some switches falsify
 what is measured: neither is passed on. Of the rest a row records what can change memory or speed. A secret is passed on
-(a hub wants its token) and never recorded.
+(a hub wants its token) and never recorded, known by the variable's name or by what its value looks like.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import translate
+
+from vramsweep.harness import credentials
 
 
 class Fate(StrEnum):
@@ -34,6 +36,7 @@ class Rule:
 # By which torch is told the allocator's settings; every supported one reads the second.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
+SECRET = "may be a secret"
 # The first rule that matches decides; what none matches is passed on and not recorded.
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -45,6 +48,7 @@ RULES: tuple[Rule, ...] = (
             *("NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_*", "MASTER_ADDR", "MASTER_PORT"),
             *("TORCHELASTIC_*", "TORCH_ELASTIC_*", "OMPI_*", "PMI_*", "PMIX_*", "MV2_COMM_WORLD_*"),
             *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SMDATAPARALLEL_*", "SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS"),
+            *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS*"),  # which Lightning takes them from
         ),
     ),
     Rule(
@@ -75,7 +79,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         Fate.HIDE,
-        "may be a secret",
+        SECRET,
         ("*TOKEN*", "*KEY*", "*SECRET*", "*PASSW*", "*CREDENTIAL*", "*AUTH*", "*COOKIE*", "*SIGNATURE*"),
     ),
     Rule(Fate.RECORD, "a profiler or another allocator in the process", ("CUDA_INJECTION*_PATH", "LD_PRELOAD")),
@@ -96,9 +100,6 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
 )
-
-_CREDENTIALS = re.compile(r"://[^/\s]*@")  # user:password@ in an address
-
 
 # compiled when a template imports this: its workers would each do it again
 _PATTERNS = tuple((r, re.compile("|".join(map(translate, r.names)))) for r in RULES)
@@ -124,8 +125,14 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: environ[name]
         for name in sorted(environ)
-        if _has(name, Fate.RECORD) and not _CREDENTIALS.search(environ[name])
+        if _has(name, Fate.RECORD) and not credentials.suspicious(environ[name])
     }
+
+
+def secrets(environ: Mapping[str, str]) -> list[str]:
+    """The values that may be secrets, the longest first: one may hold another."""
+    named = {text for name, text in environ.items() if (found := rule(name)) and found.why == SECRET}
+    return sorted((text for text in named if len(text) >= credentials.SHORTEST), key=len, reverse=True)
 
 
 def dropped(environ: Mapping[str, str]) -> list[str]:

@@ -7,29 +7,37 @@ fill the disk by the morning) and read its end, never the whole of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
+import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
+from vramsweep.harness import symptoms
 from vramsweep.harness.outcome import REASON_LENGTH
 
-LOOK_S = 1.0  # between two looks at the logs: each costs the parent some 100 µs
+LOOK_S = 1.0  # between two looks: each costs the parent some 100 µs
 LOG_LIMIT = 64 << 20  # bytes of one log
 LOG_KEPT = 256 << 10  # bytes of its end that stay when it is cut
+LAST_LINES = 100  # of a log that are looked at for why its process ended: a C++ stack is shorter
 LONGEST_POLL_S = 3600.0  # poll() takes milliseconds as a 32-bit number
 
 
-def readable(descriptors: Iterable[int], seconds: float, look: Callable[[], None] | None = None) -> set[int]:
+Look = Callable[[], float | None]  # what is done now and then; the seconds until it is to be done again, or LOOK_S
+
+
+def readable(descriptors: Iterable[int], seconds: float, look: Look | None = None) -> set[int]:
     """Those of `descriptors` that have something to read, or have ended, within `seconds`.
 
-    Blocks in poll(); `look` is called every LOOK_S meanwhile.
+    Blocks in poll(); `look` is called meanwhile.
     """
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
-    step = LOOK_S if look else LONGEST_POLL_S
+    step = (look() or LOOK_S) if look else LONGEST_POLL_S
     deadline = time.monotonic() + seconds
     while True:
         left = deadline - time.monotonic()
@@ -37,7 +45,7 @@ def readable(descriptors: Iterable[int], seconds: float, look: Callable[[], None
         if found or left <= 0:
             return {descriptor for descriptor, _ in found}
         if look:
-            look()
+            step = look() or LOOK_S
 
 
 class Logs:
@@ -51,7 +59,7 @@ class Logs:
         """Cut each log that has grown past LOG_LIMIT down to its last LOG_KEPT bytes."""
         for path in self.paths:
             with contextlib.suppress(OSError):  # not there yet, or no room even for the rest: look again later
-                size = path.stat().st_size
+                size = path.lstat().st_size
                 if size > LOG_LIMIT:
                     end = tail(path, LOG_KEPT)
                     os.truncate(path, 0)
@@ -60,18 +68,30 @@ class Logs:
                         file.write(b"[%d bytes of this log were dropped]\n" % (size - len(end)) + end)
 
 
+def opened(path: Path) -> BinaryIO:
+    """A file that a worker left, to read. Raises OSError for what is none: a link, a pipe, a device, a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
 def tail(path: Path, size: int) -> bytes:
-    """The last `size` bytes of a file, or all of it. Raises OSError."""
-    with path.open("rb") as file:
+    """The last `size` bytes of a file that a worker left, or all of it. Raises OSError."""
+    with opened(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - size))
         return file.read(size)
 
 
-def last_line(path: Path) -> str | None:
-    """The last line of a log that says anything, at most REASON_LENGTH characters; None if there is none."""
+def last_words(path: Path) -> str | None:
+    """What a log ends with: of its last lines the one that tells of a fault, else the last one that says anything.
+
+    At most REASON_LENGTH characters; None if there is none.
+    """
     try:
         lines = tail(path, LOG_KEPT).decode(errors="replace").splitlines()
     except OSError:
         return None
-    said = [line.strip() for line in lines if line.strip()]
-    return said[-1][:REASON_LENGTH] if said else None
+    said = symptoms.said([line.strip() for line in lines[-LAST_LINES:] if line.strip()])
+    return said[:REASON_LENGTH] if said else None

@@ -1,18 +1,17 @@
 """The warm way, our side: templates and what we say to each other.
 
 A template (runners/template.py) is a process that has imported everything for one runner and one environment, has never
-touched the GPU, and forks a worker on request. Messages are JSON objects, a line each, and carry the attempt's folder,
-which no other attempt has:
+touched the GPU, and forks a worker on request, several at a time for trials that run beside each other. A request is a
+datagram and brings a pipe with it, on which all is told of that worker; messages are JSON objects, a line each:
 
-    to the template   {"attempt": folder}
-    from it           {"attempt": null, "event": "ready", "unclean": null or why its workers could not use CUDA}
-                      {"attempt": folder, "event": "forked", "pid": process id}
-                      {"attempt": folder, "event": "refused", "why": text}      instead, if the system gives no process
-                      {"attempt": folder, "event": "ended", "status": wait status}
+    to the template   {"attempt": folder, "environ": variables of this worker alone}
+    from it, once     {"event": "ready", "unclean": null or why its workers could not use CUDA}
+    of a worker       {"event": "forked", "pid": process id}
+                      {"event": "refused", "why": text}      instead, if the system gives no process
+                      {"event": "ended", "status": wait status}
 
-Every wait for one has a bound. What is said about another attempt is passed over, a process id is believed only of a
-child of the template. A template that says anything else, or nothing in time, is lost: it is killed and the next
-attempt gets another.
+Every wait for one has a bound. A process id is believed only of a child of the template. A template that says anything
+else, or nothing in time, is lost: no attempt gets a worker from it any more, and it is killed once nobody has one.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from typing import Any
 import psutil
 
 from vramsweep.harness import node
-from vramsweep.harness.waiting import last_line, readable
+from vramsweep.harness.waiting import Look, last_words, readable
 
 COMMAND = (sys.executable, "-m", "vramsweep.runners.template")
 LONGEST_MESSAGE = 64 << 10  # bytes without an end of line that are no message any more
@@ -76,7 +77,7 @@ class Replies:
             message = json.loads(line)
         except ValueError:
             message = None
-        if not isinstance(message, dict) or not {"attempt", "event"} <= set(message):
+        if not isinstance(message, dict) or "event" not in message:
             raise Lost(f"wrote {line[:80]!r}, which is no message")
         return message
 
@@ -97,40 +98,60 @@ def number(message: Message, name: str) -> int:
 
 
 class Template:
-    """A template process. `lost` says why it must not be used any more."""
+    """A template process. `lost` says why it must not be used any more; `users` counts the attempts that have, or are
+    about to have, a worker of it."""
 
     def __init__(self, runner: str, environ: Mapping[str, str], log: Path, bounds: Bounds) -> None:
-        self.bounds, self._log = bounds, log
+        self.bounds, self.log = bounds, log
         self.lost: str | None = None
+        self.users = 0
+        self._turn = threading.Lock()
         log.unlink(missing_ok=True)  # one that was lost may still write into the last one
         with contextlib.ExitStack() as given, contextlib.ExitStack() as ours:
-            theirs, self._requests = os.pipe()
-            given.callback(os.close, theirs)
-            ours.callback(os.close, self._requests)
+            self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            given.callback(theirs.close)
+            ours.callback(self._requests.close)
             descriptor, answers = os.pipe()
             given.callback(os.close, answers)
             ours.callback(os.close, descriptor)
             with log.open("ab") as err:
                 self._process = subprocess.Popen(
-                    [*COMMAND, runner, str(theirs), str(answers), str(os.getpid())],
+                    [*COMMAND, runner, str(theirs.fileno()), str(answers), str(os.getpid())],
                     env=dict(environ),
                     stdin=subprocess.DEVNULL,
                     stdout=err,
                     stderr=err,
-                    pass_fds=(theirs, answers),
+                    pass_fds=(theirs.fileno(), answers),
                     start_new_session=True,
                 )
             self._end = os.pidfd_open(self._process.pid)
             ours.callback(os.close, self._end)
-            os.set_blocking(self._requests, False)
+            self._requests.setblocking(False)
             self._open = ours.pop_all()
         self._replies = Replies(descriptor)
         self.pid = self._process.pid
 
-    def ready(self, look: Callable[[], None]) -> str | None:
+    def claim(self) -> bool:
+        """One more user, unless it is lost."""
+        with self._turn:
+            self.users += self.lost is None
+            return self.lost is None
+
+    def give_back(self) -> None:
+        """One user less."""
+        with self._turn:
+            self.users -= 1
+
+    def lose(self, why: str) -> bool:
+        """No more users from now on; whether there is none but the one who says so."""
+        with self._turn:
+            self.lost = why
+            return self.users <= 1
+
+    def ready(self, look: Look) -> str | None:
         """Wait for the imports; why its workers could not use CUDA, or None. Raises Lost with its log's last line."""
         try:
-            message = self.expect(None, self.bounds.start_s, look=look)
+            message = self.expect(self._replies, self.bounds.start_s, look=look)
             if message is None:
                 raise Lost(f"was not ready within {self.bounds.start_s:g} s")
             if message["event"] != "ready" or not isinstance(message.get("unclean"), str | None):
@@ -141,30 +162,39 @@ class Template:
             if what == "it ended":
                 code = self._process.returncode or 0
                 what = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-            said = last_line(self._log)
+            said = last_words(self.log)
             raise Lost(f"the template process did not start ({what})" + (f": {said}" if said else "")) from None
         unclean: str | None = message["unclean"]
         return unclean
 
-    def fork(self, folder: Path) -> WarmWorker:
-        """A worker for the attempt in `folder`. Raises Lost."""
-        attempt = str(folder)
+    def fork(self, folder: Path, environ: Mapping[str, str]) -> WarmWorker:
+        """A worker for the attempt in `folder`, with these variables beside the template's. Raises Lost."""
+        ours, theirs = os.pipe()
         try:
+            request = json.dumps({"attempt": str(folder), "environ": dict(environ)}).encode()
             try:
-                os.write(self._requests, json.dumps({"attempt": attempt}).encode() + b"\n")
-            except (BrokenPipeError, BlockingIOError):
+                socket.send_fds(self._requests, [request], [theirs])
+            except OSError:
                 raise Lost("takes no requests") from None
-            message = self.expect(attempt, self.bounds.fork_s)
+            finally:
+                os.close(theirs)
+            replies = Replies(ours)
+            message = self.expect(replies, self.bounds.fork_s)
             if message is None:
                 raise Lost(f"forked no worker within {self.bounds.fork_s:g} s")
             if message["event"] != "refused":
                 if message["event"] != "forked":
                     raise Lost(f"said {message['event']!r} in place of having forked")
                 pid = number(message, "pid")
-                return WarmWorker(self, attempt, pid, self._child(pid))
+                return WarmWorker(self, replies, pid, self._child(pid))
         except Lost as lost:
+            os.close(ours)
             self.lost = str(lost)
             raise Lost(f"the template process {lost}") from None
+        except BaseException:
+            os.close(ours)
+            raise
+        os.close(ours)
         raise Lost(f"the template could not fork: {message.get('why')}")  # now; it is as good as before
 
     def _child(self, pid: int) -> int | None:
@@ -185,24 +215,22 @@ class Template:
         raise Lost(f"gave process {pid} as its worker, which is not its child")
 
     def expect(
-        self, attempt: str | None, seconds: float, until: int | None = None, look: Callable[[], None] | None = None
+        self, replies: Replies, seconds: float, until: int | None = None, look: Look | None = None
     ) -> Message | None:
-        """The next message about `attempt`; None if there is none within `seconds`, or before `until` is readable.
+        """The next message; None if there is none within `seconds`, or before `until` is readable.
 
         Raises Lost when the template has ended or writes something else.
         """
         deadline = time.monotonic() + seconds
         # its own end is watched too: others may hold the pipe open
-        watched = [self._replies.descriptor, self._end] + ([] if until is None else [until])
+        watched = [replies.descriptor, self._end] + ([] if until is None else [until])
         while True:
-            message = self._replies.take()
+            message = replies.take()
             if message is not None:
-                if message["attempt"] == attempt:
-                    return message
-                continue
+                return message
             found = readable(watched, deadline - time.monotonic(), look)
-            if self._replies.descriptor in found:
-                self._replies.fill()
+            if replies.descriptor in found:
+                replies.fill()
             elif self._end in found:
                 raise Lost("ended")
             else:
@@ -231,19 +259,20 @@ class WarmWorker:
     `descriptor` is the worker's (a pidfd); None if it was gone before we looked.
     """
 
-    def __init__(self, template: Template, attempt: str, pid: int, descriptor: int | None) -> None:
-        self._template, self._attempt, self._pid, self._descriptor = template, attempt, pid, descriptor
+    def __init__(self, template: Template, replies: Replies, pid: int, descriptor: int | None) -> None:
+        self.pid = pid
+        self._template, self._replies, self._descriptor = template, replies, descriptor
 
-    def wait(self, seconds: float, look: Callable[[], None] | None = None) -> tuple[bool, int | None]:
+    def wait(self, seconds: float, look: Look | None = None) -> tuple[bool, int | None]:
         """Whether it ended within `seconds`, and its exit code (negative: the signal; None: not known)."""
         template = self._template
         bound = template.bounds.reap_s
         try:
-            message = None if self._over() else template.expect(self._attempt, seconds, self._descriptor, look)
+            message = None if self._over() else template.expect(self._replies, seconds, self._descriptor, look)
             if message is None:
                 if not self._over():
                     return False, None
-                message = template.expect(self._attempt, bound)
+                message = template.expect(self._replies, bound)
             if message is None:
                 raise Lost(f"did not report the end of its worker within {bound:g} s")
             if message["event"] != "ended":
@@ -254,7 +283,11 @@ class WarmWorker:
                 raise Lost(f"gave {message['status']} as a wait status") from None
         except Lost as lost:
             over = self._over()
-            template.lost = str(lost)
+            if not template.lose(str(lost)):  # others have workers of it, which would die with it
+                self.kill()
+                if self._descriptor is not None:
+                    readable([self._descriptor], bound)
+                return True, None
             template.close()
             return True, self._adopted() if over else None
 
@@ -263,16 +296,17 @@ class WarmWorker:
         if self._descriptor is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def give_up(self) -> None:
         """It does not end though killed: so its template must not be used any more."""
-        self._template.lost = f"cannot end its worker {self._pid}"
+        self._template.lost = f"cannot end its worker {self.pid}"
 
     def close(self) -> None:
         """Forget it."""
+        os.close(self._replies.descriptor)
         if self._descriptor is not None:
             os.close(self._descriptor)
 
@@ -282,6 +316,6 @@ class WarmWorker:
     def _adopted(self) -> int | None:
         """The exit code of a worker that ended before its template, and is our child now (PR_SET_CHILD_SUBREAPER)."""
         with contextlib.suppress(ChildProcessError):
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             return os.waitstatus_to_exitcode(status) if pid else None
         return None

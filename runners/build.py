@@ -14,6 +14,7 @@ Samples whose lengths vary (harness/lengths.py) are padded batch by batch, as a 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,6 +84,15 @@ def prepare(trial: Trial) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
+# Beyond which a configuration is no model's, by each name that there is for it: making one, or transformers' lists of
+# its layers, would take for ever, or all memory.
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 24),
+    "vocab_size": 1 << 31,
+}
+
+
 def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """The model in training mode on `device`. `dtype` defaults to the precision's, fp32 but for `BF16_WEIGHTS`.
 
@@ -95,9 +106,15 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
 
     def make(dtype: torch.dtype, device: torch.device = device) -> Any:
         with device:
-            return AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention.implementation(trial), trust_remote_code=False
-            )
+            try:
+                return AutoModelForCausalLM.from_config(
+                    config,
+                    dtype=dtype,
+                    attn_implementation=attention.implementation(trial),
+                    trust_remote_code=trial.model.trust_remote_code,
+                )
+            except ValueError as error:
+                raise _own_code(trial, error) or error from None
 
     simulated = trial.device.name == "simulated"
     if trial.weights == "pretrained" and simulated and not (trial.sharding == "zero3" and trial.zero_init):
@@ -110,7 +127,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
                 "config": config,
                 "dtype": dtype,
                 "attn_implementation": attention.implementation(trial),
-                "trust_remote_code": False,
+                "trust_remote_code": trial.model.trust_remote_code,
                 **special,
             },
         )
@@ -145,21 +162,63 @@ def _as_read(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> Any:
 
 
 def _config(trial: Trial) -> Any:
+    """The model's configuration. Raises InvalidTrial where there is none, or one of no model."""
     axis = trial.model
+    _refuse_absurd(trial, axis.config if axis.path is None else _own_file(Path(axis.path) / "config.json"))
     if axis.path is not None:
         try:
-            return AutoConfig.from_pretrained(axis.path, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+            return AutoConfig.from_pretrained(axis.path, trust_remote_code=axis.trust_remote_code)
+        except (OSError, ValueError, TypeError, StrictDataclassError) as error:
             if "connect" in str(error):  # no verdict about the trial: a crash, which retry_failed=true runs again
                 raise
+            if (refused := _own_code(trial, error)) is not None:
+                raise refused from None
             first = str(error).strip().splitlines()[0]
             if Path(axis.path).is_absolute() and not Path(axis.path).is_dir():
                 first = "there is no such folder; give a local model directory or a hub id"
             raise InvalidTrial(f"model.path {axis.path}: {first}") from None
     try:
         return AutoConfig.for_model(str(axis.model_type), **axis.config)
-    except (ValueError, KeyError) as error:
-        raise InvalidTrial(f"model {axis.name}: transformers does not accept it: {error}") from None
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidTrial(f"model {axis.name}: transformers does not accept it: {first}") from None
+
+
+def _own_file(path: Path) -> Any:
+    """What a model folder's config.json says; nothing where there is none to look at, as of a model of a hub."""
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except RecursionError:
+        raise InvalidTrial(f"{path} is nested too deep to be a model's configuration") from None
+    except (OSError, ValueError) as error:
+        raise InvalidTrial(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidTrial(f"{path} holds no configuration, which is a JSON object")
+    return found
+
+
+def _refuse_absurd(trial: Trial, config: Mapping[str, Any]) -> None:
+    """Raises InvalidTrial for sizes of no model."""
+    for name, most in MOST.items():
+        value = config.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= most):
+            raise InvalidTrial(
+                f"model {trial.model.path or trial.model.name}: {name}={value!r:.40} is no model's; allowed is a "
+                f"number from 1 to {most:,}"
+            )
+
+
+def _own_code(trial: Trial, error: Exception) -> InvalidTrial | None:
+    """What to say where transformers did not load something because it comes with code; None for other errors.
+
+    Code beside an architecture that transformers has itself is not missed: then it takes its own, and says nothing.
+    """
+    if trial.model.trust_remote_code or "trust_remote_code" not in str(error):
+        return None
+    return InvalidTrial(
+        f"model.path {trial.model.path} brings code of its own, which does not run unless it is asked for; once you "
+        "have read it: model.trust_remote_code=true"
+    )
 
 
 def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Any:
@@ -280,7 +339,11 @@ def _packed(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tenso
 def _text(trial: Trial) -> Samples:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(trial.model.path), trust_remote_code=False)
+    path, trusted = str(trial.model.path), trial.model.trust_remote_code
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+    except ValueError as error:
+        raise _own_code(trial, error) or error from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     texts = _lines(trial.data)

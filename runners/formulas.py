@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from vramsweep.runners.symbolic import Point
+from vramsweep.runners.symbolic import Point, function
 
 ROUNDINGS = (2, 4, 8, 16, 32, 64, 128, 256)
 MOST_OTHERS = 2
@@ -189,7 +189,7 @@ class Candidates:
 
     def _of(self, term: str) -> Ints:
         if term not in self._known:
-            value = eval(term, {"__builtins__": {}}, self.names)
+            value = function(term)([self.names.get(name) for name in Point._fields])
             self._known[term] = np.broadcast_to(np.asarray(value, np.int64), len(self.points))
         return self._known[term]
 

@@ -250,6 +250,11 @@ class Nvml:
         listed = self.read("nvmlDeviceGetComputeRunningProcesses")
         return None if listed is None else frozenset(process.pid for process in listed)
 
+    def sm_clock_mhz(self) -> int | None:
+        """The SM clock at this moment."""
+        clock = self.read("nvmlDeviceGetClockInfo", _SM)
+        return None if clock is None else int(clock)
+
     def facts(self) -> dict[str, Any]:
         """Columns about the device."""
         info = self.read("nvmlDeviceGetMemoryInfo")
@@ -259,10 +264,12 @@ class Nvml:
             "driver_version": None if self._handle is None else machine.ask("nvmlSystemGetDriverVersion")[0],
             "device_total_bytes": None if info is None else int(info.total),
             "gpu_temperature_c": self.read("nvmlDeviceGetTemperature", 0),  # NVML_TEMPERATURE_GPU
-            "gpu_sm_clock_mhz": self.read("nvmlDeviceGetClockInfo", 1),  # NVML_CLOCK_SM
+            "gpu_sm_clock_mhz": self.sm_clock_mhz(),
+            "gpu_sm_clock_max_mhz": self.read("nvmlDeviceGetMaxClockInfo", _SM),
         }
 
 
+_SM = 1  # NVML_CLOCK_SM
 # nvmlClocksEventReason* in nvml.h
 _REASONS = {
     0x002: "applications_clocks_setting",
@@ -316,10 +323,14 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._marks: list[Any] = []
+        self._began = 0.0
+        self.by_host: float | None = None  # seconds from the first mark to when the host knew of the last; on CUDA
 
     def mark(self) -> None:
         """A boundary is here."""
         if self._cuda:
+            if not self._marks:
+                self._began = time.perf_counter()
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
@@ -330,6 +341,7 @@ class Clock:
         """Seconds between consecutive marks; waits for the last one."""
         if self._cuda and self._marks:
             self._marks[-1].synchronize()
+            self.by_host = time.perf_counter() - self._began
             return [a.elapsed_time(b) / 1000 for a, b in zip(self._marks, self._marks[1:], strict=False)]
         return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
 

@@ -46,8 +46,9 @@ QUESTIONS: dict[str, Callable[[Trace, Trial], Answer]] = {"timeline": _timeline,
 def of_trial(question: str, trial: Trial, traces: Path, trace: bool) -> Answer:
     """The trial's answer, in bytes; None where its trace is not kept and `trace` is false. Raises UserError."""
     card = trial.device.card
-    if not trace and not (traces / f"{tracing.trace_key(trial, card)}.json").is_file():
-        return None
+    if not trace:  # then nothing may run, whatever becomes of the file meanwhile
+        found = tracing.stored(trial, card, traces)
+        return None if found is None else QUESTIONS[question](found[0], trial)
     runner = importlib.import_module(registry.module(trial))
     with tempfile.TemporaryDirectory() as folder:
         traced, _ = tracing.kept(trial, card, Path(folder), runner, traces)

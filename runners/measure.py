@@ -46,7 +46,7 @@ COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensor
 OTHER_STEPS = "peak allocated is not known: on a CPU the tensors of the probe step alone are counted, and lengths vary"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
 SPEED = (
-    *("elapsed_s", "step_times_s", "step_median_s", "step_iqr_s", "warmup_step_times_s"),
+    *("elapsed_s", "host_elapsed_s", "step_times_s", "step_median_s", "step_iqr_s", "warmup_step_times_s"),
     *("tokens_per_s", "samples_per_s"),
 )
 COUNTED = "speed is not known: on a CPU every tensor of a whole job is counted, which slows it down"
@@ -224,6 +224,7 @@ class Measured:
         self.gauges.synchronize()
         self._energy = self.gauges.nvml.energy_j()
         self._reasons = self.gauges.nvml.throttle_reasons()
+        self._clock_mhz = self.gauges.nvml.sm_clock_mhz()
         self.gauges.clock.mark()
 
     def enter(self) -> None:
@@ -259,10 +260,12 @@ class Measured:
             **self.gauges.memory.summary(),
             **nvml.facts(),
             "device_used_bytes": nvml.used(),
+            "gpu_sm_clock_before_mhz": self._clock_mhz,
             "gpu_energy_j": joules,
             "gpu_power_w": None if joules is None else joules / elapsed,
             "throttle_reasons": None if reasons is None else sorted(reasons | (self._reasons or set())),
             **timed(times),
+            "host_elapsed_s": self.gauges.clock.by_host if self.asked.measured_steps is not None else None,
             "compile_s": self.gauges.compiler.seconds(),
             "tokens_per_s": None if tokens is None else tokens / elapsed,
             "samples_per_s": None if samples is None else samples / elapsed,

@@ -217,9 +217,8 @@ class Observer:
         from vramsweep.runners import measure
 
         held = [] if module is None else list(module.parameters())
-        if (
-            held and self.gauges is not None and self.gauges.device != _device(held)
-        ):  # it was moved since a file was read
+        moved = held and self.gauges is not None and self.gauges.device != _device(held)  # since a file was read
+        if moved:
             self.gauges = None
         gauges = self.look(held)
         asked = measure.Asked(

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vramsweep.runners.formulas import ROUNDINGS, Candidates, Ints, Unknown
-from vramsweep.runners.symbolic import Point, SymbolicTrace
+from vramsweep.runners.symbolic import Point, SymbolicTrace, function
 from vramsweep.runners.trace import HostStorages, Trace
 
 CHECKS = 2
@@ -137,7 +137,7 @@ class _Search:
         self.everything = np.ones(len(points), bool)
         self._candidates: dict[bytes, Candidates] = {}
         self.quantities = {
-            name: np.array([eval(name, {"__builtins__": {}}, p._asdict()) for p in points])
+            name: np.array([function(name)(p) for p in points])
             for name in QUANTITIES
             if name != "kept" or all(p.kept is not None for p in points)
         }

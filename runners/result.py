@@ -1,7 +1,8 @@
 """The file that a worker leaves for its parent: what was measured, or the error that ended the attempt.
 
 It is written aside and renamed, so whoever reads it finds a whole one, and may be written again with more in it:
-`complete` is false from the end of the measured steps until the worker has had its last word.
+`complete` is false from the end of the measured steps until the worker has had its last word. Secrets that an error
+quotes, or a library's configuration holds, are left out (harness/credentials.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vramsweep.harness import credentials, variables
 from vramsweep.harness.attempt import RESULT
 
 # Exit status of a rank that failed after the measured steps: the other ranks are to be ended, the result stands.
@@ -34,8 +36,19 @@ def write(folder: Path, result: Mapping[str, Any]) -> None:
 def _aside(folder: Path, result: Mapping[str, Any]) -> Path:
     """A whole file beside it. Not synced: the parent reads it at once and syncs the row, which is what has to last."""
     aside = folder / f"{RESULT}.{os.getpid()}"
-    aside.write_text(json.dumps(result))
+    aside.write_text(json.dumps(_without_secrets(result)))
     return aside
+
+
+def _without_secrets(result: Mapping[str, Any]) -> dict[str, Any]:
+    known = variables.secrets(os.environ)
+    found = dict(result)
+    if "error" in found:
+        found["error"] = credentials.cleaned(found["error"], known)
+    if "values" in found:
+        told = {name: credentials.cleaned(found["values"].get(name), known) for name in ("notes", "runner_config")}
+        found["values"] = {**found["values"], **{name: text for name, text in told.items() if text is not None}}
+    return found
 
 
 def error(folder: Path, told: Mapping[str, Any]) -> None:

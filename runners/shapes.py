@@ -14,7 +14,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,8 +36,8 @@ from transformers import Trainer
 from vramsweep.harness import lengths
 from vramsweep.harness.gpus import Gpu
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import build, tracing
-from vramsweep.runners.symbolic import Point, SymbolicTrace, compiled, difference
+from vramsweep.runners import believed, build, tracing
+from vramsweep.runners.symbolic import Point, SymbolicTrace, compiled, difference, put
 from vramsweep.runners.trace import Mark, Storages, Trace, Tracer
 
 LARGEST = 1 << 24  # of a length or batch: that a size is below 2**63 is then no question
@@ -84,6 +84,44 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: tracing.Runner) -> Cand
         return Refused(first if isinstance(error, Unwritable) else f"{type(error).__name__}: {first}")
 
 
+def plain(found: Candidate | Refused) -> dict[str, Any]:
+    """The same in values that JSON can say."""
+    if isinstance(found, Refused):
+        return {"reason": found.reason}
+    values = {field.name: getattr(found.symbolic, field.name) for field in fields(SymbolicTrace)}
+    values["template"] = tracing.plain(found.symbolic.template)
+    freed = {"collected": sorted(found.collected), "host_collected": sorted(found.host_collected)}
+    return {"symbolic": values, **freed}
+
+
+def of_plain(values: Mapping[str, Any]) -> Candidate | Refused:
+    """What `plain` told. Raises KeyError, TypeError or ValueError for anything else."""
+    if "reason" in values:
+        return Refused(str(values["reason"]))
+    told = values["symbolic"]
+    rows = {name: tuple(map(tuple, told[name])) for name in ("kernels", "collectives")}
+    lists = {name: tuple(told[name]) for name in ("formulas", "sizes", "host", "guards")}
+    varying = tuple((tuple(path), number) for path, number in told["varying"])
+    template = tracing.of_plain(told["template"])
+    symbolic = SymbolicTrace(**{**told, **rows, **lists, "varying": varying, "template": template})
+    for text in (*symbolic.formulas, *symbolic.guards):
+        compiled(text)
+    believed.check(template, sized=False)
+    numbers = [*symbolic.sizes, *symbolic.host, *(number for _, number in varying)]
+    numbers += [number for _, *some, _ in (*symbolic.kernels, *symbolic.collectives) for number in some]
+    counts = [one[-1] for one in (*symbolic.kernels, *symbolic.collectives)]
+    if not all(type(n) is int and 0 <= n < len(symbolic.formulas) for n in numbers):
+        raise ValueError("a number is that of no formula")
+    kinds = [one[0] for one in (*symbolic.kernels, *symbolic.collectives)]
+    if not all(type(n) is int and n >= 0 for n in counts) or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError("a kernel has no name, or runs no whole number of times")
+    if (len(symbolic.sizes), len(symbolic.host)) != (len(template.categories), len(template.host.categories)):
+        raise ValueError("its storages have not one size each")
+    for path, _ in varying:
+        put(symbolic.details, path, 0)
+    return Candidate(symbolic, frozenset(values["collected"]), frozenset(values["host_collected"]))
+
+
 def confirmed(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any]]]) -> SymbolicTrace | Refused:
     """The symbolic trace, if it gives all of these direct traces with their details; its events are theirs.
 
@@ -101,7 +139,11 @@ def confirmed(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, An
         books = ((own, traced, found.collected), (own.host, traced.host, found.host_collected))
         if any(_uncollected(one, collected) != _uncollected(other, collected) for one, other, collected in books):
             return Refused(f"symbols led the code another way: its events differ from those traced {at}")
-        if (what := difference(symbolic.at(point), (traced, details))) is not None:
+        try:
+            what = difference(symbolic.at(point), (traced, details))
+        except ValueError as error:
+            return Refused(str(error))
+        if what is not None:
             return Refused(f"its {what} differ from those traced {at}")
     return symbolic
 

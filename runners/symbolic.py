@@ -9,8 +9,9 @@ Not covered: where the formulas come from (symbolic shapes: shapes.py; a few tra
 from __future__ import annotations
 
 import ast
+import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -54,8 +55,11 @@ class SymbolicTrace:
     basis: str
 
     def holds(self, point: Point) -> bool:
-        """Whether it is true of this point."""
-        return all(compiled(guard)(point) for guard in self.guards)
+        """Whether it is true of this point; it is not where a guard has no value."""
+        try:
+            return all(compiled(guard)(point) for guard in self.guards)
+        except ValueError:
+            return False
 
     def sizes_at(self, point: Point) -> list[int]:
         """The sizes of the storages alone."""
@@ -78,7 +82,7 @@ class SymbolicTrace:
         )
         details = dict(self.details)
         for path, n in self.varying:
-            details = _put(details, path, values[n])
+            details = put(details, path, values[n])
         return trace, details
 
     @cached_property
@@ -102,27 +106,95 @@ def difference(one: tuple[Trace, dict[str, Any]], other: tuple[Trace, dict[str, 
     return next((f"details: {name}" for name in names if details.get(name) != other_details.get(name)), None)
 
 
-_ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.operator, ast.unaryop)
-_GUARDS = (ast.Compare, ast.BoolOp, ast.cmpop, ast.boolop)
-_FUNCTIONS: dict[str, Callable[..., int]] = {"max": max, "min": min}
+_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
+_UNARY: dict[type[ast.AST], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Not: operator.not_}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min}
+LONGEST = 20_000  # characters of a formula; how deep it can be nested and how large its numbers get follow from it
+Function = Callable[[Sequence[Any]], Any]  # of what the fields of a point are
 
 
 @cache
 def compiled(formula: str) -> Callable[[Point], int]:
-    """The function that a formula stands for. Raises ValueError for anything else: it may come from a file."""
-    tree = ast.parse(formula, mode="eval")
-    for node in ast.walk(tree):
-        call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
-        if not (call or isinstance(node, _ALLOWED + _GUARDS)):
-            raise ValueError(f"no formula: {formula}")
-        if isinstance(node, ast.Name) and node.id not in {*Point._fields, *_FUNCTIONS}:
-            raise ValueError(f"no formula: {formula}; {node.id} is no name of a point")
-        if isinstance(node, ast.Constant) and type(node.value) is not int:
-            raise ValueError(f"no formula: {formula}; {node.value!r} is no whole number")
-    code = compile(tree, "<formula>", "eval")
-    return lambda point: int(eval(code, {"__builtins__": {}, **_FUNCTIONS}, point._asdict()))
+    """The function that a formula stands for. Raises ValueError for anything else, since it may come from a file; the
+    function does so where it has no value."""
+    value = function(formula)
+
+    def at(point: Point) -> int:
+        try:
+            return int(value(point))
+        except (ArithmeticError, TypeError, RecursionError) as error:  # by 0; a number that the point lacks; depth
+            raise ValueError(f"{shown(formula)} has no value at {tuple(point)}: {error}") from None
+
+    return at
 
 
-def _put(values: dict[str, Any], path: tuple[str, ...], number: int) -> dict[str, Any]:
+@cache
+def function(formula: str) -> Function:
+    """The same of anything in the place of a point's numbers, as of a column of each. No code is made of the text: it
+    is taken apart, and what it may say is listed above. Raises ValueError."""
+    if len(formula) > LONGEST:
+        raise ValueError(f"no formula: {shown(formula)} has {len(formula):,} characters, more than {LONGEST:,}")
+    try:
+        return _made(ast.parse(formula, mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
+        raise ValueError(f"no formula: {shown(formula)}; {shown(str(error))}") from None
+
+
+def shown(text: str) -> str:
+    """The beginning of a text from anywhere, on one line."""
+    return repr(text[:200])[1:-1]
+
+
+def _made(node: ast.expr) -> Function:
+    match node:
+        case ast.Constant(value) if type(value) is int:
+            return lambda point: value
+        case ast.Name(name):
+            return operator.itemgetter(Point._fields.index(name))
+        case ast.UnaryOp(ast.USub(), ast.Constant(value)) if type(value) is int:
+            return lambda point: -value
+        case ast.UnaryOp(kind, inner) if type(kind) in _UNARY:
+            return _unary(_UNARY[type(kind)], _made(inner))
+        case ast.BinOp(left, kind, right) | ast.Compare(left, [kind], [right]) if type(kind) in _OPERATORS:
+            return _between(_OPERATORS[type(kind)], left, right)
+        case ast.BoolOp(kind, parts):
+            return _joined(isinstance(kind, ast.And), [_made(part) for part in parts])
+        case ast.Call(ast.Name(name), [_, *_] as parts, []) if name in _FUNCTIONS:
+            return _called(_FUNCTIONS[name], [_made(part) for part in parts])
+    raise ValueError(f"a {type(node).__name__} is no part of one")
+
+
+def _unary(act: Callable[[Any], Any], inner: Function) -> Function:
+    return lambda point: act(inner(point))
+
+
+def _between(act: Callable[[Any, Any], Any], left: ast.expr, right: ast.expr) -> Function:
+    """With a constant on one side, which most have, without a call for it."""
+    if isinstance(left, ast.Constant) and type(left.value) is int:
+        number, of = left.value, _made(right)
+        return lambda point: act(number, of(point))
+    if isinstance(right, ast.Constant) and type(right.value) is int:
+        number, of = right.value, _made(left)
+        return lambda point: act(of(point), number)
+    one, other = _made(left), _made(right)
+    return lambda point: act(one(point), other(point))
+
+
+def _joined(every: bool, parts: Sequence[Function]) -> Function:
+    join = all if every else any
+    return lambda point: join(part(point) for part in parts)
+
+
+def _called(act: Callable[..., Any], parts: Sequence[Function]) -> Function:
+    return lambda point: act([part(point) for part in parts])
+
+
+def put(values: Mapping[str, Any], path: tuple[str, ...], number: int) -> dict[str, Any]:
+    """The values with another number at the end of the path. Raises KeyError, TypeError or ValueError where it leads
+    nowhere."""
     first, *rest = path
-    return values | {first: _put(values[first], tuple(rest), number) if rest else number}
+    return {**values, first: put(values[first], tuple(rest), number) if rest else number}

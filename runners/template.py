@@ -1,8 +1,8 @@
 """The warm way: a process that has imported everything, never touches the GPU, and forks a worker for each request.
 
-It reads requests from one pipe and answers on another (the messages: harness/warm.py). It runs no tensor operation: a
-process that has started OpenMP's threads cannot be forked safely, and one that has initialised CUDA cannot be forked at
-all, so before the first request it says whether its imports did (driver.py).
+Requests come by a socket, each with a pipe for what is told of its worker (the messages: harness/warm.py). It runs no
+tensor operation: a process that has started OpenMP's threads cannot be forked safely, and one that has initialised CUDA
+cannot be forked at all, so before the first request it says whether its imports did (driver.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import contextlib
 import gc
 import json
 import os
+import select
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +21,12 @@ from unittest import mock
 
 from vramsweep.harness import machine
 from vramsweep.harness.attempt import LOGS
+from vramsweep.harness.warm import LONGEST_MESSAGE
 from vramsweep.runners import driver, worker
 
 
 def main(runner: str, requests: int, replies: int, parent: int) -> None:
-    """Serve until the parent closes the request pipe or dies."""
+    """Serve until the parent closes its end of the socket of requests, or dies."""
     worker.die_with(parent)
     for descriptor in (requests, replies):  # what the imports start must not hold them open
         os.set_inheritable(descriptor, False)
@@ -31,23 +34,51 @@ def main(runner: str, requests: int, replies: int, parent: int) -> None:
         worker.preload(runner)
     gc.collect()
     gc.freeze()  # the imported objects are for ever: keep the collector from copying their pages in every worker
-    _say(replies, None, "ready", unclean=driver.unclean())
+    _say(replies, "ready", unclean=driver.unclean())
+    os.close(replies)
+    with socket.socket(fileno=requests) as asked:
+        _serve(asked)
+
+
+def _serve(asked: socket.socket) -> None:
+    """Fork workers as they are asked for, and tell of their ends; any number may run at a time."""
     own = os.getpid()
-    with os.fdopen(requests, "rb") as lines:
-        for line in lines:
-            attempt = json.loads(line)["attempt"]
+    running: dict[int, tuple[int, int]] = {}  # by pidfd: the process and the pipe that is told of it
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready in running:
+                poll.unregister(ready)
+                pid, pipe = running.pop(ready)
+                _, status = os.waitpid(pid, 0)
+                _say(pipe, "ended", status=status)
+                os.close(pipe)
+                os.close(ready)
+                continue
+            request, pipes, _, _ = socket.recv_fds(asked, LONGEST_MESSAGE, 1)
+            if not request:
+                return
+            (pipe,) = pipes
+            os.set_inheritable(pipe, False)
+            if _given_up(pipe):
+                os.close(pipe)
+                continue
             try:
                 pid = os.fork()
             except OSError as error:
-                _say(replies, attempt, "refused", why=str(error))
+                _say(pipe, "refused", why=str(error))
+                os.close(pipe)
                 continue
             if pid == 0:
-                os.close(replies)
-                os.close(requests)
-                _become_worker(Path(attempt), own)
-            _say(replies, attempt, "forked", pid=pid)
-            _, status = os.waitpid(pid, 0)
-            _say(replies, attempt, "ended", status=status)
+                asked.close()
+                for descriptor in (pipe, *running, *(other for _, other in running.values())):
+                    os.close(descriptor)
+                _become_worker(own, **json.loads(request))
+            descriptor = os.pidfd_open(pid)
+            running[descriptor] = pid, pipe
+            poll.register(descriptor, select.POLLIN)
+            _say(pipe, "forked", pid=pid)
 
 
 @contextlib.contextmanager
@@ -73,19 +104,28 @@ def _asked_without_cuda() -> Iterator[None]:
         yield
 
 
-def _say(replies: int, attempt: str | None, event: str, **more: object) -> None:
-    os.write(replies, json.dumps({"attempt": attempt, "event": event, **more}).encode() + b"\n")
+def _given_up(pipe: int) -> bool:
+    """Whether nobody reads any more what would be told of a worker."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(0))
 
 
-def _become_worker(folder: Path, parent: int) -> None:
+def _say(pipe: int, event: str, **more: object) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the launcher does not wait for it any more
+        os.write(pipe, json.dumps({"event": event, **more}).encode() + b"\n")
+
+
+def _become_worker(parent: int, attempt: str, environ: dict[str, str]) -> None:
     status = 1
     try:
-        os.setsid()
+        os.environ.update(environ)
         for name, descriptor in zip(LOGS, (1, 2), strict=True):
-            log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            log = os.open(Path(attempt) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(log, descriptor)
             os.close(log)
-        status = worker.main(folder, parent)
+        os.setsid()
+        status = worker.main(Path(attempt), parent)
     finally:
         worker.leave(status)
 

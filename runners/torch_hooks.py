@@ -141,8 +141,8 @@ class TorchHooks:
         for module, name in BACKWARD:
             self.patch(module, name, self._passes.watched(getattr(module, name)))
         self.patch(torch.amp.GradScaler, "step", self._after(torch.amp.GradScaler.step, told.scaler_stepped))
-        self._before(torch.cuda.CUDAGraph, "capture_begin", functools.partial(self._captures, True), guarded=False)
-        self._before(torch.cuda.CUDAGraph, "capture_end", functools.partial(self._captures, False), guarded=False)
+        for name, begins in (("capture_begin", True), ("capture_end", False)):
+            self.patch(torch.cuda.CUDAGraph, name, self._capture(getattr(torch.cuda.CUDAGraph, name), begins))
         self._before(torch.cuda.CUDAGraph, "replay", told.replays)
         self.patch(torch, "compile", self._compiling(torch.compile))
         self.patch(torch, "save", self._saving(torch.save))
@@ -234,12 +234,21 @@ class TorchHooks:
     def _deaf(self) -> bool:
         return self._listener.done or self._capturing
 
-    def _captures(self, begins: bool, *args: Any, **kwargs: Any) -> None:
-        self._capturing = begins
+    def _capture(self, function: Callable[..., Any], begins: bool) -> Callable[..., Any]:
+        """What begins or ends the capture of a CUDA graph; one whose begin raises has not begun."""
 
-    def _before(self, owner: Any, name: str, told: Callable[..., None], guarded: bool = True) -> None:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._capturing = False
+            result = function(*args, **kwargs)
+            self._capturing = begins
+            return result
+
+        return run
+
+    def _before(self, owner: Any, name: str, told: Callable[..., None]) -> None:
         """Have the function tell of each call, with the same arguments, before it is made."""
-        function, tell = getattr(owner, name), self._guarded(told) if guarded else told
+        function, tell = getattr(owner, name), self._guarded(told)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:

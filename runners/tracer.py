@@ -10,7 +10,6 @@ import gc
 import importlib
 import json
 import os
-import pickle
 import signal
 import time
 import traceback
@@ -20,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
 from vramsweep.harness import node, registry
 from vramsweep.harness.attempt import RESULT, STEPS
 from vramsweep.harness.trial import InvalidTrial, Trial
@@ -30,7 +27,7 @@ from vramsweep.runners import pieces, result, shapes, tracing, worker
 from vramsweep.runners.symbolic import Point
 
 TRACE_BYTES = 1 << 30  # what a process that traces may need; 8 billion parameters take less than half
-SYMBOLIC = "symbolic.pickle"  # a symbolic trace, or why there is none, from the process that made it
+SYMBOLIC = "symbolic.json"  # a symbolic trace, or why there is none, from the process that made it
 Job = tuple[Callable[[], object], float]  # what to do, and the seconds that it may take
 
 
@@ -57,12 +54,19 @@ class Tracer:
         """A symbolic trace of the trial, if it comes to an end; others are traced directly in the meantime."""
         place = self.folder / f"{_key(trial)}-symbolic"
         self._run([(_tracing_symbols(trial, place), self.deadline_s), *self._untraced(beside)])
-        with contextlib.suppress(FileNotFoundError, EOFError):
-            found: shapes.Candidate | shapes.Refused = pickle.loads((place / SYMBOLIC).read_bytes())
-            if isinstance(found, shapes.Refused):
-                self.say(f"no symbolic trace: {found.reason}")
-            return found
-        return None
+        try:
+            found = shapes.of_plain(json.loads((place / SYMBOLIC).read_bytes()))
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # it ended before that, or somebody else was at the file
+            return None
+        if isinstance(found, shapes.Refused):
+            self.say(f"no symbolic trace: {found.reason}")
+        return found
 
     def say(self, text: str) -> None:
         """A line for the attempt's log."""
@@ -70,7 +74,12 @@ class Tracer:
 
     def found(self, trial: Trial) -> tuple[Any, dict[str, Any]] | None:
         """Its trace and the columns about what was built, if there is one."""
-        return tracing.stored(trial, trial.device.card, self._traces())
+        found = tracing.stored(trial, trial.device.card, self._traces())
+        if found is None and (key := _key(trial)) in self.asked and not (self.folder / key).exists():
+            self.asked.discard(key)  # it was there, and was not what had been written
+            self.trace([trial])
+            found = tracing.stored(trial, trial.device.card, self._traces())
+        return found
 
     def refused(self, trial: Trial) -> dict[str, Any] | None:
         """The error that says why it cannot be traced, if that is known."""
@@ -143,7 +152,7 @@ def _tracing_symbols(trial: Trial, place: Path) -> Callable[[], None]:
         place.mkdir()
         runner = importlib.import_module(registry.module(trial))
         found = shapes.trace(trial, trial.device.card, place, runner)
-        (place / SYMBOLIC).write_bytes(pickle.dumps(found))
+        (place / SYMBOLIC).write_text(json.dumps(shapes.plain(found)))
 
     return trace
 
@@ -154,7 +163,7 @@ def _key(trial: Trial) -> str:
 
 def at_once() -> int:
     """How many processes to have at work: as many as cores, if there is memory for each to trace."""
-    free = min(psutil.virtual_memory().available, node.memory_here())
+    free = node.room().available
     return max(1, min(len(os.sched_getaffinity(0)), free // TRACE_BYTES))
 
 

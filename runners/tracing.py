@@ -1,7 +1,8 @@
 """Traces of trials: made by running the trial's own runner on fake tensors, and kept for every trial that shares them.
 
 A trace depends on neither the allocator's setting nor the size of the card's memory, so it is kept in the sweep's
-folder, under a hash of what it does depend on. The cuBLAS workspaces of the card are put in when it is read.
+folder, under a hash of what it does depend on. The cuBLAS workspaces of the card are put in when it is read. Its file
+is JSON with the CRC-32 of that as a last line: one that is not what was written is made anew.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Set
+import zlib
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -28,13 +30,13 @@ from vramsweep.harness.gpus import Gpu
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.harness.trial import SIMULATION, InvalidTrial, Trial
-from vramsweep.runners import build, differences, masks, techniques
+from vramsweep.runners import believed, build, differences, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer, generation, on
 
-FORMAT = 9  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
+FORMAT = 10  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
 KEPT_ON = (8, 0)  # the compute capability of the card whose workspaces a kept trace has, whichever card came first
 COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold
@@ -124,28 +126,65 @@ def kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path
     trace, details = trace_trial(trial, card, folder, runner)
     traces.mkdir(parents=True, exist_ok=True)
     aside = place(trial, card, traces).with_suffix(f".{os.getpid()}")
-    values = asdict(on(trace, KEPT_ON))
-    for storages in (values, values["host"]):
-        storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
-    values |= {name: [(list(one.values()), count) for one, count in values[name]] for name in COUNTED}
-    aside.write_text(json.dumps({"trace": values, "details": details}))
+    aside.write_bytes(written({"trace": plain(on(trace, KEPT_ON)), "details": details}))
     aside.rename(place(trial, card, traces))
     return trace, details
 
 
 def stored(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, Any]] | None:
-    """The trial's trace from the folder `traces`; None if it is not in it."""
+    """The trial's trace from the folder `traces`; None if it is not in it, or not as it was written."""
+    file = place(trial, card, traces)
+    if not file.is_file():
+        return None
     try:
-        found = json.loads(place(trial, card, traces).read_text())
+        trace, details = read(file.read_bytes())
     except FileNotFoundError:
         return None
-    found["trace"]["marks"] = [Mark(*mark) for mark in found["trace"]["marks"]]
-    for name, kind in COUNTED.items():
-        found["trace"][name] = [(kind(*one), count) for one, count in found["trace"][name]]
-    host = found["trace"]["host"]
-    found["trace"]["host"] = HostStorages(**host | {"marks": [Mark(*mark) for mark in host["marks"]]})
-    found["trace"]["makers"] = [(module, operator) for module, operator in found["trace"]["makers"]]
-    return on(Trace(**found["trace"]), card.capability), found["details"]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        print(f"{file} is no trace as it was written ({error!s:.80}): it is made anew", flush=True)
+        file.unlink(missing_ok=True)
+        return None
+    return on(trace, card.capability), details
+
+
+def written(values: Mapping[str, Any]) -> bytes:
+    """JSON and its checksum, as they stand in a file."""
+    text = json.dumps(values).encode()
+    return text + b"\n%08x\n" % zlib.crc32(text)
+
+
+def read(content: bytes) -> tuple[Trace, dict[str, Any]]:
+    """What a file holds. Raises KeyError, TypeError, ValueError or RecursionError for anything that was not written."""
+    text, _, checksum = content.removesuffix(b"\n").rpartition(b"\n")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise ValueError("its checksum is not that of its content")
+    found = json.loads(text)
+    trace, details = of_plain(found["trace"]), found["details"]
+    believed.check(trace)
+    if not isinstance(details, dict):
+        raise TypeError("its details are no object")
+    return trace, details
+
+
+def plain(trace: Trace) -> dict[str, Any]:
+    """The trace in values that JSON can say."""
+    values = asdict(trace)
+    for storages in (values, values["host"]):
+        storages["marks"] = [list(mark.values()) for mark in storages["marks"]]
+    return values | {name: [(list(one.values()), count) for one, count in values[name]] for name in COUNTED}
+
+
+def of_plain(values: Mapping[str, Any]) -> Trace:
+    """The trace that `plain` told. Raises KeyError, TypeError or ValueError for anything else."""
+    counted = {name: [(kind(*one), count) for one, count in values[name]] for name, kind in COUNTED.items()}
+    made: dict[str, Any] = {
+        **values,
+        **counted,
+        "marks": [Mark(*mark) for mark in values["marks"]],
+        "host": HostStorages(**values["host"] | {"marks": [Mark(*mark) for mark in values["host"]["marks"]]}),
+        "makers": [(module, operator) for module, operator in values["makers"]],
+    }
+    return Trace(**made)
 
 
 def place(trial: Trial, card: Gpu, traces: Path) -> Path:

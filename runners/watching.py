@@ -32,7 +32,7 @@ import torch
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from vramsweep.harness import account, machine, outcome, script, techniques, variables
+from vramsweep.harness import account, machine, names, outcome, script, techniques, variables
 from vramsweep.harness import trial as trials
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import UserError
@@ -61,6 +61,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         row. Raises UserError for a value that a setting cannot have, or that a row cannot hold.
         """
         self.row: Row | None = None
+        if why := names.wrong(name):
+            raise UserError(f"vramsweep.watch: name={name[:60]!r}: {why}; it is that of one folder in {results}")
         self._place = Path(results) / name
         self._warmup_steps = warmup_steps
         self._told = set(settings) & {*script.UNSAID, *script.TOLD}

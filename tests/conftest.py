@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
-from vramsweep.harness import machine, plan, sweep
+from vramsweep.harness import card_lock, machine, plan, sweep
 from vramsweep.harness.row import Row
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
+hypothesis.settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ROOT / "tests" / "targets"
@@ -119,6 +124,20 @@ def _left_alone_afterwards() -> Iterator[None]:
 
 
 Run = Callable[..., list[Row]]
+
+
+@pytest.fixture
+def as_in_a_terminal() -> Iterator[None]:
+    """Where the tests run in the background, SIGINT may be ignored, and stays so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _locks_of_cards_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests beside each other make up cards of the same names."""
+    monkeypatch.setattr(card_lock, "PLACE", tmp_path_factory.getbasetemp() / "locks")
 
 
 @pytest.fixture

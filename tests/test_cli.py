@@ -100,8 +100,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "runner=fsdp sharding=ddp": ("runner=fsdp is runner=torch with sharding=fsdp2", "leave one out"),
     "runner.zero_stage=range(1,3)": ("give sharding=zero1,zero2",),
     "-m seq_len=range(5,5)": ("empty",),
-    "colour=red": ("colour=red", "allowed: ", "seq_len"),
-    "-m colour=red,blue": ("colour=red", "allowed: ", "seq_len"),
+    "flavour=red": ("flavour=red", "allowed: ", "seq_len"),
+    "-m flavour=red,blue": ("flavour=red", "allowed: ", "seq_len"),
     "protocol.warmup_step=3": (
         "allowed: job, measured_steps, name, warmup_steps",
         "did you mean protocol.warmup_steps?",

@@ -245,7 +245,7 @@ def test_the_report_is_written_once_after_the_last_batch(
     assert told[1] == row["peak_allocated_bytes"] > 0
     assert [str(folder) for folder in written] == ["out/tiny-torch-cpu"]
     assert len(made) == 1  # its templates serve every batch
-    assert not made[0]._templates  # and are ended with the command
+    assert not made[0].templates.pids()  # and are ended with the command
 
 
 def test_when_no_trial_of_any_batch_can_run(sweeper: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,6 +295,10 @@ def test_plan_says_which_of_the_largest_trials_will_not_fit(
     # the logits alone, three times over: 512 token ids in fp32
     assert fails["needed_bytes"] > max(fails["card_bytes"], 3 * 4096 * 2048 * 512 * 4)
     assert unknown["fits"] is None and "compile=default" in unknown["label"]
+    by_shape = {(t["trial"]["seq_len"], t["trial"]["micro_batch"], t["trial"]["compile"]): t for t in found["trials"]}
+    assert by_shape[4096, 2048, "none"]["fit_basis"] == "predicted for t4-16gb"
+    assert [key for key, one in by_shape.items() if one["expected_to_fit"] is not None] == [(4096, 2048, "none")]
+    assert found["trials_expected_oom"] == 1
     assert [path.name for path in (tmp_path / "results").iterdir()] == [".hydra"]  # what the predictions left is gone
     assert front_door.main(["plan", *grid]) == 0
     said = capsys.readouterr().out
@@ -446,3 +450,6 @@ def test_options_of_the_user_s_own_groups_are_offered(files: Path, capsys: pytes
 def test_every_setting_of_a_device_can_be_given_without_a_plus(name: str) -> None:
     """One that a group's file lacks is refused by Hydra, whatever the documentation says."""
     assert set(yaml.safe_load((ROOT / f"conf/device/{name}.yaml").read_text())) == set(trial.DeviceAxis.model_fields)
+
+
+# hydra/sweeper=adaptive

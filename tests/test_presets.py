@@ -11,7 +11,8 @@ from conftest import ROOT
 from test_hydra import planned
 
 from vramsweep import __main__ as front_door
-from vramsweep.harness import journal, launch
+from vramsweep.harness import cli, journal, launch
+from vramsweep.harness.errors import UserError
 
 OURS = sorted((ROOT / "conf" / "sweep").glob("*.yaml"))
 CASES = """# @package _global_
@@ -124,6 +125,14 @@ def test_make_leaves_the_model_to_the_preset() -> None:
 
     assert "model=" not in words("SWEEP=claims")
     assert "-m model=gpt2 device=auto sweep=claims" in words("SWEEP=claims", "MODEL=gpt2")
+
+
+@pytest.mark.parametrize("given", ["WATCH=1", "WATCH=0.5", ""])
+def test_make_status_is_a_command_that_is_understood(given: str, tmp_path: Path) -> None:
+    command = ["make", "-n", "status", "VENV=", f"RESULTS={tmp_path}", *filter(None, [given])]
+    line = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    with pytest.raises(UserError, match=r"cannot read|no journal"):
+        cli.VERBS["status"](line[line.index("status") + 1 :])
 
 
 @pytest.mark.slow

@@ -5,12 +5,12 @@ Verbs that run something are the harness's, verbs that read rows the analysis's;
 
 from __future__ import annotations
 
-import io
 import shlex
 import sys
 from collections.abc import Sequence
 
 from vramsweep import __version__
+from vramsweep.harness.terminal import escaped
 
 HARNESS = {
     "sweep": "run a sweep: Hydra's command line, -m for a multirun",
@@ -20,6 +20,7 @@ HARNESS = {
     "advise": "which changes make a run fit on a card, what each costs, and which to take together",
     "explain": "what takes the memory of a predicted run, part by part, and why it does not fit",
     "status": "how far a running or finished sweep is",
+    "check": "may a results folder be published, memory and speed, and why not",
     "doctor": "check machine, driver, torch build, disk and foreign GPU processes",
     "techniques": "settings that trade memory, time or exactness: what each needs, how far it is proven",
     "cards": "the cards that device.gpu can name: memory, capability, peaks",
@@ -93,10 +94,15 @@ def completion(words: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status. A user's mistake is printed without a traceback, and gives 2."""
-    for stream in (sys.stdout, sys.stderr):  # a name that is no text must not end a night
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    words = list(sys.argv[1:] if argv is None else argv)
+    with escaped():
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("usage: vramsweep VERB [ARGUMENT ...]\n")
         for name, text in {**HARNESS, **ANALYSIS}.items():

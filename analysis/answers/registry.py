@@ -5,7 +5,6 @@ A new one is an entry of `ANSWERS`, its name in harness/registry.py, and in conf
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from vramsweep.analysis.answers import claims, edges, estimates, ways
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import Table
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.journal import PLAN
+from vramsweep.harness.journal import plans
 
 WIDTH = 80
 FOLDED = 30
@@ -66,7 +65,7 @@ class Answered:
     def markdown(self) -> str:
         """The title, the table and the notes."""
         body = markup.markdown(self.frame) if len(self.frame) else "No row answers this.\n"
-        return "\n".join([f"# {self.title}\n", body, *(f"{note}\n" for note in self.notes)])
+        return "\n".join([f"# {self.title}\n", body, *(f"{markup.prose(note)}\n" for note in self.notes)])
 
 
 ANSWERS = (
@@ -92,10 +91,7 @@ def answered(table: Table, name: str | None) -> Answered | None:
 
 def asked(folder: Path) -> str | None:
     """The answer that the sweep in this folder was run for; None for rows from elsewhere."""
-    try:
-        name = json.loads((folder / PLAN).read_text(encoding="utf-8")).get("answer")
-    except (OSError, ValueError, AttributeError):
-        return None
+    name = next((one.get("answer") for one in reversed(plans(folder))), None)
     return name if isinstance(name, str) else None
 
 

@@ -47,7 +47,7 @@ def load(path: Path) -> Validation:
         record = json.loads(path.read_text(encoding="utf-8"))
         frame = pd.DataFrame(record["readings"])
         return Validation(errors(frame), record["made"], record["mistakes"], record["others"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise UserError(
             f"{path} holds no readings; vramsweep validate FILE... writes results/validation/readings.json"
         ) from None

@@ -85,8 +85,8 @@ def read_json(path: Path, constants: Mapping[str, Any]) -> tuple[Table, list[str
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {error!s:.200}") from None
     if not isinstance(found, dict):
         found = {}
     if "log_history" in found:
@@ -101,7 +101,7 @@ def read_json(path: Path, constants: Mapping[str, Any]) -> tuple[Table, list[str
         mapping = by_name(list(fields))[0].with_constants(constants)
         cells = pd.DataFrame({name: pd.Series([value], dtype=object) for name, value in fields.items()})
         return to_table(cells, mapping, str(path), f"{path.parent.name}/{path.name}", notes), notes
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is not in the shape that is known of it ({type(error).__name__}: {str(error)[:100]}); see "
             "docs/analysis.md, Foreign rows, for what is read, or give the values as a CSV"
@@ -181,7 +181,7 @@ def _precision(dtype: Any, arguments: Mapping[str, Any]) -> str | None:
 def _sibling(path: Path, name: str) -> dict[str, Any]:
     try:
         found = json.loads((path.parent / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,9 +21,11 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
+from vramsweep.analysis.data.export import as_it_was, each
+from vramsweep.analysis.data.remarks import flagged, measured_again, system_columns, systems
 from vramsweep.harness import journal, others
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import BY_NAME, COLUMNS, SCHEMA_VERSION, SYSTEM, TEXT_LISTS
+from vramsweep.harness.row import BY_NAME, COLUMNS, LARGEST, SCHEMA_VERSION, TEXT_LISTS
 from vramsweep.harness.trial import LEFT_OUT
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
@@ -36,6 +37,14 @@ _NESTED = (
 )  # only it is read
 DRAWN = "lengths:"  # harness/lengths.py: how `data` begins where samples have lengths of their own
 EXTRA = "trial."  # prefix of settings that only the resolved trial holds
+
+_ZERO_OR_MORE = ("peak_", "device_", "load_", "forward_", "backward_", "optimizer_", "memory_", "unlimited_", "host_")
+_SPEEDS = ("tokens_per_s", "samples_per_s", "step_s", "step_median_s", "elapsed_s")
+_RANGES = {  # of what the numbers of a column can be; of all others, what a float can be reckoned with
+    **{c.name: (0.0, 2.0**60) for c in COLUMNS if c.unit == "B" and c.name.startswith(_ZERO_OR_MORE)},
+    **{c.name: (0.0, LARGEST) for c in COLUMNS if c.name.endswith(_SPEEDS)},
+    **dict.fromkeys(("seq_len", "micro_batch", "grad_accum", "world_size"), (1.0, 2.0**53)),
+}
 
 _PIECE = 1 << 24  # bytes of a journal read at a time
 _NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
@@ -104,7 +113,7 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
     """
     notes = list(warnings or ())
     typed, problems = _typed(_moved(frame))
-    notes += problems
+    notes += [*problems, *measured_again(typed)]
     typed, dropped = _one_per_trial(typed)
     notes += dropped
     if typed.empty:
@@ -112,12 +121,13 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
             f"{source} holds no finished rows, so there is nothing to analyse; run its sweep first"
             + "".join(f"; {n}" for n in notes)
         )
-    notes += [*_systems(typed), *_flagged(typed)]
+    notes += [*systems(typed), *flagged(typed)]
     return Table(typed, source, tuple(notes))
 
 
 def _read_csv(file: Path) -> pd.DataFrame:
-    """All columns as text; an empty text in quotes is an empty text, nothing at all is null."""
+    """All columns as text, as it was before it was guarded (export.py); an empty text in quotes is an empty text,
+    nothing at all is null."""
     try:
         names = pa.csv.open_csv(file).schema.names
         as_text = pa.csv.ConvertOptions(
@@ -126,6 +136,8 @@ def _read_csv(file: Path) -> pd.DataFrame:
         table = pa.csv.read_csv(file, convert_options=as_text)
     except pa.ArrowInvalid as error:
         raise UserError(f"cannot read {file} as CSV: {str(error).splitlines()[0]}") from None
+    for at, column in enumerate(table.schema):
+        table = table.set_column(at, column, each(table.column(at), as_it_was))
     frame: pd.DataFrame = table.to_pandas(types_mapper=lambda _: pd.StringDtype())
     return frame
 
@@ -295,13 +307,22 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     versions = sorted(int(v) for v in typed["schema_version"].dropna().unique())
     if versions and versions != [SCHEMA_VERSION]:
         notes.append(f"rows of schema version {', '.join(map(str, versions))}; this program knows {SCHEMA_VERSION}")
-    infinite: list[Any] = [
-        n for n in typed if str(typed[n].dtype) == "Float64" and np.isinf(typed[n].to_numpy(float, na_value=0)).any()
-    ]
-    if infinite:
-        notes.append(f"infinite values read as unknown in {', '.join(map(str, infinite))}")
-        typed[infinite] = typed[infinite].replace([np.inf, -np.inf], pd.NA)
+    notes += _believed(typed)
     return typed, notes
+
+
+def _believed(frame: pd.DataFrame) -> list[str]:
+    """Makes unknown what is no number of its column, and says so: infinite, a size below 0, a length of 0."""
+    strange = []
+    for name in [n for n in frame if str(frame[n].dtype) in ("Float64", "Int64") and frame[n].notna().any()]:
+        least, most = _RANGES.get(str(name), (-LARGEST, LARGEST))
+        values = frame[name].to_numpy(float, na_value=np.nan)
+        nothing = (values < least) | (values > most) | ((values != 0) & (np.abs(values) < 1 / LARGEST))
+        if nothing.any():
+            strange.append(str(name))
+            frame[name] = frame[name].mask(nothing)
+    said = f"{', '.join(strange[:8])}{' and others' * (len(strange) > 8)}"
+    return [f"numbers that cannot be (infinite, beyond {LARGEST:g}, below 0) read as unknown in {said}"] * bool(strange)
 
 
 def converted(values: pd.Series[Any], kind: type, name: str, notes: list[str]) -> Any:
@@ -335,7 +356,7 @@ def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
         return list(value) if isinstance(value, list | np.ndarray) else None
 
@@ -363,7 +384,7 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             if unfinished:
                 notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
             frame = finished
-    where = _system_columns(frame)
+    where = system_columns(frame)
     again = where.duplicated(keep="last") & frame["trial_id"].notna()
     # a row that does not say by which torch it was measured counts until another of its trial follows
     again |= where["torch_version"].isna() & frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
@@ -378,39 +399,6 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
         frame = frame[~again]
     return frame if isinstance(frame.index, pd.RangeIndex) else frame.reset_index(drop=True), notes
-
-
-def _system_columns(frame: pd.DataFrame) -> pd.DataFrame:
-    """Each row's trial and the system that it was measured on, as `row.system` says it."""
-    found = frame[["trial_id", *SYSTEM]].copy()
-    for name, device in (("gpu_name", "cuda"), ("cpu_name", "cpu")):
-        found[name] = found[name].where(frame["device"].eq(device).fillna(False))
-    found["deepspeed_version"] = found["deepspeed_version"].mask(frame["runner"].eq("script").fillna(False))
-    return found
-
-
-def _systems(frame: pd.DataFrame) -> list[str]:
-    """What to say where rows were measured on several systems, which no fit mixes."""
-    own = frame[frame["foreign"].isna() & frame["outcome"].eq("ok").fillna(False)]
-    found = _system_columns(own)[list(SYSTEM)]
-    varying = [name for name in SYSTEM if found[name].nunique() > 1]  # null: not part of that row's system
-    if not varying:
-        return []
-    found = found[varying].drop_duplicates()
-    rows = found.itertuples(index=False)
-    names = sorted(" · ".join(str(v) for v in row if not pd.isna(v)) or "the rest" for row in rows)
-    return [f"rows of {len(found)} systems, never fitted together: {'; '.join(names[:4])}"]
-
-
-def _flagged(frame: pd.DataFrame) -> list[str]:
-    """What to say of rows with flags (harness/flags.py); they stay in every fit and figure."""
-    flags = frame["flags"].dropna()
-    counts = Counter(flag for of_row in flags for flag in of_row)
-    if not counts:
-        return []
-    rows = sum(bool(len(of_row)) for of_row in flags)
-    names = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
-    return [f"{rows} row{'s are' if rows != 1 else ' is'} flagged: {names}; `vramsweep columns` says what they mean"]
 
 
 def _moved(frame: pd.DataFrame) -> pd.DataFrame:

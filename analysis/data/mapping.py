@@ -206,8 +206,8 @@ def from_file(path: Path) -> FileMapping:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise UserError(f"cannot read the mapping {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"the mapping {path} is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the mapping {path} is no JSON: {error!s:.200}") from None
     if not isinstance(found, dict):
         raise UserError(f'the mapping {path} must be a JSON object such as {{"seq_len": "Length"}}')
     sources: list[Source] = []

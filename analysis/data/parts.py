@@ -6,6 +6,7 @@ A row's other peaks are of load and steps alone, so whatever rests on them (fits
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -81,8 +82,12 @@ def jobs(groups: Sequence[Group]) -> list[Job]:
 
 
 def _peaks(text: Any) -> dict[str, int]:
-    """The known peaks in a column's JSON text."""
-    return {} if pd.isna(text) else {part: int(size) for part, size in json.loads(text).items() if size is not None}
+    """The known peaks in a column's JSON text; none where it says something else."""
+    try:
+        told = {} if pd.isna(text) else dict(json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    return {part: int(size) for part, size in told.items() if type(size) in (int, float) and 0 <= size < math.inf}
 
 
 def called(part: str) -> str:

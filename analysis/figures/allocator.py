@@ -7,7 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from vramsweep.analysis.data.metrics import MIB
-from vramsweep.analysis.figures.plots import Figure
+from vramsweep.analysis.figures.plots import Figure, escape
 
 _GIB = 1 << 30
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933")  # Okabe-Ito
@@ -37,7 +37,7 @@ def allocator_timelines(table: Mapping[str, Any]) -> go.Figure:
         figure.add_scatter(
             x=[p["event"] for p in points],
             y=[p["reserved"] / _GIB for p in points],
-            name=_label(row),
+            name=escape(_label(row)),
             mode="lines",
             line={
                 "shape": "hv",
@@ -61,7 +61,7 @@ def allocator_timelines(table: Mapping[str, Any]) -> go.Figure:
             y=table["memory_limit"] / _GIB, line={"dash": "dot", "color": "#666"}, annotation_text="memory limit"
         )
     figure.update_layout(
-        title={"text": f"Reserved memory by allocator setting: {table['recording']}"},
+        title={"text": escape(f"Reserved memory by allocator setting: {table['recording']}")},
         xaxis_title="event of the recording",
         yaxis_title="GiB",
         yaxis_rangemode="tozero",

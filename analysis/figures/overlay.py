@@ -20,6 +20,7 @@ from vramsweep.analysis.compare import sizes
 from vramsweep.analysis.compare.trends import SPEED, Along, Crossover, lines, position
 from vramsweep.analysis.compare.verdicts import Comparison, Pair, Single
 from vramsweep.analysis.compare.verdicts_words import TITLES, near
+from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.figures.plots import (
@@ -100,7 +101,7 @@ def write(drawn: Figure, out: Path) -> None:
     plot, width, height = _sized(plot, COLUMN if small else BLOG)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        drawn.data.to_csv(out.with_suffix(".csv"), index=False)
+        guarded_frame(drawn.data).to_csv(out.with_suffix(".csv"), index=False)
         if out.suffix == ".html":
             plot.write_html(out, include_plotlyjs="directory", config={"displaylogo": False})
         else:

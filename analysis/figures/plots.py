@@ -17,11 +17,13 @@ import pandas as pd
 import plotly.graph_objects as go
 import plotly.io
 
+from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.data.metrics import GIB, MIB
 from vramsweep.analysis.model.bases import BASES
 from vramsweep.analysis.model.curves import FEWEST, Array
 from vramsweep.analysis.model.fit import FEWEST_TIMES, Fit
+from vramsweep.harness.terminal import shown
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
@@ -184,15 +186,15 @@ def throughput(fits: Sequence[Fit], groups: Sequence[Group]) -> Figure | None:
             if len(shown) <= 3:
                 with np.errstate(divide="ignore"):
                     low, high = tokens / np.maximum(predicted.high, 0), tokens / np.maximum(predicted.low, 0)
-                _add_band(plot, part, low, high, colour)
+                add_band(plot, part, low, high, colour)
             _add_curve(plot, part, tokens / predicted.value, colour, "solid", name)
         x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
         at = thin(x, y)
         ids, out = rows["trial_id"].to_numpy()[at], rows["outside"].to_numpy(bool)[at]
         if not out.all():
-            _add_points(plot, x[at][~out], y[at][~out], ids[~out], colour, symbol, name)
+            add_points(plot, x[at][~out], y[at][~out], ids[~out], colour, symbol, name)
         if out.any():
-            _add_points(plot, x[at][out], y[at][out], ids[out], colour, f"{symbol}-open", name, bool(out.all()))
+            add_points(plot, x[at][out], y[at][out], ids[out], colour, f"{symbol}-open", name, bool(out.all()))
         end = np.array([fit.range[1]])
         ends.append(End(end[0], float((end * (fit.samples_per_step or 1) / fit.value(end))[0]), name, colour))
         reach += [float(y.max())]
@@ -217,7 +219,7 @@ def _throughput_alone(groups: Sequence[Group]) -> Figure | None:
     for number, (group, name) in enumerate(zip(shown, names(shown), strict=True)):
         rows, colour = of[group.id], COLOURS[number]
         x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
-        _add_points(plot, x, y, rows["trial_id"].to_numpy(), colour, MARKERS[number], name)
+        add_points(plot, x, y, rows["trial_id"].to_numpy(), colour, MARKERS[number], name)
         ends.append(End(float(x[-1]), float(y[-1]), name, colour))
         reach.append(float(y.max()))
         data.append(rows.assign(group=group.label)[["group", "seq_len", "tokens_per_s", "trial_id"]])
@@ -286,9 +288,9 @@ def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int,
     for part in _parts(fit):
         predicted = fit.predict(part)
         if band:
-            _add_band(plot, part, predicted.low / unit, predicted.high / unit, colour)
+            add_band(plot, part, predicted.low / unit, predicted.high / unit, colour)
         _add_curve(plot, part, predicted.value / unit, colour, "solid" if solid else "dash", name)
-    _add_points(plot, points.x[at], points.y[at] / unit, ids, colour, MARKERS[number] + "-open" * (not solid), name)
+    add_points(plot, points.x[at], points.y[at] / unit, ids, colour, MARKERS[number] + "-open" * (not solid), name)
     return pd.DataFrame(
         {
             "group": fit.label,
@@ -303,7 +305,7 @@ def _fitted(plot: Any, fit: Fit, number: int, name: str, solid: bool, unit: int,
     )
 
 
-def _add_band(plot: Any, x: Array, low: Array, high: Array, colour: str) -> None:
+def add_band(plot: Any, x: Array, low: Array, high: Array, colour: str) -> None:
     """An area, whose ends may be infinite or unknown: `finish` clips them."""
     low, high = np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
     plot.add_scatter(
@@ -312,12 +314,13 @@ def _add_band(plot: Any, x: Array, low: Array, high: Array, colour: str) -> None
     )  # fmt: skip
 
 
-def _add_points(
+def add_points(
     plot: Any, x: Array, y: Array, ids: Any, colour: str, symbol: str, name: str, legend: bool = True
 ) -> None:
     many = len(x) > 100 and legend
     plot.add_scatter(
-        x=x, y=y, mode="markers", name=escape(name), customdata=ids, legendgroup=name, showlegend=legend,
+        x=x, y=y, mode="markers", name=escape(name), customdata=[escape(str(one)) for one in ids], legendgroup=name,
+        showlegend=legend,
         marker={"color": colour, "symbol": symbol, "size": 4 if many else 7, "opacity": 0.55 if many else 1.0},
         hovertemplate="%{x:,} tokens: %{y:,.4~g}<br>trial %{customdata}<extra>" + escape(name) + "</extra>",
     )  # fmt: skip
@@ -357,8 +360,8 @@ def thin(x: Array, y: Array, most: int = POINTS) -> Any:
 
 
 def escape(text: str) -> str:
-    """Text for plotly, which reads a subset of HTML."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    """Text for plotly, which reads a subset of HTML, links among it."""
+    return shown(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def faint(colour: str) -> str:
@@ -456,7 +459,7 @@ def of_world(figure: Figure, world: str, alone: bool) -> Figure:
 
     The file's name says it too unless there are no others.
     """
-    name = re.sub(r"[^a-z0-9]+", "_", f"{figure.name} {world}".lower()).strip("_")
+    name = re.sub(r"[^a-z0-9]+", "_", f"{figure.name} {world}".lower()).strip("_")[:120]
     plot = go.Figure(figure.plot)
     plot.add_annotation(
         text=escape(world), showarrow=False, xref="paper", yref="paper", x=0, y=1, xanchor="left", yanchor="bottom",
@@ -492,9 +495,9 @@ def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) 
     """
     folder.mkdir(parents=True, exist_ok=True)
     for figure in figures:
-        figure.data.to_csv(folder / f"{figure.name}.csv", index=False)
+        guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
         page = go.Figure(figure.plot).update_layout(
-            title={"text": figure.title}, margin={"t": 56}, paper_bgcolor="#fff"
+            title={"text": escape(figure.title)}, margin={"t": 56}, paper_bgcolor="#fff"
         )
         page.write_html(folder / f"{figure.name}.html", include_plotlyjs="directory", config={"displaylogo": False})
     return images(figures, folder, formats) if formats and figures else []

@@ -8,7 +8,7 @@ import pandas as pd
 from vramsweep.analysis.compare.residuals import COMPONENTS
 from vramsweep.analysis.compare.residuals_words import HEADLINES, name_of, percent
 from vramsweep.analysis.data.metrics import GIB
-from vramsweep.analysis.figures.plots import COLOURS, GREY, MARKERS, POINTS, Figure, faint, new_plot, thin
+from vramsweep.analysis.figures.plots import COLOURS, GREY, MARKERS, POINTS, Figure, escape, faint, new_plot, thin
 
 
 def of_residuals(found: pd.DataFrame) -> list[Figure]:
@@ -35,7 +35,8 @@ def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
         at = thin(measured, predicted)
         kind = name_of(component).removeprefix("peak ")
         plot.add_scatter(
-            x=measured[at], y=predicted[at], mode="markers", name=kind, customdata=mine["settings"].to_numpy()[at],
+            x=measured[at], y=predicted[at], mode="markers", name=kind,
+            customdata=mine["settings"].map(escape).to_numpy()[at],
             marker={"color": COLOURS[number], "symbol": MARKERS[number] + "-open" * number, "size": 8},
             hovertemplate="%{customdata}<br>measured %{x:.3~f}, predicted %{y:.3~f} GiB<extra>" + kind + "</extra>",
         )  # fmt: skip
@@ -70,7 +71,8 @@ def residuals(found: pd.DataFrame) -> Figure | None:
         at = thin(np.arange(len(x), dtype=float), x, POINTS // len(COMPONENTS))
         plot.add_scatter(
             x=x[at], y=number + random.uniform(-0.2, 0.2, len(at)), mode="markers",
-            customdata=mine["settings"].to_numpy()[at], marker={"color": COLOURS[1], "size": 5, "opacity": 0.7},
+            customdata=mine["settings"].map(escape).to_numpy()[at],
+            marker={"color": COLOURS[1], "size": 5, "opacity": 0.7},
             hovertemplate="%{customdata}: %{x:+.3~f} %<extra>" + name_of(component) + "</extra>",
         )  # fmt: skip
     texts = [name_of(name) for name in names]

@@ -14,6 +14,7 @@ import pandas as pd
 from vramsweep.analysis.data.metrics import MIB
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import Figure, axis_unit, escape, new_plot, sentence
+from vramsweep.harness import names
 
 # From the ground up: what stays through a step first. Okabe and Ito's colours, and greys for what nobody asked for.
 PARTS = {
@@ -85,7 +86,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
     if limited:
         _limit(plot, limit, failure, unit, right, below=float(reserved.max()) > limit)
     figure = Figure(
-        name=f"timeline_{record['trial_id']}",
+        name=names.safe(f"timeline_{record['trial_id']}"),
         title=f"Memory over {_step(data)}: {told}",
         caption=_caption(data, limited),
         plot=plot,

@@ -13,6 +13,7 @@ import pandas as pd
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.figures.timeline import held, label, of_timeline
+from vramsweep.harness import names
 
 SECONDS = 120  # replays take a second, the first ones the time to start torch
 
@@ -25,7 +26,11 @@ def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFr
         return [], [], []
     records, notes = _asked(folder)
     tables = [
-        (f"What holds the peak of a step: {label(record['about'])}", f"peak_{record['trial_id']}", held(record))
+        (
+            f"What holds the peak of a step: {label(record['about'])}",
+            names.safe(f"peak_{record['trial_id']}"),
+            held(record),
+        )
         for record in records
     ]
     return [of_timeline(record) for record in records], tables, notes

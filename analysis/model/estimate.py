@@ -273,6 +273,8 @@ def _run(
         return Run(np.empty(0), np.empty(0), np.empty((0, len(columns))), np.zeros(SIZES), scales)
     design = data.features[first:last][:, list(columns)] * scales * scale[:, None]
     y = (data.y[first:last] - (0.0 if fixed is None else data.features[first:last, fixed])) * scale
+    if not np.isfinite(design).all():  # some LAPACKs never come back from it
+        raise np.linalg.LinAlgError("not finite")
     left, singular, right = np.linalg.svd(design, full_matrices=False)
     keep = singular > 1e-9 * max(float(singular[0]), 1e-300)
     left, singular, right = left[:, keep], singular[keep], right[keep]

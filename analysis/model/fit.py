@@ -210,7 +210,11 @@ def fit_table(
             if axis == "seq_len" and not METRICS[name].memory and FEWEST <= len(np.unique(points.x)) < FEWEST_TIMES:
                 few += 1
                 continue
-            fit = fit_points(points, METRICS[name], group, robust, axis, knows)
+            try:
+                fit = fit_points(points, METRICS[name], group, robust, axis, knows)
+            except np.linalg.LinAlgError:
+                notes.append(f"{group.label}: {METRICS[name].label} cannot be fitted: its numbers are too far apart")
+                continue
             if fit is None:
                 short += 1
             else:

@@ -139,9 +139,12 @@ def frontier(
             if not len(points.x):
                 continue
             known = (f for f in fits if f.group == group.id and f.metric.column == name and f.axis == axis)
-            fit = next(known, None) or fit_points(
-                points, METRICS[name], group, axis=axis, knows=Knows(wholes.of(group))
-            )
+            try:
+                fit = next(known, None) or fit_points(
+                    points, METRICS[name], group, axis=axis, knows=Knows(wholes.of(group))
+                )
+            except np.linalg.LinAlgError:  # numbers too far apart
+                fit = None
             for part in _parts(frame, axis, fit):
                 limits += [_limit(part, group, axis, size, fit, name) for size in sizes]
             break

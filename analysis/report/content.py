@@ -16,6 +16,7 @@ from vramsweep.analysis.data import parts
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.pairing import Beside
+from vramsweep.analysis.figures import inferred as figures_inferred
 from vramsweep.analysis.figures import lengths as figures_lengths
 from vramsweep.analysis.figures import parts as figures_parts
 from vramsweep.analysis.figures import plots, rows, timelines
@@ -99,7 +100,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
         limits += own_limits
     replays, replay_notes = what_if_tables(table)
     over_steps, peaks, step_notes = timelines.of_table(table)
-    drawn += over_steps
+    drawn += [*over_steps, *figures_inferred.of_inferred(table)]
     notes += [*replay_notes, *step_notes]
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)

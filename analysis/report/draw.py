@@ -22,7 +22,7 @@ def draw(data: Path, out: Path) -> None:
             text = page.of_figures("Replay of a recording", [(as_figure(found), holders(found))])
     except OSError as error:
         raise UserError(f"cannot read {data}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise UserError(
             f"{data} is not what vramsweep timeline --json prints; of a recording: replay FILE --figure OUT.html"
         ) from None

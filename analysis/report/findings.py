@@ -19,8 +19,10 @@ from vramsweep.analysis.data.beyond import BEYOND, beyond_peak
 from vramsweep.analysis.data.groups import OPTIONS, Group, label, others_equal
 from vramsweep.analysis.data.load import EXTRA, Table, trials, varying
 from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.analysis.data.remarks import records
 from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import Fit
+from vramsweep.harness import repeats
 from vramsweep.harness.command import command
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME
@@ -255,7 +257,7 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     found = list(table.warnings)
     frame = table.ok(
         "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_growth_bytes",
-        "step_iqr_s", "step_median_s", "unproven",
+        "step_iqr_s", "step_median_s", "unproven", "flags",
     )  # fmt: skip
     simulated = int(frame["device"].eq("simulated").fillna(False).sum())
     if simulated:
@@ -270,6 +272,21 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     resident = int(frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).sum())
     if resident:
         found.append(f"in {_rows(resident)} from a CPU, reserved memory is the process's resident set")
+    found += _unflagged(frame[frame["flags"].isna()])
+    contended = table.frame[table.frame["outcome"].eq("contended").fillna(False)]
+    if len(contended):
+        found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")
+    found += _leaks(frame)
+    found += _repeats(groups)
+    found += _spreads(groups)
+    for fit in fits:
+        found += [f"{fit.metric.label}, {fit.label}: {text}" for text in fit.warnings]
+    return list(dict.fromkeys(found))
+
+
+def _unflagged(frame: pd.DataFrame) -> list[str]:
+    """What flags would say of rows that have none: imported ones, and those of version 1."""
+    found = []
     for column, what in (
         ("throttle_reasons", "the GPU was throttled"),
         ("foreign_processes", "others used the device"),
@@ -277,25 +294,41 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         hit = frame[column].list.len().fillna(0).astype(int) > 0
         if hit.any():
             found.append(f"{what} in {_rows(int(hit.sum()))}: {_ids(frame[hit])}")
-    contended = table.frame[table.frame["outcome"].eq("contended").fillna(False)]
-    if len(contended):
-        found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")
     creeping = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False)  # a resident set always does
     leaking = frame["step_growth_bytes"].gt(0).fillna(False)
-    if leaking.any():
-        left, ids = frame[leaking], _ids(frame[leaking])
-        most = show_bytes(left["step_growth_bytes"].max())
-        found.append(f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {ids}")
     rising = frame[frame["plateau"].eq(False).fillna(False) & ~creeping & ~leaking]
     if len(rising):
         found.append(f"memory was still rising at the end of {_rows(len(rising))}: {_ids(rising)}")
-    found += _spreads(frame, groups)
-    for fit in fits:
-        found += [f"{fit.metric.label}, {fit.label}: {text}" for text in fit.warnings]
-    return list(dict.fromkeys(found))
+    jitter = (frame["step_iqr_s"] / frame["step_median_s"]).astype(float)
+    if (jitter > 0.1).any():
+        found.append(f"step times within {_rows(int((jitter > 0.1).sum()))} spread by more than 10 % (interquartile)")
+    return found
 
 
-def _spreads(frame: pd.DataFrame, groups: Sequence[Group]) -> list[str]:
+def _leaks(frame: pd.DataFrame) -> list[str]:
+    """How much is left behind, which no flag says."""
+    left = frame[frame["step_growth_bytes"].gt(0).fillna(False)]
+    if left.empty:
+        return []
+    most = show_bytes(left["step_growth_bytes"].max())
+    return [f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {_ids(left)}"]
+
+
+def _repeats(groups: Sequence[Group]) -> list[str]:
+    """Repeats whose memory is not the same to the byte, pair by pair."""
+    found: list[repeats.Apart] = []
+    axes = ["seq_len", "micro_batch", "seed"]
+    for group in groups:
+        frame = group.take(*axes, "device", "foreign", "outcome", "trial_id", "memory_source", *repeats.COLUMNS)
+        measured = frame["device"].ne("simulated").fillna(False) & frame["foreign"].isna()
+        frame = frame[measured & frame["outcome"].eq("ok").fillna(False)]
+        frame = frame[frame.duplicated(axes, keep=False)]
+        for _, runs in frame.groupby(axes, dropna=False):
+            found += repeats.apart(records(runs))
+    return repeats.sentences(found)
+
+
+def _spreads(groups: Sequence[Group]) -> list[str]:
     found = []
     worst = 0.0
     wide = alone = cells = 0
@@ -312,10 +345,9 @@ def _spreads(frame: pd.DataFrame, groups: Sequence[Group]) -> list[str]:
             f"(worst {100 * worst:.1f} %)"
         )
     if cells and alone == cells:
-        found.append("every point was measured once, so the spread of speed from run to run is unknown")
-    jitter = (frame["step_iqr_s"] / frame["step_median_s"]).astype(float)
-    if (jitter > 0.1).any():
-        found.append(f"step times within {_rows(int((jitter > 0.1).sum()))} spread by more than 10 % (interquartile)")
+        found.append(
+            "every point was measured once, so speed has no interval: its spread from run to run is unknown (repeats=3)"
+        )
     return found
 
 

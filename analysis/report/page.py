@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from importlib import resources
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from vramsweep.analysis.figures import plots
 from vramsweep.analysis.report.content import Content
 from vramsweep.analysis.report.findings import COMMAND, reproduce
 from vramsweep.harness.row import BY_NAME
+from vramsweep.harness.terminal import shown
 
 MOST_ROWS = 400
 _ADDRESS = re.compile(r"https://[\w./:#?=&;%~+-]*\w")
@@ -27,6 +28,11 @@ _SECTIONS = (
     ("fits", "Fits in words"), ("asked", "What was asked"), ("machine", "Machine and versions"), ("methods", "Methods"),
     ("rows", "Rows and how to reproduce them"),
 )  # fmt: skip
+
+
+def escape(text: str) -> str:
+    """Text for HTML; what would turn the direction of writing is written out too."""
+    return html.escape(shown(text))
 
 
 def render(content: Content) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ from vramsweep.analysis.data.parts import Job, called
 from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.frontier import FEW, Limit
+from vramsweep.harness import repeats
 from vramsweep.harness.row import PARTS as OF_JOBS
 
 
@@ -36,10 +38,19 @@ def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
         ):
             value = at[column].median() if len(at) else np.nan
             line[name] = "–" if pd.isna(value) else f"{float(value) / scale:,.{digits}f}"
-        spread = at["tokens_per_s"].std() / at["tokens_per_s"].mean() if len(at) > 1 else np.nan
-        line["spread of repeats"] = "–" if pd.isna(spread) else f"{100 * float(spread):.1f} %"
+        line["95 % between processes (tokens/s)"] = _between(at["tokens_per_s"].dropna())
         lines.append(line)
     return pd.DataFrame(lines)
+
+
+def _between(speeds: pd.Series[Any]) -> str:
+    """The interval of speed from repeats, each a process; what there is instead where it was measured once."""
+    if speeds.empty:
+        return "–"
+    found = repeats.interval(list(speeds))
+    if found is None:
+        return "none: one process"
+    return f"{found.low:,.0f} to {found.high:,.0f} ({found.runs} processes)"
 
 
 def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:

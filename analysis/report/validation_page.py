@@ -7,13 +7,13 @@ from io import StringIO
 from pathlib import Path
 
 import pandas as pd
-from rich.console import Console
 from rich.table import Table
 
 from vramsweep.analysis.compare import speed
 from vramsweep.analysis.compare.validation import RUN, Validation, once
 from vramsweep.analysis.compare.validation import tables as of_memory
 from vramsweep.analysis.data import markup
+from vramsweep.harness.console import Console
 
 MOST = 8  # reasons in the terminal
 _SHORT = ("By counter", "By source", "Next to other tools", "Speed", "What fits", "Misses")
@@ -71,7 +71,7 @@ def text(made: Validation) -> str:
         runs = left.drop_duplicates([*RUN, "reason"])
         console.print(f"{_counted(left)} were not predicted; --out OUT.md says why.")
         for reason, count in runs["reason"].value_counts().head(MOST).items():
-            console.print(f"  {count:,}: {reason}", markup=False, highlight=False)
+            console.print(f"  {count:,}: {reason}", highlight=False)
     if len(wrong):
         console.print(f"{_counted(wrong)} were left out as mistaken.")
     return stream.getvalue().rstrip()

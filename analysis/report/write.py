@@ -1,22 +1,33 @@
-"""What a finished sweep leaves behind: rows.csv, figures and report.html; and the folder for a paper."""
+"""What a finished sweep leaves behind: rows.csv, figures and report.html; and the folder for a paper.
+
+A link where something is to be written stops it, wherever it leads: the folder may have come from elsewhere. Not
+covered: links that are made meanwhile.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vramsweep.analysis.answers.registry import Answered
 from vramsweep.analysis.data import markup
-from vramsweep.analysis.data.export import write_csv
+from vramsweep.analysis.data.export import guarded_frame, write_csv
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.report import page
 from vramsweep.analysis.report.content import Content, collect
 from vramsweep.harness import journal
 from vramsweep.harness.errors import UserError
+
+# Files and folders of files.
+WRITTEN = (
+    "rows.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "methods.txt", "environment.json", "figures",
+    "tables",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,10 +39,10 @@ class Written:
     notes: tuple[str, ...]
     answer: Answered | None = None
 
-    def text(self) -> str:
-        """For a terminal."""
+    def text(self, said: Collection[str] = ()) -> str:
+        """For a terminal, without the notes that were `said` there before."""
         lines = [self.summary or "no curve could be fitted", ""]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"note: {note}" for note in self.notes if note not in said]
         lines += ["", self.answer.text(), ""] if self.answer else []
         lines += [f"{name:<8} {path}" for name, path in self.places.items()]
         return "\n".join(lines)
@@ -46,13 +57,14 @@ class Written:
 def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str | None = None) -> Written:
     """Write rows.csv, figures/, report.html and the answer of that name into `folder`. Raises UserError when it cannot
     be written, or there is no such answer."""
+    _no_links(folder)
     content = collect(table, answer)
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_csv(table.frame, places["rows"])
         places |= _write_residuals(content, folder) | _write_answer(content.answer, folder)
-        places["report"].write_text(page.render(content), encoding="utf-8")
+        _whole(places["report"], page.render(content))
         notes = plots.write(content.figures, places["figures"], formats)
     except OSError as error:
         raise _unwritable(error, folder) from None
@@ -61,6 +73,7 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
 
 def write_paper(table: Table, folder: Path, answer: str | None = None) -> Written:
     """Write the paper folder: PDF figures, .tex and .md tables, CSV, methods, environment. Raises UserError."""
+    _no_links(folder)
     content = collect(table, answer)
     places = {"figures": folder / "figures", "tables": folder / "tables", "methods": folder / "methods.txt",
               "machine": folder / "environment.json", "rows": folder / "rows.csv"}  # fmt: skip
@@ -68,7 +81,7 @@ def write_paper(table: Table, folder: Path, answer: str | None = None) -> Writte
         for name in ("figures", "tables"):
             places[name].mkdir(parents=True, exist_ok=True)
         for figure in content.figures:
-            figure.data.to_csv(places["figures"] / f"{figure.name}.csv", index=False)
+            guarded_frame(figure.data).to_csv(places["figures"] / f"{figure.name}.csv", index=False)
         notes = plots.images(content.figures, places["figures"], ["pdf"])
         _write_tables(content, places["tables"])
         captions = "\n".join(f"{f.name}: {f.title}. {f.caption}" for f in content.figures)
@@ -81,6 +94,24 @@ def write_paper(table: Table, folder: Path, answer: str | None = None) -> Writte
     except OSError as error:
         raise _unwritable(error, folder) from None
     return Written(places, content.summary, (*content.warnings, *notes))
+
+
+def _whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it: whoever reads it, also after a kill, finds the one before or this one."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    aside.rename(path)
+
+
+def _no_links(folder: Path) -> None:
+    """Raises UserError where anything that would be written in the folder is a link."""
+    written = [folder / name for name in WRITTEN]
+    within = [one for place in written if place.is_dir() and not place.is_symlink() for one in place.iterdir()]
+    if links := [place for place in (*written, *within) if place.is_symlink()]:
+        raise UserError(
+            f"{links[0]} is a link to {links[0].readlink()}, which a report does not write through; remove it, or "
+            "choose a folder with --out"
+        )
 
 
 def _remove(*files: Path) -> None:
@@ -106,7 +137,7 @@ def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
     if answer is None:
         _remove(*files)
         return {}
-    answer.frame.to_csv(files[0], index=False)
+    guarded_frame(answer.frame).to_csv(files[0], index=False)
     files[1].write_text(answer.markdown(), encoding="utf-8")
     return {"answer": files[1]}
 
@@ -117,7 +148,7 @@ def _write_tables(content: Content, folder: Path) -> None:
         if len(frame):
             (folder / f"{name}.tex").write_text(markup.latex(frame, title, name), encoding="utf-8")
             (folder / f"{name}.md").write_text(markup.markdown(frame), encoding="utf-8")
-            frame.to_csv(folder / f"{name}.csv", index=False)
+            guarded_frame(frame).to_csv(folder / f"{name}.csv", index=False)
 
 
 def _unwritable(error: OSError, folder: Path) -> UserError:

@@ -8,8 +8,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from vramsweep.harness.allocator.config import MIB
@@ -17,6 +15,7 @@ from vramsweep.harness.allocator.holders import Holders
 from vramsweep.harness.allocator.replay import Row, WhatIf, what_if
 from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.search import grid, rank
+from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 
 _UNITS = {"": 1, "B": 1}
@@ -106,12 +105,12 @@ def _print_table(result: WhatIf) -> None:
     console.print(table)
     if result.rows[0].holders is not None:
         console.print(_holders(result.rows[0].holders))
-    console.print(verdict(result.rows[0]), markup=False, highlight=False)
+    console.print(verdict(result.rows[0]), highlight=False)
     for row in result.rows:
         for note in (*row.notes, *([f"out of memory at {row.out_of_memory}"] if row.out_of_memory else [])):
-            console.print(f"{row.settings or '(defaults)'}: {note}", markup=False, highlight=False)
+            console.print(f"{row.settings or '(defaults)'}: {note}", highlight=False)
     for note in _warnings(result):
-        console.print(note, markup=False, highlight=False)
+        console.print(note, highlight=False)
 
 
 def _holders(peak: Holders) -> Table:
@@ -124,7 +123,7 @@ def _holders(peak: Holders) -> Table:
     table.add_column("asked for by (what it is for is not recorded)", overflow="fold")
     for one in peak.largest:
         blocks = f"{one.count} x {_mib(one.bytes)}" if one.count > 1 else "1"
-        table.add_row(_mib(one.bytes * one.count), blocks, escape(one.where or "unknown"))
+        table.add_row(_mib(one.bytes * one.count), blocks, one.where or "unknown")
     table.add_row(_mib(peak.rest), str(peak.rest_count), "others")
     table.add_row(_mib(peak.rounding), "", "rounding")
     return table

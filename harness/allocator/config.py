@@ -8,6 +8,7 @@ where upstream would read only its first digits ("128.7"), and an unknown option
 import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from vramsweep.harness.errors import UserError
@@ -265,6 +266,7 @@ class AllocatorConfig:
 _DEFAULT = AllocatorConfig()
 
 
+@lru_cache(maxsize=256)  # every rule that looks at a trial's allocator reads its text anew
 def parse(text: str) -> AllocatorConfig:
     """Read PYTORCH_CUDA_ALLOC_CONF; "" gives the defaults.
 
@@ -332,10 +334,10 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
         return _typed(settings, key, float) or None
     if key == "roundup_power2_divisions":
         table = _typed(settings, key, dict)
-        try:
-            return tuple(int(table[str(1 << i)]) for i in range(INTERVALS))
-        except (KeyError, TypeError, ValueError):
-            raise AllocatorConfigError("allocator_settings: roundup_power2_divisions is not complete") from None
+        divisions = [table.get(str(1 << i)) for i in range(INTERVALS)]
+        if not all(type(d) is int for d in divisions):
+            raise AllocatorConfigError("allocator_settings: roundup_power2_divisions is not complete")
+        return tuple(divisions)
     return _typed(settings, key, bool)
 
 

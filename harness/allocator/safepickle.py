@@ -78,15 +78,20 @@ def load(path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Any:
                 "record fewer events (max_entries), or raise the limit with --max-file-size"
             )
         data = path.read_bytes()
-    except OSError as error:
-        raise UnsafePickle(f"cannot read {path.name}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # a name with a NUL in it, as a foreign row may have
+        raise UnsafePickle(f"cannot read {path.name}: {getattr(error, 'strerror', None) or error}") from None
+    return loads(data, path.name)
+
+
+def loads(data: bytes, name: str) -> Any:
+    """The plain data in a pickle; `name` is what a message calls it. Raises UnsafePickle."""
     try:
         _scan(data)
         return _NoGlobals(io.BytesIO(data)).load()
     except UnsafePickle as error:
-        raise UnsafePickle(f"{path.name} is refused: {error}") from None
+        raise UnsafePickle(f"{name} is refused: {error}") from None
     except Exception as error:  # the unpickler raises nearly anything on damaged input
-        raise UnsafePickle(f"{path.name} is damaged or not a pickle: {type(error).__name__}: {error!s:.80}") from None
+        raise UnsafePickle(f"{name} is damaged or not a pickle: {type(error).__name__}: {error!s:.80}") from None
 
 
 def _scan(data: bytes) -> None:

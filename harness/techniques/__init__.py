@@ -25,9 +25,11 @@ __all__ = ["AXES", "DEFAULTS", "OWN", "TECHNIQUES", "Axis", "Package", "Techniqu
 _MODULES = (weights, layers, activations, optimizers, samples)  # in the order in which they are applied
 AXES: tuple[Axis, ...] = tuple(axis for module in _MODULES for axis in module.AXES)
 TECHNIQUES: tuple[Technique, ...] = tuple(entry for module in _MODULES for entry in module.TECHNIQUES)
-_BY_AXIS: dict[str, dict[Any, Technique]] = {}
-for _entry in TECHNIQUES:
-    _BY_AXIS.setdefault(_entry.axis, {})[_entry.name] = _entry
+_BY_AXIS: dict[str, dict[Any, Technique]] = {
+    axis.name: found
+    for axis in AXES
+    if (found := {entry.name: entry for entry in TECHNIQUES if entry.axis == axis.name})
+}
 DEFAULTS = {axis.name: axis.default for axis in AXES if axis.default is not None}
 
 
@@ -48,7 +50,7 @@ def technique(axis: str, name: Any) -> Technique:
 
 def chosen(trial: Trial) -> tuple[Technique, ...]:
     """The entries of the trial's values, in the order of the axes; the user's own code applies them itself."""
-    found = (_BY_AXIS[axis.name].get(getattr(trial, axis.name)) for axis in AXES if axis.name in _BY_AXIS)
+    found = [entries.get(getattr(trial, name)) for name, entries in _BY_AXIS.items()]
     return tuple(entry for entry in found if entry is not None)
 
 
@@ -79,7 +81,7 @@ def rules(trial: Trial) -> Iterator[str | None]:
 
 def _known(trial: Trial, axis: Axis) -> str | None:
     value = getattr(trial, axis.name)
-    allowed = values(axis.name)
+    allowed = _BY_AXIS.get(axis.name)
     if allowed and value not in allowed:
         return f"{axis.name}={value}: there is no such {axis.name}; choose one of {', '.join(map(str, allowed))}"
     if axis.of is not None and value != axis.default and trial.runner.name not in OWN:

@@ -1,7 +1,8 @@
 """The thin Hydra side: compose the grid once, hand all trials to harness.launch in one batch.
 
 Hydra composes every job twice, for 57 ms each: minutes for thousands of trials. Here a configuration is composed once
-for each combination of config groups; plain values are then set on copies of it with Hydra's own function. Lengths and
+for each option of a config group, or for each combination of them where they meddle with each other; plain values are
+then set on copies of it with Hydra's own function. Lengths and
 batches, of which there may be thousands, are set after a configuration is resolved, where nothing in it refers to them.
 """
 
@@ -23,8 +24,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from vramsweep.harness import launch
+from vramsweep.harness.command import CONF
+from vramsweep.harness.configurations import Job
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.launch import Job
 
 FREE = ("seq_len", "micro_batch")
 # Interpolations that read no more than a setting beside them, or what our own resolvers do (ds_config, world_size).
@@ -52,10 +54,24 @@ ConfigStore.instance().store(group="hydra/sweeper", name="vramsweep", node=Sweep
 
 
 class VramsweepSweeper(BasicSweeper):
-    """The basic sweeper; the launcher composes, and so checks, each combination before anything is started."""
+    """The basic sweeper; the launcher composes, and so checks, each combination before anything is started.
 
-    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Nothing: see the class."""
+    It leaves no multirun.yaml, which would say where the user's folders are, and more than the rows do of nothing else.
+    """
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """All combinations, in one batch or in those of max_batch_size."""
+        assert self.hydra_context is not None
+        assert self.launcher is not None
+        words = [*self._parse_config(), *arguments]
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        self.overrides = self.split_arguments(parser.parse_overrides(words), self.max_batch_size)
+        returns, index = [], 0
+        while not self.is_done():
+            batch = self.get_job_batch()
+            returns.append(self.launcher.launch(batch, initial_job_idx=index))
+            index += len(batch)
+        return returns
 
 
 class VramsweepLauncher(Launcher):
@@ -88,19 +104,14 @@ class VramsweepLauncher(Launcher):
         parser = OverridesParser.create(config_loader=loader)
         parsed = {text: parser.parse_override(text) for text in {t for overrides in job_overrides for t in overrides}}
         keys = {text: override.key_or_group for text, override in parsed.items()}
-        groups = {key for key in keys.values() if loader.list_groups(key) or loader.get_group_options(key)}
+        groups = {key for key in set(keys.values()) if loader.list_groups(key) or loader.get_group_options(key)}
         plain = {text for text, override in parsed.items() if _plain(override) and keys[text] not in groups}
         free = {text: value for text in plain if keys[text] in FREE and type(value := parsed[text].value()) is int}
-        composed: dict[tuple[str, ...], DictConfig] = {}
+        rests = [tuple(text for text in overrides if text not in plain) for overrides in job_overrides]
+        composed = self._composed(list(dict.fromkeys(rests)))
         changed: dict[tuple[str, ...], tuple[DictConfig, set[str]]] = {}
         jobs = []
-        for overrides in job_overrides:
-            rest = tuple(text for text in overrides if text not in plain)
-            if rest not in composed:
-                config = loader.load_sweep_config(self.config, list(rest))
-                with open_dict(config):
-                    del config["hydra"]
-                composed[rest] = config
+        for overrides, rest in zip(job_overrides, rests, strict=True):
             fixed = tuple(text for text in overrides if text not in free)
             if fixed not in changed:
                 config = copy.deepcopy(composed[rest])
@@ -113,6 +124,55 @@ class VramsweepLauncher(Launcher):
                 ConfigLoaderImpl._apply_overrides_to_config([parsed[t] for t in overrides if t in free], config)
             jobs.append((config, point))
         return jobs
+
+    def _composed(self, rests: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], DictConfig]:
+        """The configuration of each combination of words.
+
+        Of many, Hydra composes the first, those that differ from it in one word, and the last. The others are the first
+        with what each of their words changes in it. That is so only where no two groups change the same top-level
+        setting, where the last comes out as Hydra has it, and where nothing is read but our own conf/, in which no
+        option depends on two groups; elsewhere Hydra composes all.
+        """
+        alternatives = [list(dict.fromkeys(words)) for words in zip(*rests, strict=False)]
+        few = len(rests) <= 2 + sum(len(words) - 1 for words in alternatives)
+        if few or len(set(map(len, rests))) > 1 or not self._ours():
+            return {rest: self._load(rest) for rest in rests}
+        first, last = rests[0], rests[-1]
+        base = self._load(first)
+        before = _values(base)
+        changes: dict[tuple[int, str], dict[str, Any]] = {}
+        for at, words in enumerate(alternatives):
+            for word in words:
+                after = before if word == first[at] else _values(self._load((*first[:at], word, *first[at + 1 :])))
+                changes[at, word] = {k: value for k, value in after.items() if k not in before or value != before[k]}
+                if before.keys() - after.keys():
+                    return {rest: self._load(rest) for rest in rests}
+        touched = [{key for word in words for key in changes[at, word]} for at, words in enumerate(alternatives)]
+
+        def with_changes(rest: tuple[str, ...]) -> DictConfig:
+            config = copy.deepcopy(base)
+            with open_dict(config):
+                for each in enumerate(rest):
+                    for key, value in changes[each].items():
+                        config[key] = value
+            return config
+
+        apart = sum(map(len, touched)) == len(set().union(*touched))
+        if not apart or _values(with_changes(last)) != _values(self._load(last)):
+            return {rest: self._load(rest) for rest in rests}
+        return {rest: with_changes(rest) for rest in rests}
+
+    def _load(self, words: Sequence[str]) -> DictConfig:
+        """A configuration as Hydra composes it, without the `hydra` node."""
+        config = self.context.config_loader.load_sweep_config(self.config, list(words))
+        with open_dict(config):
+            del config["hydra"]
+        return config
+
+    def _ours(self) -> bool:
+        """Whether all that is composed is of conf/, and of Hydra."""
+        sources = {source.provider: source.path for source in self.context.config_loader.get_sources()}
+        return sources.keys() <= {"hydra", "main", "schema"} and Path(sources["main"]) == CONF
 
 
 def _referred(config: DictConfig) -> set[str]:
@@ -128,14 +188,20 @@ def _referred(config: DictConfig) -> set[str]:
         elif isinstance(node, str) and "${" in node:
             yield node
 
-    values = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(values, dict)
+    values = _values(config)
     found: set[str] = set()
     for key in FREE:
         others = [text for name, value in values.items() if name != key for text in texts(value)]
         if key not in values or any(key in text or not OURS.fullmatch(text) for text in others):
             found.add(key)
     return found
+
+
+def _values(config: DictConfig) -> dict[str, Any]:
+    """A configuration's values as they are written, interpolations included."""
+    values = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def _plain(override: Override) -> bool:

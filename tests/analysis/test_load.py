@@ -151,7 +151,19 @@ def test_flagged_rows_are_said_and_kept(tmp_path: Path) -> None:
     rows[1]["flags"] = []
     table = load.load(synthetic.write(tmp_path, rows))
     assert len(table.frame) == len(rows)
-    assert any("1 row is flagged: contended 1, throttled 1" in note for note in table.warnings)
+    said = [note for note in table.warnings if "flagged" in note]
+    assert [note.split(" (")[0] for note in said] == ["1 row is flagged contended", "1 row is flagged throttled"]
+    assert all(note.endswith(f"): {rows[0]['trial_id']}") for note in said)  # which row, after what the flag means
+
+
+def test_a_trial_measured_again_with_other_memory_is_said(tmp_path: Path) -> None:
+    rows = synthetic.sweep(lengths=(128, 256), batches=(1,), repeats=1, allocators=("default",))
+    again = [{**rows[0], "peak_reserved_bytes": rows[0]["peak_reserved_bytes"] + 1}, {**rows[1]}]
+    notes = load.load(synthetic.write(tmp_path, rows + again)).warnings
+    (said,) = [note for note in notes if "to the byte" in note]
+    low = rows[0]["peak_reserved_bytes"]
+    assert f"peak_reserved_bytes of trial {rows[0]['trial_id']}, measured again, differs by 1 B" in said
+    assert f"{low:,} and {low + 1:,}" in said
 
 
 def test_the_host_of_a_gpu_and_a_library_that_not_all_rows_use_are_no_other_system(tmp_path: Path) -> None:

@@ -199,3 +199,25 @@ def test_every_table_has_json(folder: Path, capsys: pytest.CaptureFixture[str]) 
     for argv in (["fit", str(folder)], ["frontier", str(folder)], ["compare", str(folder), "--by", "micro_batch=1,2"]):
         cli.main([*argv, "--json"])
         assert json.loads(capsys.readouterr().out)
+
+
+def test_repeats_whose_memory_differs_are_named_and_speed_has_an_interval() -> None:
+    rows = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), repeats=3, allocators=("default",))
+    rows[1]["peak_reserved_bytes"] += 1
+    content = collect(from_frame(pd.DataFrame(rows), "test"))
+    pair = f"peak_reserved_bytes of repeats {rows[0]['trial_id']} and {rows[1]['trial_id']} differs by 1 B"
+    assert any(pair in warning for warning in content.warnings)
+    (table,) = [table for title, _, table in content.tables if title == "Settings"]
+    assert table["95 % between processes (tokens/s)"].iloc[0].endswith(" (3 processes)")
+    once = collect(from_frame(pd.DataFrame([row for row in rows if row["repeat"] == 0]), "test"))
+    assert any("measured once, so speed has no interval" in warning for warning in once.warnings)
+    (table,) = [table for title, _, table in once.tables if title == "Settings"]
+    assert table["95 % between processes (tokens/s)"].iloc[0] == "none: one process"
+
+
+def test_the_report_says_each_flag_in_its_words() -> None:
+    rows = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), repeats=1, allocators=("default",))
+    for row in rows:
+        row["flags"] = ["not_settled"]
+    warnings = collect(from_frame(pd.DataFrame(rows), "test")).warnings
+    assert any(w.startswith("3 rows are flagged not_settled (the steps got faster (warm-up went on)") for w in warnings)

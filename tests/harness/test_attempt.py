@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import pytest
 import torch
 from conftest import ROOT, TARGETS, Run, custom, tiny
 
-from vramsweep.harness import attempt, machine, plan, sweep, techniques, waiting, warm
+from vramsweep.harness import attempt, leftovers, machine, plan, techniques, templates, waiting, warm
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.outcome import classify, transient
 from vramsweep.runners import template
@@ -68,9 +69,7 @@ MISBEHAVIOURS = [
     ("endless", "crash", "bytes that are no message", 2),
     ("dies_at_start", "crash", "ImportError: libcudart.so.12: no such file", 2),
     ("killed_at_start", "crash", "killed by SIGKILL", 2),
-    ("of_another", "crash", "forked no worker within", 2),
     ("refuses", "crash", "Resource temporarily unavailable", 1),
-    ("stale", "ok", "", 1),
     ("pid 0", "crash", "as its worker", 2),
     ("pid 1", "crash", "not its child", 2),
     ("pid -7", "crash", "gave -7 as pid", 2),
@@ -97,13 +96,13 @@ def test_a_template_that_misbehaves_costs_one_attempt_at_most(
 
 
 def _kept(made: Fakes) -> set[int]:
-    return {p.pid for p in made.launcher._kept} | {t.pid for t in made.launcher._templates.values()}
+    return made.launcher._kept | made.launcher.templates.pids()
 
 
 def test_a_process_that_is_not_the_templates_child_is_left_alone(fakes: Any) -> None:
     made = fakes("pid victim")
     victim = subprocess.Popen(["sleep", "100"], start_new_session=True)
-    made.launcher._kept.add(psutil.Process(victim.pid))
+    made.launcher._kept.add(victim.pid)
     try:
         evidence = made.attempt(VICTIM=str(victim.pid)).evidence
         assert classify(evidence)[0] == "crash"
@@ -120,17 +119,17 @@ def test_a_worker_that_outlives_being_killed_does_not_hold_up_the_trials_after_i
 ) -> None:
     made = fakes("survives")
     survivor = tmp_path / "survivor"
-    kill = psutil.Process.kill
+    kill = os.kill
 
-    def spare(process: psutil.Process) -> None:
-        if str(process.pid) != survivor.read_text():
-            kill(process)
+    def spare(pid: int, number: int) -> None:
+        if str(pid) != survivor.read_text():
+            kill(pid, number)
 
     with monkeypatch.context() as patch:  # as a process is that waits for a driver
-        patch.setattr(attempt, "END_S", 0.1)
+        patch.setattr(leftovers, "END_S", 0.1)
         patch.setattr(warm.os, "killpg", lambda *_: None)
         patch.setattr(warm.signal, "pidfd_send_signal", lambda *_: None)
-        patch.setattr(psutil.Process, "kill", spare)
+        patch.setattr(os, "kill", spare)
         first = made.attempt(deadline_s=1.5)
         pid = int(survivor.read_text())
         assert classify(first.evidence)[0] == "timeout"
@@ -140,7 +139,7 @@ def test_a_worker_that_outlives_being_killed_does_not_hold_up_the_trials_after_i
         assert [classify(made.attempt().evidence)[0] for _ in range(3)] == ["ok"] * 3
         assert time.monotonic() - began < 5
     assert made.starts() == 2
-    kill(psutil.Process(pid))
+    kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
 
@@ -245,11 +244,12 @@ def test_our_own_processes_are_never_foreign(fakes: Any, monkeypatch: pytest.Mon
     try:
         made = fakes("good")
         made.attempt()
-        (template,) = made.launcher._templates.values()
-        pids = (os.getpid(), template.pid, before.pid, 1 << 22)  # the last: of the host, where this is a container
+        (template,) = made.launcher.templates.pids()
+        pids = (os.getpid(), template, before.pid, 1 << 22)  # the last: of the host, where this is a container
         card = machine.Gpu(0, "NVIDIA H100", "GPU-1", "1", 80 << 30, 1 << 30, pids)
         monkeypatch.setattr(machine, "gpus", lambda: [card])
-        assert sweep._foreign([card], made.launcher.own_pids, lambda _: None) == (before.pid, 1 << 22)
+        taken = made.launcher.occupancy.taken([card], made.launcher.own_pids, lambda _: None)
+        assert taken is not None and taken.processes == (before.pid, 1 << 22)
     finally:
         before.kill()
         before.wait()
@@ -287,6 +287,7 @@ def test_steps_of_a_killed_worker_are_read_up_to_the_torn_line(tmp_path: Path) -
         ('{"runner_config": {"a": [{"b": -Infinity}]}}', "runner_config"),
         ('{"peak_reserved_bytes": 1.5}', "peak_reserved_bytes"),
         ('{"made_up": 1}', "made_up"),
+        ('{"step_times_s": [null, null]}', "step_times_s"),
     ],
 )
 def test_a_result_that_fits_no_row_names_its_column(tmp_path: Path, values: str, column: str) -> None:
@@ -319,21 +320,21 @@ def test_a_flood_of_output_is_cut_and_the_row_says_so(
     assert classify(done.evidence)[0] == "ok"
     assert log.stat().st_size < 2_000_000  # of 8 million
     assert b"of this log were dropped]\n" in log.read_bytes()
-    assert str(waiting.last_line(log)).startswith("line 399")
+    assert str(waiting.last_words(log)).startswith("line 399")
     assert "bytes of its logs were dropped" in done.notes[0]
 
 
 def test_the_last_line_of_a_huge_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert waiting.last_line(log) is None
+    assert waiting.last_words(log) is None
     log.write_text("one\n\n  two \n \n")
-    assert waiting.last_line(log) == "two"
+    assert waiting.last_words(log) == "two"
     with log.open("r+b") as file:
         file.truncate(1 << 40)  # sparse: reading it whole would never end
         file.seek(0, os.SEEK_END)
         file.write(b"\nlast " + b"x" * 10_000 + b"\n")
-    assert str(waiting.last_line(log)).startswith("last xxx")
-    assert len(str(waiting.last_line(log))) == waiting.REASON_LENGTH
+    assert str(waiting.last_words(log)).startswith("last xxx")
+    assert len(str(waiting.last_words(log))) == waiting.REASON_LENGTH
 
 
 @pytest.mark.parametrize("isolation", ["cold", "warm"])
@@ -393,10 +394,18 @@ def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         """A template that forks nothing."""
 
         lost = None
+        users = 0
 
-        def __init__(self, *_: Any) -> None:
+        def __init__(self, runner: str, environ: Any, log: Path, bounds: Any) -> None:
             started.append(1)
+            self.log = log
             self.pid = os.getpid()
+
+        def claim(self) -> bool:
+            return True
+
+        def give_back(self) -> None:
+            pass
 
         def ready(self, look: Any) -> None:
             return None
@@ -407,11 +416,11 @@ def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         def close(self) -> None:
             pass
 
-        def fork(self, folder: Path) -> None:
+        def fork(self, folder: Path, environ: Any) -> None:
             raise warm.Lost("of no matter here")
 
-    monkeypatch.setattr(attempt, "Template", Counted)
-    monkeypatch.setattr(attempt, "room", lambda: room)
+    monkeypatch.setattr(templates, "Template", Counted)
+    monkeypatch.setattr(templates, "room", lambda: room)
     settings = [{"name": f"s{n}", "conf": f"max_split_size_mb:{n + 21}"} for n in range(9)]
     values = [tiny(seq_len=n, allocator=a, device={"name": "cuda"}) for a in settings for n in (32, 64, 96, 128)]
     planned = plan.order(plan.expand(values, 1))

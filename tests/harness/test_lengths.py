@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import custom, tiny
+from conftest import SETTINGS, custom, tiny
 
 from vramsweep.harness import lengths, plan
 from vramsweep.harness import trial as trials
+from vramsweep.harness.budget import Budget
 
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
 
@@ -200,7 +201,9 @@ def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_estimated_goes_with_the_lengths() -> None:
     short, whole = (
-        plan.estimate_s(plan.order(plan.expand([tiny(seq_len=4096, data=data)], 1)), [], 1e6)[0]
+        Budget(plan.Settings(**(SETTINGS | {"timeout_s": 1e9})), flops=1e6)
+        .total(plan.order(plan.expand([tiny(seq_len=4096, data=data)], 1)))
+        .seconds
         for data in ("lengths:lognormal(64,0.5)", "synthetic")
     )
     assert short is not None and whole is not None

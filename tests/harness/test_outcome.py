@@ -117,9 +117,11 @@ def test_what_answers_and_what_runs_again() -> None:
     def names(test: object) -> str:
         return " ".join(o for o in Outcome if test(o))  # type: ignore[operator]
 
-    assert names(is_answer) == "ok oom host_oom invalid"
-    assert names(lambda o: runs_again(o, asked=False)) == "contended environment"
-    assert names(lambda o: runs_again(o, asked=True)) == "timeout crash cuda_error contended bad_result environment"
+    assert names(is_answer) == "ok oom host_oom invalid skipped"
+    assert names(lambda o: runs_again(o, asked=False)) == "contended environment skipped"
+    assert names(lambda o: runs_again(o, asked=True)) == (
+        "timeout crash cuda_error contended bad_result environment skipped"
+    )
     assert names(lambda o: not is_verdict(o)) == "contended environment"
 
 

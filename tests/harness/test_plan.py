@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 from typing import Any
 
 import pytest
 from conftest import SETTINGS, tiny
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vramsweep.harness import plan
+from vramsweep.harness import plan, warm
+from vramsweep.harness.budget import configuration
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import line
 from vramsweep.harness.row import complete
@@ -37,6 +39,76 @@ def test_order_puts_repeats_last_and_impossible_trials_first() -> None:
     ordered = plan.order(expanded)
     assert [p.trial.seq_len if p.trial else None for p in ordered] == [None, None, 24, 8, 16, 24, 8, 16]
     assert [p.trial.repeat for p in ordered if p.trial] == [0, 0, 0, 1, 1, 1]
+
+
+def test_configurations_interleave() -> None:
+    """ABC ABC ABC, never AAA BBB CCC: every configuration runs once before any runs again, whatever its template."""
+    runners = ({"name": "torch"}, {"name": "trainer"})
+    grid = [tiny(seq_len=n, micro_batch=b, runner=r) for n in (8, 16, 24) for b in (1, 2) for r in runners]
+    ordered = [p.trial for p in plan.order(plan.expand(grid, repeats=3)) if p.trial]
+    names = [(one.seq_len, one.micro_batch, one.runner.name) for one in ordered]
+    rounds = [names[at : at + len(grid)] for at in range(0, len(names), len(grid))]
+    assert len(rounds) == 3
+    assert all(len(set(one)) == len(grid) for one in rounds)
+    pairs = [[one[2] for one in names[at : at + 2]] for at in range(0, len(names), 2)]
+    assert pairs == [["torch", "trainer"], ["trainer", "torch"]] * 9  # the next point begins with what is alive
+
+
+lengths_of = st.lists(st.integers(1, 200), min_size=1, max_size=6, unique=True)
+CONFIGURATIONS = [
+    {"runner": {"name": runner}, "precision": precision, "seed": seed}
+    for runner in ("torch", "trainer")
+    for precision in ("fp32", "bf16")
+    for seed in (0, 1)
+]
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths_of, lengths_of, st.integers(1, 2), st.randoms(use_true_random=False))
+def test_any_beginning_is_balanced(seq_lens: list[int], batches: list[int], repeats: int, random: Random) -> None:
+    """Of each configuration as many trials, give or take one; and of each, the ends before what lies between them."""
+    grid = [tiny(seq_len=n, micro_batch=b, **c) for n in seq_lens for b in batches for c in CONFIGURATIONS]
+    random.shuffle(grid)
+    ordered = plan.order(plan.expand(grid, repeats))
+    assert {p.trial_id for p in ordered} == {p.trial_id for of_one in plan.expand(grid, repeats) for p in of_one}
+    assert len({configuration(p.resolved) for p in ordered}) == 4  # seeds are repeats by another name
+    names = [(p.trial.runner.name, p.trial.precision, p.trial.seed) for p in ordered if p.trial]
+    counts = dict.fromkeys(names, 0)
+    for name in names:
+        counts[name] += 1
+        assert max(counts.values()) - min(counts.values()) <= 1
+    shapes = list(dict.fromkeys((p.trial.repeat, p.trial.seq_len, p.trial.micro_batch) for p in ordered if p.trial))
+    assert shapes[0] == (0, max(seq_lens), max(batches))
+    ends = {(0, n, b) for n in (min(seq_lens), max(seq_lens)) for b in (min(batches), max(batches))}
+    assert set(shapes[: len(ends)]) == ends
+    assert len(shapes) == repeats * len(seq_lens) * len(batches)  # each point is one run of trials
+
+
+def test_batches_are_coarse_to_fine_as_lengths_are() -> None:
+    grid = [tiny(seq_len=n, micro_batch=b) for n in range(1, 6) for b in range(1, 6)]
+    shapes = [(p.trial.seq_len, p.trial.micro_batch) for p in plan.order(plan.expand(grid, 1)) if p.trial]
+    assert shapes[:4] == [(5, 5), (5, 1), (1, 5), (1, 1)]
+    assert set(shapes[:9]) == {(n, b) for n in (1, 3, 5) for b in (1, 3, 5)}
+
+
+def test_more_templates_than_stay_alive_take_turns_by_length() -> None:
+    assert plan.ALIVE == warm.LEAST
+    cuda = {"name": "cuda"}
+    confs = [{"name": f"split{n}", "conf": f"max_split_size_mb:{n}"} for n in range(21, 21 + plan.ALIVE + 1)]
+    grid = [
+        tiny(seq_len=n, micro_batch=b, allocator=conf, device=cuda)
+        for n in (8, 16, 24)
+        for b in (1, 2)
+        for conf in confs
+    ]
+    ordered = [p.trial for p in plan.order(plan.expand(grid, 1)) if p.trial]
+    assert len(ordered) == len(grid)
+    changes = sum(a.allocator != b.allocator for a, b in itertools.pairwise(ordered))
+    points = [(t.seq_len, t.micro_batch) for t in ordered]
+    assert changes < len(grid) - 1 - 2 * len(confs)  # batches of one length run by one template, one after the other
+    few = [p.trial for p in plan.order(plan.expand([g for g in grid if g["allocator"] != confs[0]], 1)) if p.trial]
+    assert len(points) == len(few) + len(grid) // len(confs)
+    assert [len({(t.seq_len, t.micro_batch) for t in few[at : at + 8]}) for at in range(0, len(few), 8)] == [1] * 6
 
 
 def test_equal_combinations_are_one_trial() -> None:
@@ -113,13 +185,3 @@ def test_a_setting_cannot_be_swept() -> None:
 def test_settings_out_of_range(change: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         plan.settings([SETTINGS | change])
-
-
-def test_estimate_from_finished_rows_and_before_there_are_any() -> None:
-    todo = plan.order(plan.expand([tiny(seq_len=n) for n in (8, 16)], 1))
-    assert plan.estimate_s(todo, [{"duration_s": 2.0}, {"duration_s": 4.0}], None)[0] == pytest.approx(6.0)
-    seconds, basis = plan.estimate_s(todo, [], 1e9)
-    tokens = (8 + 16) * 2 * 5
-    assert seconds == pytest.approx(6 * 119360 * tokens / 1e9 + 4.0)
-    assert "rough" in basis
-    assert plan.estimate_s(todo, [], None)[0] is None

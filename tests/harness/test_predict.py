@@ -187,6 +187,24 @@ def by_hydra(*overrides: str) -> dict[str, Any]:
         (["model=tiny", "grad_accum=${micro_batch}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
         (["model=tiny", "lora_r=${oc.select:seq_len}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
         (["model=tiny", "allocator=custom", "allocator.conf='max_split_size_mb:64'"], {"seq_len": (8, 16)}),
+        (
+            ["seq_len=8"],
+            {
+                "model": ("tiny", "gpt2"),
+                "runner": ("torch", "trainer"),
+                "precision": ("bf16", "fp32"),
+                "allocator": ("default", "gc", "expandable"),
+            },
+        ),
+        (
+            ["runner=torch", "seq_len=8"],  # these meddle with each other
+            {
+                "model": ("tiny", "gpt2"),
+                "+model.config.attn_pdrop": (0.1, 0.2),
+                "precision": ("bf16", "fp32"),
+                "allocator": ("default", "gc"),
+            },
+        ),
         (["model=tiny", "protocol=seed"], {"seq_len": (8, "512"), "protocol.measured_steps": (1, 2)}),
     ],
 )
@@ -217,3 +235,20 @@ def test_lengths_share_one_configuration_unless_something_refers_to_them(monkeyp
     launch.main(words)
     launch.main([*words, "grad_accum=${micro_batch}"])
     assert counts == [(256, 2), (256, 256)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "loads"), [([], 6), (["+model.config.attn_pdrop=0.1,0.2"], 6 + 24), (None, 12)])
+def test_hydra_composes_an_option_once_unless_options_meddle(
+    more: list[str] | None, loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    load = ConfigLoaderImpl.load_sweep_config
+    monkeypatch.setattr(
+        ConfigLoaderImpl, "load_sweep_config", lambda self, *words: counts.append(words) or load(self, *words)
+    )
+    monkeypatch.setattr(launch, "launch", lambda jobs, whole=True: [None] * len(jobs))
+    own = ["--config-dir", str(tmp_path)] if more is None else more  # of the user's files nothing is known
+    groups = ["model=tiny,gpt2", "allocator=default,gc,expandable", "precision=bf16,fp32"]
+    launch.main(["-m", "device=simulated", "seq_len=range(1,65)", *groups, *own])
+    assert len(counts) == loads

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from conftest import ROOT, TARGETS, Run, gone, tiny, wait_for
 
 from vramsweep.harness import attempt, journal, plan, predictions, status, sweep
+from vramsweep.harness.occupancy import Occupancy
 from vramsweep.harness.outcome import Evidence
 from vramsweep.harness.row import COLUMNS, Row
 
@@ -184,6 +186,9 @@ def test_a_stopped_sweep_leaves_no_process_and_goes_on_where_it_was(
 class Lying(attempt.Launcher):
     """A launcher whose worker leaves these lines, and answers an attempt of a trial's own as `evidence` says."""
 
+    run = "lying"
+    occupancy = Occupancy()
+    threads = ThreadPoolExecutor()
     lines: bytes = b""
     evidence = Evidence(exit_code=0, result={"values": {"loss_last": 1.0}})
 
@@ -227,7 +232,9 @@ def test_only_whole_lines_that_are_answers_become_rows(
         good(ids[2], "text"),
         line(ids[3], crash),
         line(ids[4], 5),
-        line([ids[5]], crash) + "nonsense\n[]\n",
+        line([ids[5]], crash) + "nonsense\n[]\n" + "[" * 100_000 + "\n",
+        good(ids[5]).replace("0.5", "NaN"),
+        good(ids[7]).replace("0.5", '0.5, "record": [1]'),
         good(ids[6]).rstrip("\n"),  # torn
     ]
     monkeypatch.setattr(Lying, "lines", "".join(lines).encode())

@@ -53,5 +53,5 @@ def test_the_documented_columns_are_the_registry() -> None:
 
 
 def test_outcomes_are_the_design_s() -> None:
-    names = "ok oom host_oom timeout crash cuda_error contended invalid bad_result environment"
+    names = "ok oom host_oom timeout crash cuda_error contended invalid bad_result environment skipped"
     assert [str(o) for o in Outcome] == names.split()

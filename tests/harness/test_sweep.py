@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from conftest import ROOT, SETTINGS, TARGETS, Run, custom, gone, tiny, wait_for
 
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import load
-from vramsweep.harness import attempt, journal, machine, plan, status, sweep
+from vramsweep.harness import account, attempt, journal, machine, plan, status, sweep
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal
+from vramsweep.harness.occupancy import Occupancy
 from vramsweep.harness.outcome import Evidence
+from vramsweep.harness.pool import Slot
 from vramsweep.harness.row import complete
 
 
@@ -29,9 +33,9 @@ def test_each_fault_is_its_outcome_and_the_sweep_goes_on(
 ) -> None:
     before = set(psutil.Process().children(recursive=True))  # other tests' browsers among them
     monkeypatch.setenv("ORPHAN", str(tmp_path / "orphan.pid"))
-    names = ["killed", "hangs", "raises", "oom", "exits", "host_oom", "orphan", "good"]
+    names = ["killed", "hangs", "raises", "oom", "exits", "host_oom", "orphan", "forks_for_ever", "good"]
     if isolation == "cold":  # the slow way: what differs from the warm one
-        names = ["killed", "hangs", "orphan", "good"]
+        names = ["killed", "hangs", "orphan", "forks_for_ever", "good"]
     values = [custom(name, seed=n) for n, name in enumerate(names)]
     rows = run_sweep(*values, tiny(seq_len=0), isolation=isolation, timeout_s=12 if isolation == "cold" else 6)
     outcomes = dict(zip(names, [row["outcome"] for row in rows], strict=False))
@@ -43,6 +47,7 @@ def test_each_fault_is_its_outcome_and_the_sweep_goes_on(
         "exits": "bad_result",
         "host_oom": "host_oom",
         "orphan": "ok",
+        "forks_for_ever": "ok",
         "good": "ok",
     }
     assert outcomes == {name: expected[name] for name in names}
@@ -66,7 +71,7 @@ def test_finished_trials_are_skipped_and_changed_ones_run(run_sweep: Run, tmp_pa
     assert again[0]["started_at"] == first[0]["started_at"]
     after = (tmp_path / "t" / journal.NAME).read_bytes()
     assert after.startswith(before)
-    assert len(after.splitlines()) == 2
+    assert len(list(filter(None, after.splitlines()))) == 2
     run_sweep(one, two, isolation="warm")
     assert (tmp_path / "t" / journal.NAME).read_bytes() == after
 
@@ -86,11 +91,14 @@ class FakeLauncher:
     """Answers attempts from a list of evidence, without a process."""
 
     isolation = "warm"
+    occupancy = Occupancy()
 
     def __init__(self, *evidence: Evidence) -> None:
         self.evidence = list(evidence)
 
-    def attempt(self, spec: Any, folder: Path, environ: Any, runner: str, deadline_s: float) -> attempt.Attempted:
+    def attempt(
+        self, spec: Any, folder: Path, environ: Any, runner: str, deadline_s: float, look: Any
+    ) -> attempt.Attempted:
         return attempt.Attempted(self.evidence.pop(0), 1.0, "warm")
 
     def own_pids(self) -> set[int]:
@@ -101,8 +109,10 @@ def run_fake(folder: Path, evidence: list[Evidence], retries: int, **over: Any) 
     slept: list[float] = []
     (item,) = plan.order(plan.expand([tiny(**over)], 1))
     chosen = plan.Settings(**(SETTINGS | {"retries": retries, "backoff_s": 5}))
+    assert item.trial
+    slot = Slot(account.cards(item.trial), sleep=slept.append)
     with Journal(folder) as book:
-        row = sweep.run_trial(item, chosen, folder, book, FakeLauncher(*evidence), slept.append)  # type: ignore[arg-type]
+        row = sweep.run_trial(item, chosen, folder, book, FakeLauncher(*evidence), slot)  # type: ignore[arg-type]
     return row, slept, journal.read(folder)[0]
 
 
@@ -136,7 +146,7 @@ def test_a_busy_gpu_is_contended_and_no_process_is_started(tmp_path: Path, monke
     assert row["outcome"] == "contended"
     assert row["terminal"] is False  # a fault of the machine is no verdict
     assert row["foreign_processes"] == [4711]
-    looks = [0.2, 0.5, 1.0, 0.0]  # the worker before may take a moment to leave the device
+    looks = [0.2, 0.5, 1.0]  # the worker before may take a moment to leave the device
     assert slept == [*looks, 5, *looks]
 
 
@@ -170,6 +180,7 @@ def test_a_row_says_on_which_card_it_ran_out_of_memory_and_what_speaks_against_i
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100])
     monkeypatch.setattr(machine, "gpus", lambda: [H100])
+    monkeypatch.setattr(machine, "host_load", lambda: 0.0)
     error = {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}
     oom = Evidence(exit_code=1, result={"error": error, "values": {"device_baseline_bytes": 60 << 30}})
     row, _, _ = run_fake(tmp_path / "a", [oom], 0, device={"name": "cuda"})
@@ -184,6 +195,9 @@ class Scripted(attempt.Launcher):
     """Stands in for the launcher of a whole sweep; the evidence for each trial's attempts, by its seed."""
 
     script: dict[int, list[Evidence]]
+    run = "scripted"
+    occupancy = Occupancy()
+    threads = ThreadPoolExecutor()
 
     def __init__(self, isolation: str, log: Path) -> None:
         self.isolation = isolation
@@ -195,7 +209,9 @@ class Scripted(attempt.Launcher):
     def own_pids(self) -> set[int]:
         return set()
 
-    def attempt(self, spec: Any, folder: Path, environ: Any, runner: str, deadline_s: float) -> attempt.Attempted:
+    def attempt(
+        self, spec: Any, folder: Path, environ: Any, runner: str, deadline_s: float, look: Any
+    ) -> attempt.Attempted:
         folder.mkdir(parents=True)
         left = self.script[spec["trial"]["seed"]]
         return attempt.Attempted(left.pop(0) if len(left) > 1 else left[0], 1.0, "warm")
@@ -274,7 +290,7 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     now = status.read(tmp_path / "t")
     assert (now.done, now.total) == (1, 1)
     monkeypatch.setattr(machine, "facts", lambda: {"cpu_name": "three", "torch_version": "2.13.0"})
-    sweep._write_plan(tmp_path / "t", plan.order(plan.expand(values, 1)), plan.Settings(**SETTINGS))
+    sweep._write_plan(tmp_path / "t", plan.order(plan.expand(values, 1)), plan.Settings(**SETTINGS), "a run")
     assert (status.read(tmp_path / "t").done, status.read(tmp_path / "t").state) == (0, "stopped")
     (tmp_path / "t" / journal.NAME).write_bytes(
         b"".join((tmp_path / "t" / journal.NAME).read_bytes().splitlines(True)[:2])
@@ -310,7 +326,7 @@ def test_a_killed_template_is_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     parent = subprocess.Popen(command, env=environ)
     wait_for(lambda: pidfile.exists() and pidfile.read_text() != "")
     worker = int(pidfile.read_text())
-    template = psutil.Process(worker).ppid()
+    template = psutil.Process(psutil.Process(worker).ppid()).ppid()  # between them is what runners/init.py says
     assert template != parent.pid
     os.kill(template, signal.SIGKILL)
     assert parent.wait(60) == 0
@@ -342,6 +358,66 @@ def test_a_killed_parent_leaves_no_orphan_and_no_torn_row(
     wait_for(lambda: all(gone(pid) for pid in family))
     assert status.read(tmp_path / "t").state == "stopped"
     assert journal.read(tmp_path / "t") == ([], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("also", [False, True], ids=["the launcher", "and its guard"])
+def test_what_a_killed_sweep_has_left_is_ended_by_its_guard_or_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, also: bool
+) -> None:
+    """The trial's own process in a session of its own, whom no signal to a parent reaches."""
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("ORPHAN", str(pids))
+    target = f"{TARGETS / 'faults.py'}:orphan_and_hangs"
+    command = [sys.executable, "-m", "harness", "sweep", "model=tiny", "device=cpu", "runner=custom", "name=t"]
+    command += [f"runner.target={target}", f"results={tmp_path}", "report=false", "retries=0", "timeout_s=3"]
+    parent = subprocess.Popen(command, cwd=ROOT)
+    wait_for(lambda: pids.exists() and pids.read_text() != "")
+    orphan = int(pids.read_text())
+    guards = [p for p in psutil.Process(parent.pid).children() if any("leftovers" in word for word in p.cmdline())]
+    assert len(guards) == 1
+    if also:
+        guards[0].kill()
+    parent.kill()
+    parent.wait()
+    if also:
+        assert not gone(orphan)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert f"had left processes behind, which were ended: {orphan}" in done.stderr
+    wait_for(lambda: gone(orphan))
+    wait_for(lambda: gone(guards[0].pid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_once_finishes_the_running_trial_and_reports_twice_stops_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    pidfile, go_on = tmp_path / "pid", tmp_path / "go on"
+    monkeypatch.setenv("PIDFILE", str(pidfile))
+    monkeypatch.setenv("GO_ON", str(go_on))
+    target = f"{TARGETS / 'faults.py'}:waits"
+    command = [sys.executable, "-m", "harness", "sweep", "-m", "model=tiny", "device=cpu", "runner=custom", "name=t"]
+    command += [f"runner.target={target}", f"results={tmp_path}", "seq_len=8,16,24", "protocol=quick", "repeats=1"]
+    # a session of its own, all of which a terminal's Ctrl-C reaches
+    parent = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    wait_for(lambda: pidfile.exists() and pidfile.read_text() != "")
+    os.killpg(parent.pid, signal.SIGINT)
+    time.sleep(0.5)
+    if times == 1:
+        go_on.touch()
+    else:
+        os.killpg(parent.pid, signal.SIGINT)
+    _, err = parent.communicate(timeout=120)
+    assert parent.returncode == 130
+    assert "the same command goes on from here" in err and "Traceback" not in err
+    rows, unreadable = journal.read(tmp_path / "t")
+    assert ([row["outcome"] for row in rows], unreadable) == (["ok"] * (times == 1), 0)
+    assert (tmp_path / "t" / "report.html").exists() == (times == 1)
+    wait_for(lambda: gone(int(pidfile.read_text())))
 
 
 @pytest.mark.slow

@@ -95,9 +95,9 @@ def test_no_process_at_all_is_an_error_and_one_too_few_is_waited_for(monkeypatch
 
 def test_at_once_leaves_each_process_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setattr(tracer.node, "memory_here", lambda: 5 << 30)
-    assert 1 <= tracer.at_once() <= 5
-    monkeypatch.setattr(tracer.node, "memory_here", lambda: 1 << 20)
+    monkeypatch.setattr(tracer.node, "room", lambda: tracer.node.Room(8 << 30, 5 << 30))
+    assert tracer.at_once() == 5
+    monkeypatch.setattr(tracer.node, "room", lambda: tracer.node.Room(8 << 30, 1 << 20))
     assert tracer.at_once() == 1
 
 

@@ -24,6 +24,7 @@ from vramsweep.harness import outcome
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import read_result
 from vramsweep.harness.errors import EnvironmentFault
+from vramsweep.harness.flags import flags
 from vramsweep.harness.row import complete
 from vramsweep.runners import run, torch_loop, worker
 from vramsweep.runners.gauges import Gauges
@@ -130,7 +131,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "nvmlDeviceGetTotalEnergyConsumption": energy,
         "nvmlDeviceGetCurrentClocksEventReasons": lambda _: pynvml.nvmlClocksEventReasonSwPowerCap | 1,  # 1: idle
         "nvmlDeviceGetTemperature": lambda _, sensor: 51,
-        "nvmlDeviceGetClockInfo": lambda _, clock: 1980,
+        "nvmlDeviceGetClockInfo": lambda _, clock: 1965 if clock == pynvml.NVML_CLOCK_SM else 5001,
+        "nvmlDeviceGetMaxClockInfo": lambda _, clock: 1980 if clock == pynvml.NVML_CLOCK_SM else 5001,
     }.items():
         monkeypatch.setattr(pynvml, name, stand_in)
     return card
@@ -179,7 +181,10 @@ def test_a_row_of_the_stand_in(card: Card, tmp_path: Path) -> None:
     assert row["device_used_bytes"] == 700 * MIB
     assert row["device_baseline_bytes"] == 200 * MIB  # without the context that we made
     assert row["foreign_processes"] == []
-    assert row["gpu_uuid"] == UUID and row["driver_version"] == "999.1" and row["gpu_sm_clock_mhz"] == 1980
+    assert row["gpu_uuid"] == UUID and row["driver_version"] == "999.1" and row["gpu_sm_clock_mhz"] == 1965
+    assert (row["gpu_sm_clock_before_mhz"], row["gpu_sm_clock_max_mhz"]) == (1965, 1980)
+    assert 0 < row["host_elapsed_s"] < 10  # of this process's clock, whatever the stand-in's events say
+    assert flags(row) == ["allocation_retries"]
     assert row["peak_flops"] == 67e12
     assert row["mfu"] is not None and row["memory_source"] == "cuda_allocator"
     assert row["rss_baseline_bytes"] is None
@@ -196,10 +201,11 @@ def test_what_the_driver_does_not_give_is_unknown(card: Card, tmp_path: Path, mo
     def refused(*_: Any) -> Any:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    for name in ("TotalEnergyConsumption", "CurrentClocksEventReasons", "ClockInfo"):
+    for name in ("TotalEnergyConsumption", "CurrentClocksEventReasons", "ClockInfo", "MaxClockInfo"):
         monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", refused)
     row = drive(card, tmp_path)
     assert row["gpu_energy_j"] is row["gpu_power_w"] is row["throttle_reasons"] is row["gpu_sm_clock_mhz"] is None
+    assert row["gpu_sm_clock_before_mhz"] is row["gpu_sm_clock_max_mhz"] is None
     assert row["gpu_temperature_c"] == 51
 
 

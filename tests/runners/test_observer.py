@@ -157,7 +157,9 @@ def test_a_scaler_with_an_update_of_its_own_still_tells_what_it_skips(started: S
 class Graph:
     """In place of torch.cuda.CUDAGraph, which needs a card."""
 
-    def capture_begin(self) -> None: ...
+    def capture_begin(self, refused: bool = False) -> None:
+        if refused:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def capture_end(self) -> None: ...
 
@@ -181,6 +183,8 @@ def test_what_is_captured_in_a_graph_is_let_alone_and_its_replay_noticed(
     assert not observer.meter.graphed
     graph.replay()
     assert observer.meter.graphed
+    with pytest.raises(RuntimeError):
+        graph.capture_begin(refused=True)
     train(net, 1)
     assert observer.counts["steps"] == 3
 

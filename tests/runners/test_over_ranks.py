@@ -15,7 +15,8 @@ def rank(**over: Any) -> dict[str, Any]:
         "forward_peak_reserved_bytes": 70,
         "device_used_bytes": 300, "device_baseline_bytes": 10, "gpu_uuid": "a", "gpu_name": "card",
         "elapsed_s": 2.0, "step_times_s": [1.0, 1.0], "tokens_per_s": 500.0, "loss_last": 3.0,
-        "gpu_temperature_c": 50, "gpu_sm_clock_mhz": 1900, "throttle_reasons": [], "foreign_processes": None,
+        "gpu_temperature_c": 50, "gpu_sm_clock_mhz": 1900, "gpu_sm_clock_before_mhz": 1950,
+        "gpu_sm_clock_max_mhz": 1980, "throttle_reasons": [], "foreign_processes": None,
         "skipped_steps": 0, "notes": [], "optimizer_effective": "AdamW",
     } | over  # fmt: skip
 
@@ -26,7 +27,7 @@ ROWS = [
          inactive_split_peak_bytes=9, forward_peak_reserved_bytes=60, gpu_uuid="b", gpu_temperature_c=70, loss_last=9.0,
          throttle_reasons=["sw_power_cap"], notes=["one"], device_total_bytes=999),
     rank(peak_allocated_bytes=95, peak_active_bytes=97, elapsed_s=4.0,
-         step_times_s=[2.0, 2.0], tokens_per_s=250.0, gpu_sm_clock_mhz=1500,
+         step_times_s=[2.0, 2.0], tokens_per_s=250.0, gpu_sm_clock_mhz=1500, gpu_sm_clock_before_mhz=1400,
          device_used_bytes=400, device_baseline_bytes=50, gpu_uuid="c",
          throttle_reasons=["hw_slowdown", "sw_power_cap"], foreign_processes=[7], skipped_steps=1,
          notes=["one", "two"]),
@@ -51,6 +52,7 @@ def test_speed_is_the_slowest_rank_s_and_health_the_worst_of_all() -> None:
     row = over_ranks(ROWS)
     assert (row["elapsed_s"], row["step_times_s"], row["tokens_per_s"]) == (4.0, [2.0, 2.0], 250.0)
     assert (row["gpu_temperature_c"], row["gpu_sm_clock_mhz"], row["device_used_bytes"]) == (70, 1500, 400)
+    assert (row["gpu_sm_clock_before_mhz"], row["gpu_sm_clock_max_mhz"]) == (1400, 1980)
     assert row["device_baseline_bytes"] == 50
     assert row["throttle_reasons"] == ["hw_slowdown", "sw_power_cap"]
     assert row["foreign_processes"] == [7]

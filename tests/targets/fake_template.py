@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Any
 RESULT: dict[str, Any] = {"values": {"loss_last": 1.0}}
 
 
-def say(attempt: str | None, event: str, **more: object) -> None:
-    os.write(replies, json.dumps({"attempt": attempt, "event": event, **more}).encode() + b"\n")
+def say(pipe: int, event: str, **more: object) -> None:
+    os.write(pipe, json.dumps({"event": event, **more}).encode() + b"\n")
 
 
 def stop() -> None:
@@ -23,7 +24,7 @@ def stop() -> None:
 
 def child(folder: Path) -> None:
     os.setsid()
-    os.close(replies)
+    os.close(pipe)
     text = json.dumps(RESULT)
     if mode == "nan":
         text = text.replace("1.0", "NaN")
@@ -58,39 +59,36 @@ elif mode.startswith("dies"):
     sys.exit("Traceback ...\nImportError: libcudart.so.12: no such file\n")
 elif mode == "killed_at_start":
     os.kill(os.getpid(), signal.SIGKILL)
-say(None, "ready", unclean="importing it makes a CUDA context" if mode == "unclean" else None)
-first = None
-for line in os.fdopen(requests):
-    attempt = json.loads(line)["attempt"]
+say(replies, "ready", unclean="importing it makes a CUDA context" if mode == "unclean" else None)
+asked = socket.socket(fileno=requests)
+while True:
+    request, pipes, _, _ = socket.recv_fds(asked, 1 << 16, 1)
+    if not request:
+        break
+    (pipe,) = pipes
     if mode == "stopped_at_fork":
         stop()
     elif mode == "garbage_at_fork":
-        os.write(replies, b"[1, 2]\n")
+        os.write(pipe, b"[1, 2]\n")
     elif mode == "refuses":
-        say(attempt, "refused", why="Resource temporarily unavailable")
+        say(pipe, "refused", why="Resource temporarily unavailable")
         mode = "good"
         continue
-    elif mode == "of_another":
-        say("another", "forked", pid=os.getpid())
-        continue
-    elif mode == "stale" and first:  # what was said too late about the attempt before
-        say(first, "ended", status=9)
-        say(first, "forked", pid=1)
     elif mode.startswith("pid "):
-        say(attempt, "forked", pid=json.loads(os.environ.get("VICTIM", "null") if mode == "pid victim" else mode[4:]))
+        say(pipe, "forked", pid=json.loads(os.environ.get("VICTIM", "null") if mode == "pid victim" else mode[4:]))
         continue
-    first = attempt
     pid = os.fork()
     if pid == 0:
-        child(Path(attempt))
-    say(attempt, "forked", pid=pid)
+        child(Path(json.loads(request)["attempt"]))
+    say(pipe, "forked", pid=pid)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     if mode == "stopped_at_reap":
         stop()
     elif mode == "garbage_at_end":
-        os.write(replies, b"oops\n")
+        os.write(pipe, b"oops\n")
         stop()
     elif mode == "odd_status":
-        say(attempt, "ended", status="fine")
+        say(pipe, "ended", status="fine")
         stop()
-    say(attempt, "ended", status=os.waitpid(pid, 0)[1])
+    say(pipe, "ended", status=os.waitpid(pid, 0)[1])
+    os.close(pipe)

@@ -109,6 +109,13 @@ def host_oom(trial: Any) -> Any:
     torch.empty(1 << 50, dtype=torch.uint8)
 
 
+def fills_memory(trial: Any) -> Any:
+    """Without end, 64 MiB at a time, every page touched."""
+    held = []
+    while True:
+        held.append(torch.ones(16 << 20))
+
+
 def orphan(trial: Any) -> Any:
     """Leaves a process in a session of its own behind, its id in the file $ORPHAN."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
@@ -116,10 +123,62 @@ def orphan(trial: Any) -> Any:
     return good(trial)
 
 
+def orphan_and_hangs(trial: Any) -> Any:
+    """The same, and goes no further."""
+    orphan(trial)
+    time.sleep(3600)
+
+
+def neighbour(trial: Any) -> Any:
+    """Leaves a daemon, its process id in $NEIGHBOURS. The first of two hangs; the second waits until the first one's
+    daemon has gone, and fails where its own has gone too."""
+    folder, pids = Path(os.environ["NEIGHBOURS"]), list[int]()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            (folder / f"new-{trial.seed}").write_text(str(os.getpid()))
+            (folder / f"new-{trial.seed}").rename(folder / str(trial.seed))
+            time.sleep(600)
+        os._exit(0)
+    while len(pids) < 2:
+        pids = [int((folder / name).read_text()) for name in ("1", "2") if (folder / name).exists()]
+        time.sleep(0.01)
+    first, own = pids
+    if trial.seed == 1:
+        time.sleep(600)
+    while Path(f"/proc/{first}").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.kill(own, 0)
+    return good(trial)
+
+
+def forks_for_ever(trial: Any) -> Any:
+    """Each of the processes that it starts starts another, in a session of its own, and ends: all are always new.
+
+    For two minutes, should nobody end them: a test that fails must not take the machine from all others.
+    """
+    code = (
+        "import os, time\nend = time.monotonic() + 120\nwhile time.monotonic() < end:\n os.fork() and os._exit(0)\n"
+        " os.setsid()\n time.sleep(0.05)"
+    )
+    for _ in range(4):
+        subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+    return good(trial)
+
+
 def slow_start(trial: Any) -> Any:
     """Writes its process id to $PIDFILE and then takes its time."""
     Path(os.environ["PIDFILE"]).write_text(str(os.getpid()))
     time.sleep(3600)
+
+
+def waits(trial: Any) -> Any:
+    """Writes its process id to $PIDFILE and begins when the file $GO_ON is there."""
+    Path(os.environ["PIDFILE"]).write_text(str(os.getpid()))
+    while not Path(os.environ["GO_ON"]).exists():
+        time.sleep(0.02)
+    return good(trial)
 
 
 def says_half_a_character(trial: Any) -> Any:

@@ -1,0 +1,104 @@
+"""Measured points, and beside them what hydra/sweeper=adaptive inferred of the others: never in the same way.
+
+Measured are markers; inferred is a thin line with the band that a run lies in at 95 %, and the legend says which is
+which. From inferred.jsonl, beside the journal.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.figures.plots import (
+    COLOURS,
+    End,
+    Figure,
+    add_band,
+    add_points,
+    axis_unit,
+    escape,
+    finish,
+    new_plot,
+    sentence,
+    thin,
+)  # fmt: skip
+from vramsweep.harness import inferred
+
+FIGURES = 4  # at most
+COLUMNS = {"peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved"}
+AXES = {"seq_len": "sequence length (tokens)", "micro_batch": "micro-batch (samples)"}
+
+
+def of_inferred(table: Table) -> list[Figure]:
+    """One figure for each configuration of which something was inferred, along length, else along batch."""
+    ran = set(table.frame.loc[table.frame["outcome"].isin(["ok", "oom"]), "trial_id"])  # by another command since
+    lines = pd.DataFrame([line for line in inferred.read(Path(table.source)) if line.get("trial_id") not in ran])
+    if not {"configuration", "seq_len", "micro_batch", *list(COLUMNS)[:1]} <= set(lines):
+        return []
+    for name in map(str, lines):
+        if name.startswith((*AXES, *COLUMNS)) and not name.endswith("_basis"):
+            lines[name] = pd.to_numeric(lines[name], errors="coerce")
+    found: list[Figure] = []
+    for which, own in lines.groupby("configuration"):
+        measured = _measured(table, str(which))
+        if measured is not None:
+            found.append(_figure(own, measured, len(found)))
+    return found[:FIGURES]
+
+
+def _measured(table: Table, trial_id: str) -> pd.DataFrame | None:
+    """The rows that differ from this one in length and batch only; None if it is not in the table."""
+    frame = table.frame
+    first = frame[frame["trial_id"] == trial_id]
+    if first.empty:
+        return None
+    apart = {"trial_id", *AXES}
+    same = frame["outcome"].eq("ok").fillna(False)
+    for name in ("model", "runner", "precision", "allocator", "device", "protocol", "sharding", "world_size"):
+        same &= frame[name].eq(first[name].iloc[0]).fillna(frame[name].isna())
+    for name in (str(one) for one in frame if str(one).startswith("trial.") and str(one) not in apart):
+        same &= frame[name].eq(first[name].iloc[0]).fillna(frame[name].isna())
+    return frame[same]
+
+
+def _figure(lines: pd.DataFrame, measured: pd.DataFrame, number: int) -> Figure:
+    axis = "seq_len" if lines["seq_len"].nunique() > 1 else "micro_batch"
+    other = next(name for name in AXES if name != axis)
+    most = lines[other].mode().iloc[0]  # of a grid, one line of it
+    lines = lines[lines[other] == most].sort_values(axis)
+    measured = measured[measured[other] == most].sort_values(axis)
+    unit, called = axis_unit(max(float(lines[name].max()) for name in COLUMNS if name in lines))
+    plot = new_plot(AXES[axis], f"peak memory ({called})")
+    plot.update_layout(showlegend=True)
+    data, ends, reach = [], [], []
+    for colour, (column, name) in zip(COLOURS, COLUMNS.items(), strict=False):
+        known = lines.dropna(subset=[c for c in (column, f"{column}_low", f"{column}_high") if c in lines])
+        if column not in lines or known.empty:
+            continue
+        x, y, low, high = (known[c].to_numpy(float) for c in (axis, column, f"{column}_low", f"{column}_high"))
+        at = thin(x, y)
+        add_band(plot, x[at], low[at] / unit, high[at] / unit, colour)
+        plot.add_scatter(
+            x=x[at], y=y[at] / unit, mode="lines", name=escape(f"{name}, inferred"), hoverinfo="skip",
+            line={"color": colour, "width": 1, "dash": "dot"}, showlegend=True,
+        )  # fmt: skip
+        rows = measured.dropna(subset=[column])
+        sizes = rows[column].to_numpy(float) / unit
+        add_points(plot, rows[axis].to_numpy(float), sizes, rows["trial_id"], colour, "circle", f"{name}, measured")
+        ends.append(End(float(x[-1]), float(y[-1]) / unit, name, colour))
+        reach += [float(np.nanmin(y)) / unit, float(np.nanmax(y)) / unit, *map(float, sizes)]
+        kept = known[["trial_id", *AXES]].assign(
+            column=column, inferred=y, low=low, high=high, basis=known.get(f"{column}_basis")
+        )
+        data += [kept, rows[["trial_id", *AXES]].assign(column=column, measured=rows[column].to_numpy(float))]
+    finish(plot, ends, reach)
+    caption = sentence(
+        f"Markers are measured ({len(measured):,} points); dotted lines are inferred ({len(lines):,} points), with the"
+        " band in which a run lies with 95 %, as far as the model knows.",
+        f"At {other}={most:g}." if other == "micro_batch" or axis == "micro_batch" else "",
+    )
+    name = "inferred" if number == 0 else f"inferred_{number + 1}"
+    return Figure(name, "Measured and inferred memory", caption, plot, pd.concat(data, ignore_index=True))

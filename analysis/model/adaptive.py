@@ -1,0 +1,459 @@
+"""Which points of one configuration to measure next, and what those that were not measured come to.
+
+The points are lengths and batches. It begins with a design (the largest, the smallest, both sides of each phase change
+that is predicted, then where these tell least), goes on where values are least certain or it is not known what fits,
+and ends once all that is asked is known within the tolerance and check points agree: drawn at random, each compared
+with what was inferred before it was measured, and only then learnt from.
+
+Memory is taken to grow with length and with batch where it is asked what fits: what is no smaller than a point that ran
+out of memory runs out, too. Pure: no processes, no rows; whoever asks measures. Not covered: how sure values are
+(between.py), what a curve is (estimate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vramsweep.analysis.data.metrics import METRICS, Metric
+from vramsweep.analysis.model.between import Numbers, Places, between, spread_out
+from vramsweep.analysis.model.curves import FEWEST, Array
+from vramsweep.analysis.model.observe import Mask, Points, members
+from vramsweep.analysis.model.on_points import OfPoints, candidates_of, estimate_points
+from vramsweep.analysis.model.phases import PHASES
+
+ALIGNED = 8  # lengths that it divides may follow another curve
+FIRST, FIRST_ALONE = 6, 9  # points, at least, to begin with, with a prediction of most points and without
+CERTAIN = 1.96  # standard deviations either side, of 95 %
+SPREADS = 60  # places where the spread of a curve is looked at
+JUMPS = 2  # that are predicted, whose sides are places to begin with
+RUNS = 4  # of predicted phases along a line: with more of them, their ends are no places to begin with
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a value may be off by, as a share of it, and at which share of the points."""
+
+    within: float
+    of_points: float
+
+
+TOLERANCES = {"peak_allocated_bytes": Tolerance(0.01, 1.0), "peak_reserved_bytes": Tolerance(0.02, 0.95)}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The points that are asked for: tokens and samples, (n,). `predicted` are values by column, NaN where not
+    predicted, `phase` what is predicted to make the peak, "" unknown, and `fits` whether it is predicted to; None
+    without a prediction."""
+
+    length: Array
+    batch: Array
+    predicted: Mapping[str, Array] = field(default_factory=dict)
+    phase: tuple[str, ...] | None = None
+    fits: Mask | None = None
+
+    @classmethod
+    def of(cls, length: Array, batch: Array, rows: Sequence[Mapping[str, Any] | None]) -> Grid:
+        """With the predicted row of each point, None where there is none."""
+
+        def column(name: str) -> Array:
+            return np.array([np.nan if row is None or not row.get(name) else row[name] for row in rows], dtype=float)
+
+        if sum(row is not None and row["outcome"] == "ok" for row in rows) < FEWEST:
+            return cls(length, batch)
+        peaks = np.nan_to_num(np.column_stack([column(f"{phase}_peak_allocated_bytes") for phase in PHASES]))
+        phase = tuple(
+            name if any(own) else "" for name, own in zip(np.array(PHASES)[peaks.argmax(axis=1)], peaks, strict=True)
+        )
+        fits = np.array([row is None or row["outcome"] != "oom" for row in rows])
+        reserved = np.where(fits, column("peak_reserved_bytes"), column("unlimited_peak_reserved_bytes"))
+        allocated = np.where(fits, column("peak_allocated_bytes"), np.nan)
+        return cls(length, batch, {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}, phase, fits)
+
+    @property
+    def tokens(self) -> Array:
+        """Of a micro-batch, (n,)."""
+        return self.length * self.batch
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a point: its values by column if it ran. `fits` is None where it failed in another way. `limit` is
+    what the allocator may have there, in bytes. `measured` is False where it follows from another sweep's rule."""
+
+    fits: bool | None
+    values: Mapping[str, float] = field(default_factory=dict)
+    limit: float | None = None
+    measured: bool = True
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check point: by column what was inferred before it was measured, and what was measured; `full` where it did not
+    fit though it was inferred to."""
+
+    at: int
+    inferred: Mapping[str, float]
+    measured: Mapping[str, float]
+    full: bool = False
+
+    def off(self, column: str) -> float:
+        """Inferred over measured, less 1; NaN where either is unknown."""
+        return self.inferred.get(column, np.nan) / self.measured.get(column, np.nan) - 1
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """One column at every point, (n,): measured values where they are known, else inferred ones with the ends of 95 %
+    intervals of a run. `unsure` is half the interval of the curve, which more points narrow, as a share of the value.
+    `basis` is "prediction" or "curve"."""
+
+    value: Array
+    low: Array
+    high: Array
+    unsure: Array
+    basis: str
+
+
+@dataclass
+class Search:
+    """What is known of a grid so far. Ask for points, measure them, tell what came of them, until it asks for none.
+
+    `most` points are measured at most; `checks` is how many check points in a row have to agree; `together` is how many
+    uncertain points are asked for at once. The same seed and the same answers give the same questions.
+    """
+
+    grid: Grid
+    most: int = 40
+    checks: int = 3
+    together: int = 3
+    seed: int = 0
+    tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: TOLERANCES)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    compared: list[Check] = field(default_factory=list)
+    _surprised: list[int] = field(default_factory=list)
+    _checking: set[int] = field(default_factory=set)
+    _known: dict[str, Inferred] | None = None
+
+    def ask(self) -> list[int]:
+        """The positions to measure next; none if it is enough."""
+        done = sum(answer.measured for answer in self.answers.values())
+        left = min(self.most - done, len(self.grid.length) - len(self.answers))
+        if left <= 0:
+            return []
+        if not self.answers:
+            return self._design()[:left]
+        if not any(answer.fits is not None for answer in self.answers.values()):
+            return []  # all failed: more of the same would
+        missing = self.checks - self.agreeing
+        beside = [at for at in dict.fromkeys(self._edge() or self._surprised) if at not in self.answers]
+        self._surprised = []
+        if beside:
+            return beside[:left]
+        if not any(answer.fits for answer in self.answers.values()):
+            return []
+        if left > missing and not self.certain():
+            found = self._uncertain(min(self.together, left - max(missing, 0)))
+            if found:
+                return found
+        if missing <= 0:
+            return []
+        drawn = self._drawn(min(missing, left))
+        self._checking |= set(drawn)
+        return drawn
+
+    def tell(self, answers: Mapping[int, Answer]) -> None:
+        """What came of points. Those that were drawn to check are compared with what was inferred from all others."""
+        drawn = {at: answer for at, answer in answers.items() if at in self._checking}
+        self._learn({at: answer for at, answer in answers.items() if at not in drawn})
+        fits = self.fits() if drawn else []
+        for at, answer in drawn.items():
+            full = answer.fits is False and fits[at] is True
+            if answer.fits or full:
+                inferred = {column: float(known.value[at]) for column, known in self.inferred().items()}
+                self.compared.append(Check(at, inferred, answer.values, full))
+                if not self._agrees(self.compared[-1]):
+                    self._surprised += self._beside(at)
+        self._learn(drawn)
+
+    def _learn(self, answers: Mapping[int, Answer]) -> None:
+        if answers:
+            self.answers |= answers
+            self._known = None
+
+    def _agrees(self, check: Check) -> bool:
+        off = any(abs(check.off(column)) > limit.within for column, limit in self.tolerances.items())
+        return not off and not check.full
+
+    def _beside(self, at: int) -> list[int]:
+        """Half-way from a point to the next measured ones of its batch, or of its length if it is alone in its batch:
+        whether it stands for a stretch or for itself, they tell."""
+        length, batch = self.grid.length, self.grid.batch
+        line = batch == batch[at] if np.sum(batch == batch[at]) > 1 else length == length[at]
+        order = np.flatnonzero(line)[np.argsort(self.grid.tokens[line], kind="stable")]
+        done = np.isin(order, [*self.answers])
+        here = int(np.flatnonzero(order == at)[0])
+        found = []
+        for side in (np.flatnonzero(done[:here])[-1:], here + 1 + np.flatnonzero(done[here + 1 :])[:1]):
+            if len(side) and abs(int(side[0]) - here) > 1:
+                found.append(int(order[(int(side[0]) + here) // 2]))
+        return found
+
+    @property
+    def agreeing(self) -> int:
+        """How many of the last check points in a row agree."""
+        count = 0
+        for check in reversed(self.compared):
+            if not self._agrees(check):
+                break
+            count += 1
+        return count
+
+    @property
+    def enough(self) -> bool:
+        """Whether all that is asked is known within the tolerance, as far as the model and the check points say."""
+        everywhere = all(at in self.answers for at in range(len(self.grid.length)))
+        return everywhere or (not self._edge() and self.certain() and self.agreeing >= self.checks)
+
+    def certain(self) -> bool:
+        """Whether every column is known within its tolerance at as many points as it asks for."""
+        known = self.inferred()
+        return bool(known) and not any(self._lacking(column) for column in known)
+
+    def _lacking(self, column: str) -> bool:
+        tolerance = self.tolerances[column]
+        within = self.inferred()[column].unsure <= tolerance.within
+        return bool(np.mean(within[self._asked()]) < tolerance.of_points)
+
+    def fits(self) -> list[bool | None]:
+        """Whether each point fits in memory, measured or following from what was; None where that is not known."""
+        ran = [at for at, answer in self.answers.items() if answer.fits]
+        full = [at for at, answer in self.answers.items() if answer.fits is False]
+        length, batch = self.grid.length, self.grid.batch
+
+        def any_of(others: list[int], sign: int) -> Mask:
+            found = np.zeros(len(length), dtype=bool)
+            for at in others:
+                found |= (sign * (length - length[at]) >= 0) & (sign * (batch - batch[at]) >= 0)
+            return found
+
+        does_not, does = any_of(full, 1), any_of(ran, -1)
+        own = {at: answer.fits for at, answer in self.answers.items()}
+        return [
+            own[at] if at in own else True if does[at] else False if does_not[at] else None for at in range(len(length))
+        ]
+
+    def inferred(self) -> dict[str, Inferred]:
+        """By column, of those that are known of some point."""
+        if self._known is None:
+            self._known = {}
+            for column in self.tolerances:
+                at = [at for at, answer in self.answers.items() if np.isfinite(answer.values.get(column, np.nan))]
+                if at:
+                    y = np.array([self.answers[one].values[column] for one in at])
+                    self._known[column] = _infer(
+                        self.grid,
+                        METRICS[column],
+                        np.array(at),
+                        y,
+                        self._bounds(column),
+                        self.tolerances[column].within,
+                    )
+        return self._known
+
+    def _bounds(self, column: str) -> tuple[Array, Array]:
+        """Tokens and bytes of points that ran out of memory: more would have been needed."""
+        full = [
+            (self.grid.tokens[at], answer.limit)
+            for at, answer in self.answers.items()
+            if answer.fits is False and answer.limit and METRICS[column].limited
+        ]
+        return np.array([x for x, _ in full]), np.array([y for _, y in full])
+
+    def _asked(self) -> Mask:
+        """Whose values are to be known: all but those that do not fit."""
+        return np.array([fits is not False for fits in self.fits()])
+
+    def _design(self) -> list[int]:
+        grid = self.grid
+        order = np.lexsort((grid.length, grid.tokens))
+        ahead = grid.fits is not None and not grid.fits.all() and bool(grid.fits.any())
+        if ahead and grid.fits is not None:  # the largest that is predicted to fit, and the smallest that is not
+            first = [int(order[grid.fits[order]][-1]), int(order[~grid.fits[order]][0])]
+        else:
+            first = [int(order[-1])]
+        first.append(int(order[0]))
+        if grid.phase is not None and len(np.unique(grid.batch)) == 1:
+            changes = [n for n in range(1, len(order)) if grid.phase[order[n]] != grid.phase[order[n - 1]]]
+            if len(changes) < RUNS:
+                first += [int(order[n + side]) for n in changes for side in (-1, 0)]
+        first = list(
+            dict.fromkeys(
+                [
+                    *first,
+                    *(
+                        at
+                        for column in self.tolerances
+                        if METRICS[column].limited
+                        for pair in _jumps(grid, column)
+                        for at in pair
+                    ),
+                ]
+            )
+        )
+        places = _places(grid, _predicted(grid, grid.predicted.get("peak_allocated_bytes")))
+        return spread_out(places, first, max(len(first), FIRST if grid.predicted else FIRST_ALONE))
+
+    def _edge(self) -> list[int]:
+        """Where what fits ends, unless that is known of as many points as need be: in turns where the values say that
+        it is, and in the middle of what is open."""
+        fits = self.fits()
+        open_ = np.array([at for at, one in enumerate(fits) if one is None and at not in self.answers], dtype=int)
+        full = [at for at, answer in self.answers.items() if answer.fits is False]
+        least = min((limit.of_points for limit in self.tolerances.values()), default=1.0)
+        if not len(open_) or not full or len(open_) <= (1 - least) * len(fits):
+            return []
+        open_ = open_[np.argsort(self.grid.tokens[open_], kind="stable")]
+        known, limits = self.inferred().get("peak_reserved_bytes"), [a.limit for a in self.answers.values() if a.limit]
+        if known is not None and limits and len(full) % 2:
+            over = np.flatnonzero(known.value[open_] > min(limits))
+            if len(over):
+                pair = [int(open_[max(over[0] - 1, 0)]), int(open_[over[0]])]
+                return list(dict.fromkeys(pair))
+        return [int(open_[len(open_) // 2])]
+
+    def _uncertain(self, count: int) -> list[int]:
+        """Where it is least certain, measured by the tolerance: in the surroundings of that measured point around which
+        most is not within it, then in those of another."""
+        done = np.array(list(self.answers))
+        score = np.zeros(len(self.grid.length))
+        for column, one in self.inferred().items():
+            if self._lacking(column):
+                score = np.maximum(score, one.unsure / self.tolerances[column].within)
+        score[~self._asked()] = score[done] = 0.0
+        where = _where(self.grid)
+        nearest = np.argmin(((where[:, None] - where[done][None]) ** 2).sum(axis=-1), axis=1)
+        around = np.bincount(nearest, weights=np.maximum(score - 1, 0.0), minlength=len(done))
+        chosen = []
+        for one in np.argsort(-around)[:count]:
+            if around[one] > 0:
+                chosen.append(int(np.argmax(np.where(nearest == one, score, 0.0))))
+        return chosen
+
+    def _drawn(self, count: int) -> list[int]:
+        """Check points: at random, one in each part of the points that are left, in order of tokens."""
+        free = np.flatnonzero(self._asked() & ~np.isin(np.arange(len(self.grid.length)), list(self.answers)))
+        if not len(free):
+            return []
+        free = free[np.argsort(self.grid.tokens[free], kind="stable")]
+        random = np.random.default_rng([self.seed, len(self.answers)])
+        return [int(random.choice(part)) for part in np.array_split(free, min(count, len(free)))]
+
+
+def _jumps(grid: Grid, column: str) -> list[tuple[int, int]]:
+    """Both sides of those jumps that are predicted, within a batch, on which most points hang."""
+    values = _predicted(grid, grid.predicted.get(column))
+    if values is None:
+        return []
+    order = np.lexsort((grid.length, grid.tokens))
+    found: list[tuple[float, int, int]] = []
+    for batch in np.unique(grid.batch):
+        line = order[grid.batch[order] == batch]
+        jump = np.abs(np.diff(values[line])) / values[line][1:]
+        places = [-1, *np.flatnonzero(jump > TOLERANCES[column].within), len(line) - 1]
+        for before, here, after in zip(places, places[1:], places[2:], strict=False):
+            found.append((-float(jump[here]) * min(here - before, after - here), int(line[here]), int(line[here + 1])))
+    return [(one, other) for _, one, other in sorted(found)[:JUMPS]]
+
+
+def _stretches(grid: Grid, metric: Metric) -> Numbers:
+    """Numbers of the stretches between predicted jumps, (n,): where one is predicted, it may be elsewhere."""
+    found = np.zeros(len(grid.length), dtype=np.int64)
+    for one, _ in _jumps(grid, metric.column):
+        found += (grid.batch == grid.batch[one]) & (grid.length > grid.length[one])
+    return found
+
+
+def _infer(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Array, Array], within: float) -> Inferred:
+    """One column at every point, from its measured values `y` at the positions `at`."""
+    base = _predicted(grid, grid.predicted.get(metric.column))
+    basis = "curve" if base is None else "prediction"
+    unsure = np.zeros(len(grid.length))
+    if base is None:
+        base, unsure = _curve(grid, metric, at, y, bounds)
+    places = _places(grid, base, _stretches(grid, metric) if basis == "prediction" and metric.limited else None)
+    found = between(places, at, y, metric.resolution, not metric.limited)
+    value = found.value
+    if metric.limited:
+        value = value * (1 + _middle(found.left / y, within))
+        value[at] = y
+    curve, new = (CERTAIN * np.sqrt(spread**2 + unsure**2) for spread in (found.curve, found.new))
+    curve[at] = new[at] = 0.0
+    return Inferred(value, np.maximum(value - new, 0.0), value + new, curve / value, basis)
+
+
+def _middle(left: Array, within: float) -> float:
+    """How far to move values so that most of what is `left` (k,), as shares, is within the tolerance of them: not at
+    all, unless that brings more within it, and then to the middle of those."""
+    left = np.sort(left)
+    counts = np.searchsorted(left, left + 2 * within, side="right") - np.arange(len(left))
+    if counts.max() <= np.sum(np.abs(left) <= within):
+        return 0.0
+    first = int(np.argmax(counts))
+    return float(left[first] + left[first + counts[first] - 1]) / 2
+
+
+def _curve(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The most probable curve through the points along tokens, and how uncertain it is: a standard deviation."""
+    tokens = grid.tokens
+    if len(np.unique(tokens[at])) < FEWEST:
+        return np.full(len(tokens), float(y.mean())), np.full(len(tokens), float(y.max()))
+    order = np.argsort(tokens[at], kind="stable")
+    points = Points(tokens[at][order], y[order], tuple(map(str, at)), *bounds)
+    found = estimate_points(points, metric, robust=False)
+    predictor = OfPoints(found.posteriors, found.modulus, candidates_of(points, found)[1].model)
+    unsure = np.zeros(len(tokens))
+    for mine in members(tokens, found.modulus).values():  # between some of them it changes little
+        asked = np.unique(
+            np.append(np.quantile(tokens[mine], np.linspace(0, 1, SPREADS), method="nearest"), tokens[at])
+        )
+        asked = asked[np.isin(asked, tokens[mine])]
+        low, high = np.percentile(predictor.draws(asked)[0], [2.5, 97.5], axis=0)
+        unsure[mine] = np.interp(tokens[mine], asked, (high - low) / 2 / CERTAIN)
+    return predictor.value(tokens), unsure
+
+
+def _predicted(grid: Grid, values: Array | None) -> Array | None:
+    """A prediction at every point: where it is not known, between its neighbours in tokens, and beyond the last (out
+    of memory) on the line through those before. None if too few are known."""
+    if values is None:
+        return None
+    known = np.isfinite(values) & (values > 0)
+    if known.sum() < FEWEST:
+        return None
+    if known.all():
+        return values
+    tokens = grid.tokens
+    most = np.argsort(tokens[known])[-max(FEWEST, int(known.sum()) // 4) :]
+    x, y = tokens[known][most], values[known][most]
+    slope = float(np.polyfit(x - x.mean(), y, 1)[0]) if np.ptp(x) > 0 else 0.0
+    order = np.argsort(tokens[known], kind="stable")
+    within = np.interp(tokens, tokens[known][order], values[known][order])
+    return np.where(known, values, within + slope * np.maximum(tokens - x[-1], 0.0))
+
+
+def _places(grid: Grid, base: Array | None, stretches: Numbers | None = None) -> Places:
+    phases = np.unique(grid.phase, return_inverse=True)[1] if grid.phase is not None else np.zeros(len(grid.length))
+    told = [phases, grid.length % ALIGNED == 0, np.zeros(len(phases)) if stretches is None else stretches]
+    of_class: Any = np.unique(np.column_stack(told), axis=0, return_inverse=True)[1]
+    return Places(_where(grid), np.ravel(of_class), np.ones(len(phases)) if base is None else base)
+
+
+def _where(grid: Grid) -> Array:
+    """(n, 2): length and batch, each from 0 to 1."""
+    both = np.column_stack([grid.length, grid.batch])
+    return np.asarray((both - both.min(axis=0)) / np.maximum(np.ptp(both, axis=0), 1))

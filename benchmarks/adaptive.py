@@ -1,0 +1,175 @@
+"""How few points are enough: public sweeps, answered from their files to the questions of hydra/sweeper=adaptive.
+
+    python benchmarks/adaptive.py [--data FOLDER] [--results FOLDER] [--seeds N] [--only NAME ...]
+
+Published: github gpjt/fine-tune-2024-04, sweeps of Qwen1.5-0.5B (2,048 lengths; batches) on a 24 GB card and of Llama 3
+8B (25 lengths; batches; medians over the ranks that reported) on eight A100, under DeepSpeed 0.14.2 ZeRO-3: peak active
+(here compared as allocated) and reserved MiB. Nothing is measured here: what the search asks for is looked up, with
+`vramsweep predict`'s rows of the same settings beside it and without. A line of the table is a sweep; points, errors of
+all points against the file and the share of them within 1 % (allocated) and 2 % (reserved) are the worst of all seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vramsweep.analysis.model.adaptive import TOLERANCES, Answer, Grid, Search  # noqa: E402
+from vramsweep.harness.journal import read, terminal  # noqa: E402
+from vramsweep.harness.row import Row  # noqa: E402
+
+MIB = 1 << 20
+DATA = ROOT.parent / "shared" / "data"
+SAME = (
+    "runner=trainer", "sharding=zero3", "precision=fp16", "zero_init=false", "optimizer=deepspeed_fused_adam",
+    "+versions.deepspeed=0.14.2", "+versions.transformers=4.40.0", "report=false",
+)  # fmt: skip
+QWEN = ("model=qwen0.5b", "device.gpu=rtx3090-24gb")
+LLAMA = ("model=llama3-8b", "device.gpu=a100-80gb", "world_size=8")
+PLAIN = ("use_cache=on", "padding=0.5")
+CHECKPOINTING = ("use_cache=off", "padding=0.5", "checkpointing=full", "checkpointing_reentrant=true")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A published file along one axis, of which `other` is the other one's value, and the words that predict it."""
+
+    file: str
+    axis: str
+    other: int
+    words: tuple[str, ...]
+
+
+SWEEPS = {
+    "0.5B lengths": Sweep("qwen15-0.5b-zero3/without-expandable-segments.csv", "seq_len", 1, (*QWEN, *PLAIN)),
+    "0.5B batches": Sweep("qwen15-0.5b-zero3/batches.csv", "micro_batch", 2048, (*QWEN, *PLAIN)),
+    "0.5B batches, checkpointing": Sweep(
+        "qwen15-0.5b-zero3/batches-checkpointing.csv", "micro_batch", 2048, (*QWEN, *CHECKPOINTING)
+    ),
+    "8B lengths": Sweep("llama3-8b-zero3-8gpu/lengths-zero3.csv", "seq_len", 1, (*LLAMA, *PLAIN)),
+    "8B batches": Sweep("llama3-8b-zero3-8gpu/batches-zero3.csv", "micro_batch", 2048, (*LLAMA, *PLAIN)),
+    "8B batches, checkpointing": Sweep(
+        "llama3-8b-zero3-8gpu/batches-zero3-checkpointing.csv", "micro_batch", 2048, (*LLAMA, *CHECKPOINTING)
+    ),
+}
+LIMIT = {"rtx3090-24gb": 23.4 * 1024, "a100-80gb": 78.7 * 1024}  # MiB that an allocator has there, to within a percent
+
+
+def published(path: Path) -> dict[int, tuple[float, float] | None]:
+    """MiB active and reserved by place on the axis, medians over what reported; None where it ran out of memory."""
+    found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    full = set()
+    for line in path.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if cells[1] == "OOM":
+            full.add(int(cells[0]))
+            continue
+        sizes = [float(cell) for cell in cells[1:-1]]
+        found[int(cells[0])] += [(a, r) for a, r in zip(sizes[::2], sizes[1::2], strict=True) if a]
+    middle = {
+        at: (statistics.median(a for a, _ in each), statistics.median(r for _, r in each)) for at, each in found.items()
+    }
+    return dict(sorted((middle | dict.fromkeys(full - middle.keys())).items()))
+
+
+def predicted(name: str, sweep: Sweep, at: list[int], results: Path) -> dict[int, Row]:
+    """The rows by place on the axis, predicted if they are not there yet."""
+    folder = name.replace(" ", "-").replace(",", "")
+    other = "micro_batch" if sweep.axis == "seq_len" else "seq_len"
+    step = f"{at[0]}..{at[-1]}" if at == list(range(at[0], at[-1] + 1)) else ",".join(map(str, at))
+    words = (*sweep.words, *SAME, f"{sweep.axis}={step}", f"{other}={sweep.other}")
+    command = [sys.executable, "-m", "vramsweep", "predict", *words, f"results={results}", f"name={folder}"]
+    subprocess.run(command, check=False, cwd=ROOT, stdout=sys.stderr)  # one token has no padding: such a row is none
+    return {row[sweep.axis]: row for row in terminal(read(results / folder)[0]).values()}
+
+
+def grid(sweep: Sweep, at: list[int], rows: Mapping[int, Row]) -> Grid:
+    """The points of the sweep, with their predictions if there are any."""
+    x, other = np.array(at, float), np.full(len(at), float(sweep.other))
+    length, batch = (x, other) if sweep.axis == "seq_len" else (other, x)
+    return Grid.of(length, batch, [rows.get(one) for one in at]) if rows else Grid(length, batch)
+
+
+def searched(points: Grid, truth: list[tuple[float, float] | None], limit: float, seed: int) -> tuple[Search, float]:
+    """The search to its end, and the longest that a round took, in seconds."""
+    search, longest = Search(points, seed=seed), 0.0
+    while True:
+        began = time.perf_counter()
+        asked = search.ask()
+        if not asked:
+            return search, longest
+        answers = {}
+        for at in asked:
+            sizes = truth[at]
+            values = {} if sizes is None else dict(zip(TOLERANCES, (MIB * size for size in sizes), strict=True))
+            answers[at] = Answer(sizes is not None, values, MIB * limit)
+        search.tell(answers)
+        longest = max(longest, time.perf_counter() - began)
+
+
+def line(name: str, points: Grid, truth: list[tuple[float, float] | None], limit: float, seeds: int) -> str:
+    """A line of the table."""
+    ran = np.array([sizes is not None for sizes in truth])
+    runs = [searched(points, truth, limit, seed) for seed in range(seeds)]
+    cells = [name, "with" if points.predicted else "without", f"{len(truth):,}"]
+    counts = sorted(len(search.answers) for search, _ in runs)
+    cells.append(f"{counts[0]} to {counts[-1]}" if counts[0] < counts[-1] else f"{counts[0]}")
+    for column, tolerance in TOLERANCES.items():
+        known = np.array([MIB * sizes[list(TOLERANCES).index(column)] for sizes in truth if sizes is not None])
+        off = [np.abs(search.inferred()[column].value[ran] / known - 1) for search, _ in runs]
+        within = min(float(np.mean(one <= tolerance.within)) for one in off)
+        cells += [f"{max(np.quantile(one, 0.95) for one in off):.2%}", f"{max(one.max() for one in off):.2%}"]
+        cells.append(f"{within:.1%}")
+    edges = sum(fits is not None and fits != there for s, _ in runs for fits, there in zip(s.fits(), ran, strict=True))
+    cells += [
+        f"{sum(s.enough for s, _ in runs)} of {seeds}",
+        str(edges),
+        f"{max(seconds for _, seconds in runs):.1f} s",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA, help="the folder with both sweeps' folders")
+    parser.add_argument("--results", type=Path, help="keep the predicted rows here, and use them if they are there")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=SWEEPS, default=list(SWEEPS))
+    chosen = parser.parse_args()
+    missing = [
+        sweep.file for name, sweep in SWEEPS.items() if name in chosen.only and not (chosen.data / sweep.file).is_file()
+    ]
+    if missing:
+        parser.exit(
+            1, f"there is no file {chosen.data / missing[0]}; give the folder of the published ones with --data\n"
+        )
+    print("| sweep | prediction | points | measured | allocated: 95 % | worst | within 1 % | reserved: 95 % | worst "
+          "| within 2 % | says it is enough | edges wrong | longest round |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen.only:
+            sweep = SWEEPS[name]
+            file = published(chosen.data / sweep.file)
+            at, truth = list(file), list(file.values())
+            card = next(word.partition("=")[2] for word in sweep.words if word.startswith("device.gpu="))
+            rows = predicted(name, sweep, at, chosen.results or Path(folder))
+            both = [grid(sweep, at, rows), grid(sweep, at, {})]
+            for points in both if both[0].predicted else both[1:]:  # fewer than three predictions are none
+                print(line(name, points, truth, LIMIT[card], chosen.seeds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Coverage-guided fuzzing of what reads data from outside: a promise each, broken by no input.
+
+    pip install atheris
+    python benchmarks/fuzz.py --inputs 1000000 [--only recording] [--seed 1]
+
+Prints a table: target, inputs, seconds, crashes (places that raised what is not documented), the slowest input and the
+process's peak memory. Exit status 1 where anything crashed. Each target runs in a process of its own, whose fuzzer
+(atheris: libFuzzer) starts from small valid inputs: the shipped recordings cut to their first events, whole ones being
+too long to mutate by the million. The slowest input is by wall time, so a busy machine shows in it.
+
+Not covered: verbs as a whole, and files that are read by libraries alone (tests/secure/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pickle
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fuzz_seeds as seeds
+
+LONGEST = 4096  # bytes of an input
+HANGS = 20  # seconds after which libFuzzer ends the process
+MEMORY = 4096  # MiB, the same
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is fuzzed: `modules` are watched for coverage; `made` gives the function, which raises nothing but what is
+    documented of it."""
+
+    modules: tuple[str, ...]
+    made: Callable[[], Callable[[bytes], None]]
+    seeds: Callable[[], Iterable[bytes]]
+
+
+def recording() -> Callable[[bytes], None]:
+    """Bytes of a file: UserError, or a recording."""
+    from vramsweep.harness.allocator import recording, safepickle
+    from vramsweep.harness.errors import UserError
+
+    def one(data: bytes) -> None:
+        try:
+            recording.check(safepickle.loads(data, "fuzzed"), "fuzzed")
+        except UserError as error:
+            short(error)
+
+    return one
+
+
+def replayed() -> Callable[[bytes], None]:
+    """A valid recording with values changed as the bytes say: UserError, or replays."""
+    from vramsweep.harness.allocator import recording, replay
+    from vramsweep.harness.allocator.config import parse
+    from vramsweep.harness.allocator.restore import undo
+    from vramsweep.harness.errors import UserError
+
+    valid = [pickle.dumps(one) for one in seeds.recordings()]
+    other = parse("expandable_segments:True")
+
+    def one(data: bytes) -> None:
+        try:
+            known = recording.check(seeds.changed(valid, data), "fuzzed")
+            start = undo(known)
+            replay.replay_as_recorded(known, start)
+            replay.replay_under(known, start, other, 1 << 26)
+        except UserError as error:
+            short(error)
+
+    return one
+
+
+def allocator() -> Callable[[bytes], None]:
+    """A text of settings: AllocatorConfigError, or settings whose canonical text says the same."""
+    from vramsweep.harness.allocator.config import AllocatorConfigError, parse
+
+    def one(data: bytes) -> None:
+        try:
+            found = parse(data.decode("utf-8", "replace"))
+        except AllocatorConfigError as error:
+            short(error)
+        else:
+            assert parse(found.render()) == found
+
+    return one
+
+
+def journal() -> Callable[[bytes], None]:
+    """A line of a journal: a row, or None."""
+    from vramsweep.harness import journal, upgrade
+
+    def one(data: bytes) -> None:
+        row = journal.parsed(data)
+        assert row is None or isinstance(row["trial_id"], str)
+        journal.finished([] if row is None else [row], {"0": (None,)})
+        if row is not None and isinstance(row.get("trial"), dict):
+            # as if its id were that of its trial, which no mutation comes upon
+            upgrade.row(row | {"schema_version": 1, "trial_id": upgrade.first_id(row["trial"])})
+
+    return one
+
+
+def formula() -> Callable[[bytes], None]:
+    """A text: ValueError, or a formula, which has a whole number at a point or raises ValueError there."""
+    from vramsweep.runners import symbolic
+
+    point = symbolic.Point(1 << 24, 1 << 24, 3)
+
+    def one(data: bytes) -> None:
+        try:
+            symbolic.compiled.__wrapped__(data.decode("utf-8", "replace"))(point)
+        except ValueError as error:
+            short(error)
+        finally:
+            symbolic.function.cache_clear()
+
+    return one
+
+
+ALLOCATOR = "vramsweep.harness.allocator."
+TARGETS = {
+    "recording": Target(
+        (ALLOCATOR + "safepickle", ALLOCATOR + "recording", ALLOCATOR + "config"), recording, seeds.pickles
+    ),
+    "replayed": Target(
+        tuple(ALLOCATOR + name for name in ("recording", "restore", "replay", "follow", "simulator")),
+        replayed,
+        seeds.changes,
+    ),
+    "allocator": Target((ALLOCATOR + "config",), allocator, seeds.settings),
+    "journal": Target(("vramsweep.harness.journal", "vramsweep.harness.upgrade"), journal, seeds.lines),
+    "formula": Target(("vramsweep.runners.symbolic",), formula, seeds.formulas),
+}
+
+
+def short(error: Exception) -> None:
+    """What a user is told is two lines at most."""
+    said = str(error)
+    assert len(said) < 1000, f"a message of {len(said)} characters"
+    assert said.count("\n") <= 1, "a message of many lines"
+
+
+def fuzz(name: str, inputs: int, seed: int, out: Path) -> None:
+    """Fuzz one target in this process, which the fuzzer ends; what was found is left in `out`."""
+    atheris: Any = importlib.import_module("atheris")
+    target = TARGETS[name]
+    importlib.import_module("vramsweep.harness.errors")
+    with atheris.instrument_imports(include=list(target.modules)):
+        for module in target.modules:
+            importlib.import_module(module)
+    one = target.made()
+    crashes: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    state: dict[str, Any] = {"inputs": 0, "slowest_s": 0.0, "slowest": "", "before_mib": peak_mib()}
+    began = time.perf_counter()
+
+    def counted(data: bytes) -> None:
+        start = time.perf_counter()
+        try:
+            one(data)
+        except Exception as error:
+            where = place(error)
+            crashes[where] += 1
+            examples.setdefault(where, repr(data[:300]))
+        took = time.perf_counter() - start
+        state["inputs"] += 1
+        if took > state["slowest_s"]:
+            state["slowest_s"], state["slowest"] = took, repr(data[:300])
+        if state["inputs"] % 5000 == 0 or state["inputs"] >= inputs:  # the fuzzer leaves without a word to Python
+            told = state | {"seconds": time.perf_counter() - began, "peak_mib": peak_mib()}
+            out.write_text(json.dumps(told | {"crashes": crashes, "examples": examples}))
+
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        for number, content in enumerate(target.seeds()):
+            (Path(folder) / str(number)).write_bytes(content)
+        limits = [f"-max_len={LONGEST}", f"-timeout={HANGS}", f"-rss_limit_mb={MEMORY}", "-len_control=0"]
+        atheris.Setup(["fuzz", folder, f"-runs={inputs}", f"-seed={seed}", "-verbosity=0", *limits], counted)
+        atheris.Fuzz()
+
+
+def place(error: BaseException) -> str:
+    """The kind of an error and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}"
+
+
+def peak_mib() -> float:
+    """The largest resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def told(name: str, inputs: int, seed: int) -> dict[str, Any]:
+    """Fuzz one target in a process of its own; what it left, and how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        words = ["--child", str(out), "--only", name, "--inputs", str(inputs), "--seed", str(seed)]
+        done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=False)
+        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"inputs": 0}
+        return found | {"ended": "" if done.returncode == 0 else done.stderr[-2000:]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="of each target")
+    parser.add_argument("--only", choices=TARGETS, action="append", help="a target; may be repeated (default: all)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    random.seed(asked.seed)
+    if importlib.util.find_spec("atheris") is None:
+        print("benchmarks/fuzz.py needs atheris, which is no dependency: pip install atheris", file=sys.stderr)
+        return 2
+    if asked.child is not None:
+        fuzz(asked.only[0], asked.inputs, asked.seed, asked.child)
+    print("| target | inputs | seconds | crashes | slowest input, s | peak memory, MiB (before the first input) |")
+    print("|---|---|---|---|---|---|", flush=True)
+    whole = True
+    for name in asked.only or TARGETS:
+        found = told(name, asked.inputs, asked.seed)
+        crashes = found.get("crashes", {})
+        whole = whole and not crashes and not found["ended"] and found["inputs"] >= asked.inputs
+        if found["inputs"]:
+            print(
+                f"| {name} | {found['inputs']:,} | {found['seconds']:.0f} | {len(crashes)} | "
+                f"{found['slowest_s']:.3f} | {found['peak_mib']:.0f} ({found['before_mib']:.0f}) |",
+                flush=True,
+            )
+        for where, count in crashes.items():
+            print(f"{name}: {where}, {count:,} times, such as {found['examples'][where]}", file=sys.stderr)
+        if found["ended"]:
+            print(f"{name}: ended early, {found['ended']}", file=sys.stderr)
+        elif found["slowest_s"] > 1:
+            print(f"{name}: slowest {found['slowest']}", file=sys.stderr)
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What eight places gain over one, and what the launcher itself takes of a CPU for each trial.
+
+    python benchmarks/slots.py [--slots 8] [--trials 48] [--seconds 2]
+
+Trials that sleep stand for training on cards: the machine's own CPUs are then not what they wait for, and what is left
+is what the harness costs. One process of templates serves all places. The template is started before the clock is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["PYTHONPATH"] = str(ROOT)
+
+from conftest import SETTINGS, tiny  # noqa: E402
+
+from vramsweep.harness import plan, sweep  # noqa: E402
+from vramsweep.harness.attempt import Launcher  # noqa: E402
+from vramsweep.harness.progress import Few  # noqa: E402
+
+TARGET = """
+import time, torch
+def sleeps(trial):
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    def step(batch):
+        time.sleep({seconds} / 5)  # with the probe and the step that counts FLOPs
+        loss = net(batch).square().mean()
+        loss.backward()
+        return loss
+    return net, optimizer, step, lambda index: torch.ones(4, 8)
+"""
+
+
+def run(folder: Path, trials: int, slots: int, seconds: float, launcher: Launcher) -> tuple[float, float]:
+    """Trials a second, and the launcher's CPU seconds for each."""
+    target = folder / "target.py"
+    target.write_text(TARGET.format(seconds=seconds))
+    runner = {"name": "custom", "target": f"{target}:sleeps"}
+    values: list[dict[str, Any]] = [tiny(runner=runner, seed=n) for n in range(trials)]
+    settings = plan.Settings(**(SETTINGS | {"isolation": "warm", "slots": slots}))
+    planned = plan.order(plan.expand(values, 1))
+    before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    rows, status = sweep.run(planned, settings, folder / f"slots-{slots}", launcher=launcher, progress=Few)
+    wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    if status:
+        raise SystemExit(f"a trial failed: {next(row['reason'] for row in rows.values() if row['reason'])}")
+    cpu = (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime)
+    return trials / wall, cpu / trials
+
+
+def main() -> None:
+    """Print the rates, their ratio, and CPU per trial."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--trials", type=int, default=48)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, Launcher("warm", Path(scratch) / "templates") as launcher:
+        folder = Path(scratch)
+        run(folder, 1, 2, 0.0, launcher)
+        one, cpu_one = run(folder, max(3, asked.trials // asked.slots), 1, asked.seconds, launcher)
+        many, cpu_many = run(folder, asked.trials, asked.slots, asked.seconds, launcher)
+    print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}")
+    print(f"one place: {one:.3f} trials/s; {asked.slots} places: {many:.3f} trials/s, {many / one:.2f} times as many")
+    print(f"launcher's CPU per trial: {1000 * cpu_one:.1f} ms, {1000 * cpu_many:.1f} ms with {asked.slots} places")
+
+
+if __name__ == "__main__":
+    main()

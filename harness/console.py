@@ -1,0 +1,45 @@
+"""Rich's console for what comes from outside: markup off, and nothing that a terminal would act on (terminal.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import IO, Any
+
+from rich import console
+from rich.segment import Segment
+from rich.text import Text
+
+from vramsweep.harness.terminal import behind, shown
+
+
+class Console(console.Console):
+    """Markup is off unless asked for: a name may hold brackets. With it, texts from outside need rich's escape.
+
+    Texts are written out before they are measured (`render_str`), and whatever else becomes a segment (`render`): a
+    bar's columns, what others print while it is there. Links are left out.
+    """
+
+    def __init__(self, *, markup: bool = False, **options: Any) -> None:
+        super().__init__(markup=markup, **options)
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream itself, however often it is wrapped: Rich's own sequences are wanted."""
+        return behind(super().file)
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The text that a string stands for, in a cell or a line."""
+        return super().render_str(shown(text), **options)
+
+    def render(self, renderable: Any, options: console.ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of anything."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            if control:
+                yield segment
+            else:
+                yield Segment(shown(text), style.update_link(None) if style and style.link else style)

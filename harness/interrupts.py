@@ -1,0 +1,81 @@
+"""Ctrl-C once, Ctrl-C twice, SIGTERM: when a sweep stops.
+
+Once: the trial that runs comes to its end, and its row is kept; then `Finished` is raised, at a place where nothing is
+half done. Twice, or SIGTERM: KeyboardInterrupt is raised at once, wherever that is. Workers have sessions of their own,
+so that a terminal's Ctrl-C is for the launcher alone.
+
+Not covered: signals that cannot be caught (leftovers.py ends what those leave).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+_ASKED = b"\nfinishing what runs, then the report; Ctrl-C again stops now\n"
+
+
+class Finished(KeyboardInterrupt):
+    """The user has asked to stop, and what ran then has come to its end."""
+
+
+class Interrupts:
+    """Whether the user has asked a sweep to stop. Only the main thread hears of signals: elsewhere nothing changes."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._busy = False
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[Interrupts]:
+        """For the block, SIGINT and SIGTERM do as described above."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+        for number in before:  # what a shell has told a job in the background to ignore stays ignored
+            signal.signal(number, self._once if number == signal.SIGINT else _at_once)
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """What the block does comes to its end, when asked to stop only once. Raises Finished after it."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+        self.check()
+
+    def check(self) -> None:
+        """Raises Finished if the user has asked to stop."""
+        if self.asked:
+            raise Finished
+
+    def _once(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        if not self._busy:
+            raise Finished
+        with contextlib.suppress(OSError):  # not by print: it may be what was interrupted
+            os.write(2, _ASKED)
+
+
+def on_sigterm() -> None:
+    """From now on SIGTERM raises KeyboardInterrupt too, unless it is ignored."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _at_once)
+
+
+def _at_once(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,124 @@
+"""One writer at a time: the lock of a journal.
+
+flock where the file system has it: it goes with the process, however that ends. Elsewhere (Lustre without -o flock,
+some NFS and FUSE) a claim, a file beside the journal that names its writer. One that a process of this machine has left
+behind is taken over; whether one of another machine still runs cannot be told from here, so that is for the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+
+from vramsweep.harness import identity
+from vramsweep.harness.errors import UserError
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+_TRIES = 5  # at a claim, each time that another one has just gone
+
+
+class Lock:
+    """The lock of the open file `descriptor` at `path`, held until `release` or the end of the process.
+
+    Raises UserError where another process holds it, and OSError where it cannot be had for another reason.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._claim: Path | None = None
+        try:
+            if not _flocked(descriptor):
+                raise _taken(path)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            _claim(path)
+            self._claim = claim(path)
+
+    def release(self) -> None:
+        """Give a claim back; an flock goes when its file is closed."""
+        if self._claim is not None:
+            self._claim.unlink(missing_ok=True)
+
+
+def _flocked(descriptor: int) -> bool:
+    """Whether an flock was had; one who only looks whether there is one (`held`) has it for a moment."""
+    for wait in (0.0, 0.01, 0.05, 0.1):
+        time.sleep(wait)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+def claim(path: Path) -> Path:
+    """Where the claim to a journal lies."""
+    return path.with_name(f"{path.name}.lock")
+
+
+def held(path: Path) -> bool:
+    """Whether a process is writing the journal at `path`; False too where a machine cannot tell of another one's."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return claim(path).exists() and identity.alive(_writer(claim(path))) is not False
+    return False
+
+
+def _claim(path: Path) -> None:
+    aside = claim(path).with_name(f"{claim(path).name}.{os.getpid()}")
+    aside.write_text(json.dumps(identity.own()))  # whole before it has the name, whoever is killed when
+    try:
+        _become(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _become(aside: Path, path: Path) -> None:
+    """Give a claim its name. Raises UserError where another holds it."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, claim(path))
+            return
+        writer = _writer(claim(path))
+        alive = identity.alive(writer)
+        if alive is False:
+            _set_aside(path)
+        elif alive:
+            raise _taken(path)
+        elif claim(path).exists():
+            raise UserError(
+                f"{claim(path)} says that {writer.get('host', 'somebody')} writes here, where the file system has no "
+                "locks; remove that file if no sweep runs there"
+            )
+    raise _taken(path)
+
+
+def _set_aside(path: Path) -> None:
+    """Take a claim away whose writer is gone; back again where another one has just put its own there."""
+    gone = claim(path).with_name(f"{claim(path).name}.gone.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        claim(path).rename(gone)
+        if identity.alive(_writer(gone)) is not False:
+            with contextlib.suppress(FileExistsError):
+                os.link(gone, claim(path))
+        gone.unlink()
+
+
+def _writer(file: Path) -> dict[str, object]:
+    """Who a claim is of; empty where there is none, or it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _taken(path: Path) -> UserError:
+    return UserError(f"another sweep is writing {path}; wait for it, or give this one another name=")

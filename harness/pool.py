@@ -1,0 +1,198 @@
+"""Places for trials: which of them may start now, on which cards and CPUs, and the threads that see them through.
+
+A place is a card; without cards, a share of the machine's CPUs. A trial takes as many as it has ranks, and gives them
+back. One that does not fit yet is passed by: those behind it that do fit go first.
+
+Not covered: cards that are not alike, of which only those of the first one's name have places, unless a trial needs all
+of them; which CPUs are near to which card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import TracebackType
+
+from vramsweep.harness import account, machine
+from vramsweep.harness.interrupts import Finished
+from vramsweep.harness.plan import Planned
+from vramsweep.harness.row import Row
+
+NAP_S = 0.1  # of a slot that waits for something else than its worker: how soon it sees that it is to stop
+
+
+class Stopped(BaseException):
+    """Raised in a slot: the sweep is to stop at once."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """`card` is None where there is none, or it cannot be told from others; `cpus` is empty for all of them."""
+
+    card: machine.Gpu | None = None
+    cpus: tuple[int, ...] = ()
+
+
+@dataclass
+class Slot:
+    """Where a trial runs. `beside` are the ids of the trials that ran at the same time, so far; `check` raises once it
+    is to stop, and `sleep` waits as long as it is not."""
+
+    cards: Sequence[machine.Gpu] = ()
+    cpus: tuple[int, ...] = ()
+    beside: set[str] = field(default_factory=set)
+    sleep: Callable[[float], None] = time.sleep
+    check: Callable[[], None] = lambda: None
+
+
+def places(planned: Iterable[Planned], slots: int | None) -> list[Place]:
+    """The places there are for these trials: `slots` at most, but as many as the ranks of the largest trial.
+
+    Without `slots`: every card, or one place where there are none.
+    """
+    ranks = [item.trial.world_size for item in planned if item.trial and item.trial.device.name == "cuda"]
+    visible = machine.visible_gpus(os.environ) if ranks else []
+    if None in (card.uuid for card in visible):  # they cannot be shared out
+        return [Place()]
+    alike = [card for card in visible if card.name == visible[0].name]
+    cards = alike if max(ranks, default=0) <= len(alike) else visible
+    count = max(slots or len(cards) or 1, *ranks, 1)
+    count = min(count, len(cards)) if cards else count
+    shares = _shares(sorted(os.sched_getaffinity(0)), count)
+    return [Place(cards[n] if cards else None, share) for n, share in enumerate(shares)]
+
+
+def _shares(cpus: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Neighbouring CPUs for each place; all for each where there is but one place, or fewer CPUs than places."""
+    if count == 1 or len(cpus) < count:
+        return [()] * count
+    return [tuple(cpus[n * len(cpus) // count : (n + 1) * len(cpus) // count]) for n in range(count)]
+
+
+def need(item: Planned, count: int) -> int:
+    """How many of `count` places a trial takes: none to be told that it cannot run; one rank is simulated for all."""
+    if item.trial is None:
+        return 0
+    return 1 if item.trial.device.name == "simulated" else min(item.trial.world_size, count)
+
+
+@dataclass(frozen=True)
+class _Running:
+    item: Planned
+    places: tuple[Place, ...]
+    slot: Slot
+
+
+class Pool:
+    """Runs trials in `threads` on `places`. Use it as a context manager: where the block is left by an exception,
+    what still runs is stopped first. `exclusive`: never two at a time. `asked` raises when no trial is to be tried
+    again.
+    """
+
+    def __init__(
+        self, threads: Executor, places: Sequence[Place], exclusive: bool, asked: Callable[[], None] = lambda: None
+    ) -> None:
+        self._threads, self._free, self._count = threads, list(places), len(places)
+        self._exclusive, self._asked = exclusive, asked
+        self._running: dict[Future[Row], _Running] = {}
+        self._ended: SimpleQueue[Future[Row]] = SimpleQueue()
+        self._stopped = False
+        names = [place.card.name if place.card else None for place in places]
+        self._alike = [place for place, name in zip(places, names, strict=True) if name == names[0]]
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._stopped, left = True, True
+        while left:
+            with contextlib.suppress(KeyboardInterrupt):  # it is stopping
+                wait(self._running)
+                left = any(not future.done() for future in self._running)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(
+        self,
+        waiting: list[Planned],
+        run: Callable[[Planned, Slot], Row],
+        refused: Callable[[Planned], bool] = lambda item: False,
+    ) -> bool:
+        """Take the first of `waiting` that there are places for out of the list and run it; whether there was one.
+
+        What could be run and is `refused` is taken out too.
+        """
+        if not self._free or (self._exclusive and self._running):
+            return False
+        at = 0
+        while at < len(waiting):
+            if self._fitting(waiting[at]) is None:
+                at += 1
+            elif refused(waiting[at]):
+                del waiting[at]
+            else:
+                break
+        else:
+            return False
+        item = waiting.pop(at)
+        taken = tuple(self._fitting(item) or ())
+        for place in taken:
+            self._free.remove(place)
+        slot = self._slot(item, taken)
+        for other in [one for one in self._running.values() if taken and one.places]:
+            other.slot.beside.add(item.trial_id)
+            slot.beside.add(other.item.trial_id)
+        future = self._threads.submit(run, item, slot)
+        self._running[future] = _Running(item, taken, slot)
+        future.add_done_callback(self._ended.put)
+        return True
+
+    def wait(self) -> tuple[Planned, Row | None]:
+        """The next trial that has come to its end, and its row; None where it was not tried again, as `asked` raised
+        Finished. Raises what running it raised."""
+        future = self._ended.get()
+        over = self._running.pop(future)
+        self._free += over.places
+        try:
+            return over.item, future.result()
+        except Finished:
+            return over.item, None
+
+    def _fitting(self, item: Planned) -> list[Place] | None:
+        """Free places for a trial, None where there are too few. Cards that are not as the first are for trials alone
+        that need them: another card is another system."""
+        taking = need(item, self._count)
+        free = [one for one in self._free if one in self._alike]
+        if taking > len(self._alike):
+            free += [one for one in self._free if one not in self._alike]
+        return free[:taking] if len(free) >= taking else None
+
+    def _slot(self, item: Planned, taken: Sequence[Place]) -> Slot:
+        cards = [place.card for place in taken if place.card]
+        if item.trial and item.trial.device.name != "cuda":
+            cards = []
+        elif item.trial and not cards:
+            cards = account.cards(item.trial)
+        shared = self._count > 1 and not self._exclusive
+        cpus = tuple(cpu for place in taken for cpu in place.cpus) if shared else ()
+        return Slot(cards, cpus, sleep=self._sleep, check=self._check)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise Stopped
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            self._check()
+            self._asked()
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, NAP_S))

@@ -1,0 +1,120 @@
+"""What an error's text says of an attempt: the one table of faults by their spelling. Pure.
+
+The texts are those of CUDA's runtime and driver (cudaGetErrorString, cuGetErrorName), of its libraries' status codes,
+and of what torch, NCCL, triton and bitsandbytes make of them. Not covered: what an outcome means for the trial, and how
+a process ends (outcome.py).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from vramsweep.harness.row import Outcome
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """A fault, the outcome of an attempt that shows it, and how it is spelled: a pattern, whatever the case."""
+
+    fault: str
+    outcome: Outcome
+    spelling: str
+
+
+# The first that is found decides: a collective that runs out of memory also says NCCL, and a lost card CUDA error.
+SYMPTOMS = (
+    Symptom(
+        "no room in the host's memory that can be page-locked: torch's pinned allocator, DataLoader's thread for it",
+        Outcome.HOST_OOM,
+        r"CachingHostAllocator|in pin memory thread[\s\S]*out of memory|pin_memory: [^\n]*out of memory",
+    ),
+    Symptom(
+        "no room on the card: torch's allocator, either backend",
+        Outcome.OOM,
+        r"(CUDA|HIP) out of memory|would exceed allowed memory",
+    ),
+    Symptom(
+        "no room on the card: CUDA's runtime and driver, triton, bitsandbytes",
+        Outcome.OOM,
+        r"(CUDA|HIP) (driver |runtime )?error( \(2\) ?)?: (2 )?out of memory|cudaErrorMemoryAllocation|"
+        r"hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY|Triton Error \[CUDA\]: out of memory|"
+        r"Error out of memory at line",
+    ),
+    Symptom(
+        "no room on the card: cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT",
+        Outcome.OOM,
+        r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|"
+        r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    ),
+    Symptom(
+        "no room on the card: NCCL",
+        Outcome.OOM,
+        r"(NCCL|ncclUnhandledCudaError)[\s\S]*out of memory|Cuda failure( 2)? '?out of memory",
+    ),
+    Symptom(
+        "no room in the host's memory",
+        Outcome.HOST_OOM,
+        r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc|"
+        r"Unable to allocate [\d.]+ \w+ for an array",
+    ),
+    Symptom(
+        "no driver, or one that does not go with this torch or card",
+        Outcome.ENVIRONMENT,
+        r"No CUDA GPUs are available|Found no NVIDIA driver|NVIDIA driver on your system is too old|"
+        r"cudaGetDeviceCount|CUDA unknown error|no CUDA-capable device|driver version is insufficient|"
+        r"CUDA driver initialization failed|CUDA (driver )?error: initialization error|Driver/library version mismatch|"
+        r"unsupported display driver / cuda driver combination|forward compatibility was attempted on non supported HW|"
+        r"no kernel image is available for execution|invalid device ordinal|CUDA error: driver shutting down",
+    ),
+    Symptom(
+        "the card or its link is broken or gone (Xid 48, 63, 64, 74, 79, 94, 95)",
+        Outcome.ENVIRONMENT,
+        r"ECC error|(GPU|device) is lost|fallen off the bus|CUDA (driver )?error: unknown error|NVLink error|"
+        r"error( was)? (detected|encountered) .*NVLink|hardware stack error|GPU requires reset|"
+        r"Unable to determine the device handle",
+    ),
+    Symptom("the node is not ready", Outcome.ENVIRONMENT, r"system not yet initialized|MPS (server|client|daemon)"),
+    Symptom(
+        "no room on a disk, or none that can be written to",
+        Outcome.ENVIRONMENT,
+        r"No space left on device|Disk quota exceeded|Read-only file system|Stale file handle|Input/output error",
+    ),
+    Symptom(
+        "the system gives no more files or processes",
+        Outcome.ENVIRONMENT,
+        r"Too many open files|Resource temporarily unavailable|can't start new thread",
+    ),
+    Symptom(
+        "others use the card",
+        Outcome.CONTENDED,
+        r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use",
+    ),
+    Symptom(
+        "any other of CUDA's: device-side assert, illegal access, launch failure, a library's",
+        Outcome.CUDA_ERROR,
+        r"(CUDA|HIP) (driver |runtime )?error|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS|CUFFT_|AcceleratorError|"
+        r"NCCL[^\n]*(error|fail|timeout|timed out|abort)|nccl\w+Error|Watchdog caught collective|"
+        r""
+        r"device-side assert|Triton Error \[CUDA\]",
+    ),
+)
+_ENDED = re.compile(r"terminate called|^\s*what\(\): ")  # how libstdc++ announces the end
+NEAR = 3  # lines from the last: a Python error is followed by what its streams and threads still say
+_PATTERNS = tuple((symptom, re.compile(symptom.spelling, re.IGNORECASE)) for symptom in SYMPTOMS)
+
+
+def find(text: str) -> Symptom | None:
+    """The fault that a text tells of; None where it tells of none that is known."""
+    return next((symptom for symptom, pattern in _PATTERNS if pattern.search(text)), None)
+
+
+def said(lines: list[str]) -> str | None:
+    """Of the lines that a process wrote before it ended, the one that says why; None where it wrote none.
+
+    It is among the last, or where C++ says that it ends and why, above its stack. What a line further up tells of was
+    got over.
+    """
+    ended = next((at for at in reversed(range(len(lines))) if _ENDED.search(lines[at])), None)
+    why = lines[-NEAR:][::-1] if ended is None else lines[ended:]
+    return next((line for line in why if find(line) is not None), lines[-1] if lines else None)

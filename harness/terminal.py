@@ -1,0 +1,82 @@
+"""Text for a terminal: what a terminal would act on instead of showing is written out, as \\x1b.
+
+Names, reasons and files come from outside: a library's last words, a foreign journal, a model's name. What they hold
+could move the cursor, hide a line, set the window's title or turn the order of letters round. The front door
+(vramsweep/__main__.py) prints through `Escaped`, and tables through console.py: nothing else need think of it.
+
+Not covered: log files, which hold what a worker wrote, as it wrote it; line ends, which a name may hold too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import IO, Any, TextIO, cast
+
+# C0 and C1 controls but for line ends and tabs; what turns the direction of writing (Unicode Annex 9); line and
+# paragraph separators; tag characters, which nobody sees.
+_CODES = (
+    *(set(range(0x20)) - {0x09, 0x0A}), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F),
+    *range(0x2066, 0x206A), 0xFEFF, *range(0xE0000, 0xE0080),
+)  # fmt: skip
+_WRITTEN = {code: chr(code).encode("unicode_escape").decode() for code in _CODES}
+
+
+def shown(text: str) -> str:
+    """The text without anything that a terminal would act on; line ends and tabs stay."""
+    return text if text.isascii() and text.isprintable() else text.translate(_WRITTEN)
+
+
+class Escaped:
+    """A stream that prints `shown` text. Rich, whose own escape sequences are wanted, writes to what is `behind`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream  # where Rich looks for what is behind a stream
+
+    def write(self, text: str) -> int:
+        """Print the text."""
+        return self.rich_proxied_file.write(shown(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Print the lines."""
+        self.rich_proxied_file.writelines(map(shown, lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+def behind(stream: IO[str]) -> IO[str]:
+    """The stream itself, where it is wrapped: by `Escaped`, by Rich while a bar is there, or by both."""
+    while (inner := getattr(stream, "rich_proxied_file", None)) is not None:
+        stream = inner
+    return stream
+
+
+def escape_others() -> None:
+    """Print `shown` text from now on where Rich took the streams over, whose reading of sequences is a wide one."""
+    sys.stdout, sys.stderr = (cast(TextIO, Escaped(stream)) for stream in (sys.stdout, sys.stderr))
+
+
+def _unforeseen(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """Python's own last words, which quote what comes from outside."""
+    text = "".join(traceback.format_exception(kind, error, where))
+    print(shown(text), end="", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def escaped() -> Iterator[None]:
+    """Whatever is printed meanwhile, on either stream, is `shown` text; a name that is no text ends nothing.
+
+    What Python prints of an error that nobody caught is, too, from then on.
+    """
+    sys.excepthook = _unforeseen
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    out, err = (cast(TextIO, Escaped(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield

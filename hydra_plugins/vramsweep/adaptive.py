@@ -1,0 +1,275 @@
+"""hydra/sweeper=adaptive: of the lengths and batches that are asked for, measure those that say most.
+
+The grid is expanded as ever and falls into configurations: everything but seq_len and micro_batch. Each is first
+predicted, where the simulated device can; then all of them are measured in rounds, a batch of the launcher's each,
+until none asks for more (analysis/model/adaptive.py says for what). The same command asks the same again, so an
+interrupted sweep goes on from its journal. What was not measured is written to inferred.jsonl beside the journal,
+never as rows. Not covered: time, of which nothing is inferred.
+"""
+
+import dataclasses
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from vramsweep.harness import inferred, launch, preview, registry
+from vramsweep.harness import trial as trials
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import CONTEXT_BYTES
+from vramsweep.harness.plan import Planned, Settings
+from vramsweep.harness.row import Outcome, Row
+
+if TYPE_CHECKING:  # Hydra imports every plugin for every command, and these import pandas and scipy
+    from vramsweep.analysis.model.adaptive import Answer, Grid, Search
+
+
+@dataclass
+class AdaptiveConf:
+    """hydra/sweeper=adaptive"""
+
+    _target_: str = "hydra_plugins.vramsweep.adaptive.AdaptiveSweeper"
+    most: int = 40  # points of a configuration that are measured at most
+    checks: int = 3  # check points in a row that have to agree
+    together: int = 3  # uncertain points that a round asks for
+    seed: int = 0  # of the check points
+    allocated: float = 0.01  # what allocated memory may be off by, as a share, everywhere
+    reserved: float = 0.02  # and reserved memory, at 95 % of the points
+    max_batch_size: int | None = None
+    params: dict[str, Any] | None = None  # of presets (conf/sweep): axes, as on the command line
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="adaptive", node=AdaptiveConf, provider="vramsweep")
+
+
+class AdaptiveSweeper(BasicSweeper):
+    """Asks the launcher for a few points at a time."""
+
+    def __init__(
+        self, most: int, checks: int, together: int, seed: int, allocated: float, reserved: float,
+        max_batch_size: int | None, params: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(max_batch_size=None, params=params)
+        if max_batch_size is not None:
+            launch.refuse("hydra.sweeper.max_batch_size: hydra/sweeper=adaptive has rounds of its own; leave it out")
+        whole = {"most": most, "checks": checks, "together": together, "seed": seed}
+        least = {"most": 3, "checks": 1, "together": 1, "seed": 0}
+        for key, value in whole.items():
+            if type(value) is not int or value < least[key]:
+                launch.refuse(f"hydra.sweeper.{key}={value}: allowed is a whole number of at least {least[key]}")
+        for key, share in {"allocated": allocated, "reserved": reserved}.items():
+            if not isinstance(share, (int, float)) or not 0 < share < 1:
+                launch.refuse(f"hydra.sweeper.{key}={share}: allowed is a share between 0 and 1, such as 0.01")
+        self.most, self.checks, self.together, self.seed = most, checks, together, seed
+        self.within = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Rounds of the launcher, until every configuration has enough."""
+        assert self.hydra_context is not None
+        assert self.launcher is not None
+        compose = getattr(self.launcher, "compose", None)
+        if compose is None:
+            launch.refuse("hydra/sweeper=adaptive goes with hydra/launcher=vramsweep, which is the default")
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        (jobs,) = self.split_arguments(parser.parse_overrides([*self._parse_config(), *arguments]), None)
+        planned, settings = launch.look(compose(jobs))
+        if settings.action == "resolve":
+            return [self.launcher.launch(jobs, initial_job_idx=0)]
+        if settings.objective is not None:
+            launch.refuse(f"objective={settings.objective}: hydra/sweeper=adaptive goes by memory; leave objective out")
+        groups = configurations(planned)
+        impossible = [n for n, one in enumerate(planned) if one.trial is None]
+        if settings.action == "plan":
+            return self._planned(planned, settings, jobs, groups, impossible)
+        searches = [self._search(planned, of_one, settings) for of_one in groups]
+        rows: dict[int, Row] = {}
+        returns, index, ended = [], 0, False
+        while True:
+            asked = [search.ask() for search in searches]
+            wanted = [*impossible, *(of_one[at] for of_one, own in zip(groups, asked, strict=True) for at in own)]
+            if not any(asked):
+                break
+            done = self.launcher.launch([jobs[n] for n in wanted], initial_job_idx=index)
+            returns.append(done)
+            index += len(wanted)
+            rows |= {n: one.return_value for n, one in zip(wanted, done, strict=True) if one.return_value is not None}
+            impossible = []
+            told = [
+                {at: answer(rows[of_one[at]]) for at in own if of_one[at] in rows}
+                for of_one, own in zip(groups, asked, strict=True)
+            ]
+            for search, answers in zip(searches, told, strict=True):
+                search.tell(answers)
+            self._write(planned, groups, searches)
+            if not any(told):
+                ended = True
+                break
+        for of_one, search in zip(groups, searches, strict=True):
+            print(said(planned[of_one[0]], search, ended))
+        return returns
+
+    def _planned(
+        self, planned: Sequence[Planned], settings: Settings, jobs: Any, groups: Sequence[Sequence[int]],
+        impossible: Sequence[int],
+    ) -> Any:  # fmt: skip
+        """What would be asked first, were nothing predicted."""
+        assert self.launcher is not None
+        alone = dataclasses.replace(settings, predict=False)
+        first = [of_one[at] for of_one in groups for at in self._search(planned, of_one, alone).ask()]
+        returns = [self.launcher.launch([jobs[n] for n in (*impossible, *first)], initial_job_idx=0)]
+        if settings.output == "text":
+            points = max(map(len, groups), default=0)
+            print(
+                f"hydra/sweeper=adaptive measures at most {min(self.most, points):,} of {points:,} points of each of "
+                f"{len(groups)} configuration(s); these are the first, where nothing is predicted"
+            )
+        return returns
+
+    def _search(self, planned: Sequence[Planned], of_one: Sequence[int], settings: Settings) -> "Search":
+        from vramsweep.analysis.model.adaptive import TOLERANCES, Search, Tolerance
+
+        limits = {name: Tolerance(share, TOLERANCES[name].of_points) for name, share in self.within.items()}
+        grid = predicted_grid([planned[n] for n in of_one], settings)
+        return Search(grid, self.most, self.checks, self.together, self.seed, limits)
+
+    def _write(self, planned: Sequence[Planned], groups: Sequence[Sequence[int]], searches: "Sequence[Search]") -> None:
+        folder = launch.folder()
+        assert folder is not None
+        lines = [
+            line
+            for of_one, search in zip(groups, searches, strict=True)
+            for line in inferences([planned[n] for n in of_one], search)
+        ]
+        inferred.write(folder, lines, {one.trial_id for one in planned})
+
+
+def configurations(planned: Sequence[Planned]) -> list[list[int]]:
+    """The positions of the possible trials of each configuration: equal but for length and batch."""
+    found: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
+    for n, one in enumerate(planned):
+        if one.trial is not None:
+            axes = {key: value for key, value in one.resolved.items() if key not in ("seq_len", "micro_batch")}
+            found[json.dumps(axes, sort_keys=True, default=str)].setdefault(
+                (one.trial.seq_len, one.trial.micro_batch), n
+            )
+    return [list(of_one.values()) for of_one in found.values()]
+
+
+def predicted_grid(planned: Sequence[Planned], settings: Settings) -> "Grid":
+    """The points of a configuration, with predictions where they can be made."""
+    import numpy as np
+
+    from vramsweep.analysis.model.adaptive import Grid
+
+    possible = [one.trial for one in planned if one.trial is not None]
+    length, batch = (np.array([getattr(one, axis) for one in possible], float) for axis in ("seq_len", "micro_batch"))
+    rows = predictions(possible, settings)
+    return Grid(length, batch) if rows is None else Grid.of(length, batch, rows)
+
+
+def predictions(possible: Sequence[trials.Trial], settings: Settings) -> list[Row | None] | None:
+    """The predicted row of each trial; None, with the reason said, where they cannot be predicted for that card."""
+    first = possible[0]
+    if not settings.predict or first.device.name != "cuda" or registry.runner(first.runner.name).starts:
+        return None
+    card, problem = preview.card(settings)
+    if card is None:
+        print(f"nothing is predicted: {problem}", file=sys.stderr)
+        return None
+    found: list[Planned | None] = []
+    for trial in possible:
+        try:
+            resolved = preview.simulated(trial, card).model_dump(mode="json")
+        except trials.InvalidTrial:
+            found.append(None)
+            continue
+        found.append(Planned(trials.trial_id(resolved), resolved, trials.parse(resolved), None))
+    asked = [one for one in found if one is not None]
+    if not asked:
+        return None
+    print(f"predicting {len(asked):,} points for {card.name}; predict=false leaves it out", file=sys.stderr)
+    try:
+        rows = launch.beside(asked, "predicted")
+    except UserError as error:
+        print(f"nothing is predicted: {error}", file=sys.stderr)
+        return None
+    return [rows.get(one.trial_id) if one is not None else None for one in found]
+
+
+def answer(row: Mapping[str, Any]) -> "Answer":
+    """What a row says to the search. Where the allocator had to free its cache first, reserved is only a bound. One
+    that was skipped needs no less than one that ran out of memory."""
+    from vramsweep.analysis.model.adaptive import TOLERANCES, Answer
+
+    if row["outcome"] == Outcome.SKIPPED:
+        return Answer(False, measured=False)
+    if row["outcome"] == Outcome.HOST_OOM:
+        return Answer(False)
+    if row["outcome"] not in (Outcome.OK, Outcome.OOM):
+        return Answer(None)
+    total = row.get("device_total_bytes")
+    limit = row.get("memory_limit_bytes") or (total - CONTEXT_BYTES if total else None)
+    if row["outcome"] == Outcome.OOM:
+        return Answer(False, limit=limit)
+    no_allocator = row["device"] == "cpu"  # a process's resident set is no curve of the length
+    left_out = {"peak_reserved_bytes"} if row.get("alloc_retries") or no_allocator else set()
+    return Answer(True, {name: row[name] for name in TOLERANCES if row.get(name) and name not in left_out}, limit)
+
+
+def inferences(planned: Sequence[Planned], search: "Search") -> list[dict[str, Any]]:
+    """What each point that was not measured, or failed, comes to, a line of inferred.jsonl each."""
+    known, fits = search.inferred(), search.fits()
+    ran = [planned[at].trial_id for at, one in search.answers.items() if one.fits]
+    lines = []
+    for at, one in enumerate(planned):
+        told = search.answers.get(at)
+        if (told and told.measured and told.fits is not None) or one.trial is None or not ran:
+            continue
+        line = {"trial_id": one.trial_id, "seq_len": one.trial.seq_len, "micro_batch": one.trial.micro_batch}
+        line |= {"fits": fits[at], "configuration": ran[0]}
+        for name, values in known.items():
+            if fits[at] is not False:
+                ends = (values.value[at], values.low[at], values.high[at])
+                line |= {f"{name}{end}": round(float(v)) for end, v in zip(("", "_low", "_high"), ends, strict=True)}
+                line[f"{name}_basis"] = "prediction+residual" if values.basis == "prediction" else "curve"
+        lines.append(line)
+    return lines
+
+
+def said(first: Planned, search: "Search", ended: bool = False) -> str:
+    """In a line: how many points of how many were measured, and how the check points agree; `ended`: by the budget."""
+    assert first.trial is not None
+    total, told = len(search.grid.length), search.answers.values()
+    done = sum(one.measured and one.fits is not None for one in told)
+    head = f"{first.trial.model.name} · {first.trial.runner.name} · {first.trial.allocator.name}"
+    text = f"{head}: {done:,} of {total:,} points measured"
+    for count, what in (
+        (sum(one.fits is None for one in told), "failed"), (sum(not one.measured for one in told), "skipped")
+    ):  # fmt: skip
+        text += f", {count} {what}" if count else ""
+    if done == total:
+        return text
+    worst = []
+    for name in search.inferred():
+        off = [abs(check.off(name)) for check in search.compared if name in check.measured]
+        if off:
+            worst.append(f"{name} by at most {max(off):.2%}")
+    checks = f"{len(search.compared)} check points were off: {', '.join(worst)}" if worst else "none was a check point"
+    full = sum(check.full for check in search.compared)
+    checks += f", and {full} did not fit though inferred to" if full else ""
+    if not search.inferred():
+        return f"{text}; no row knows its memory, so nothing is inferred"
+    end = (
+        "the last of them agree"
+        if search.enough
+        else "that is not enough for the tolerance: the budget ended it"
+        if ended
+        else "that is not enough for the tolerance; hydra.sweeper.most= allows more"
+    )
+    return f"{text}, the others are inferred (inferred.jsonl); {checks}; {end}"

@@ -1,0 +1,102 @@
+"""The thin Hydra side of `sweep=frontier`: of one axis with a range, round by round, the trials that find the edge.
+
+Every other word that holds several values makes configurations. A round has one trial of each configuration whose edge
+is not known yet. What is tried next, and what is known before, is harness/frontier.py's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
+
+from hydra_plugins.vramsweep.launcher import FREE, SweeperConf, VramsweepSweeper
+from vramsweep.harness import frontier, launch
+from vramsweep.harness.bisection import Edge
+from vramsweep.harness.errors import UserError
+
+LENGTHS = "seq_len=range(64,8193,64)"  # where neither a length nor a range of batches is given
+
+
+@dataclass
+class FrontierConf(SweeperConf):
+    """hydra/sweeper=frontier"""
+
+    _target_: str = "hydra_plugins.vramsweep.frontier.FrontierSweeper"
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="frontier", node=FrontierConf, provider="vramsweep")
+
+
+class FrontierSweeper(VramsweepSweeper):
+    """Searches the edge of each configuration; where it is only planned, the first round is."""
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """The rounds, each a batch; what the launcher returns of them. Raises UserError for a mistake."""
+        assert self.hydra_context is not None
+        launcher: Any = self.launcher  # ours; Hydra has imported another copy of its module
+        if self.max_batch_size is not None:
+            raise UserError("hydra.sweeper.max_batch_size: sweep=frontier comes in rounds of its own; leave it out")
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = parser.parse_overrides([*self._parse_config(), *arguments])
+        if not any(one.key_or_group == "seq_len" or _ranged(one) for one in overrides):
+            overrides.append(parser.parse_override(LENGTHS))
+        axis = _axis(overrides)
+        values = _values(axis)
+        name = axis.key_or_group
+        others = [one for one in overrides if one.key_or_group != name]
+        settings = [words for batch in self.split_arguments(others, None) for words in batch]
+        jobs = launcher.compose([[*words, f"{name}={values[0]}"] for words in settings])
+        searches = [frontier.Search(ahead) for ahead in launch.ahead(jobs, name, values)]
+        returns: list[Any] = []
+        index = 0
+        while pending := [(n, one, v) for n, one in enumerate(searches) if not isinstance(v := one.next(), Edge)]:
+            batch = [[*settings[n], f"{name}={value}"] for n, _, value in pending]
+            answers = launcher.launch(batch, initial_job_idx=index)
+            returns.append(answers)
+            index += len(batch)
+            for (_, one, value), answer in zip(pending, answers, strict=True):
+                one.take(value, answer.return_value)
+            if all(answer.return_value is None for answer in answers):  # only planned
+                break
+        launch.found(searches, name)
+        return returns
+
+
+def _axis(overrides: list[Override]) -> Override:
+    """The word whose edge is looked for: edge_of= names it, else it is the one of lengths and batches with a range."""
+    last = {one.key_or_group: one for one in overrides if one.key_or_group in FREE}
+    swept = {key: one for key, one in last.items() if one.is_sweep_override()}
+    named = [one for one in overrides if one.key_or_group == "edge_of"]
+    if named and named[-1].value() is not None:
+        wanted = str(named[-1].value())
+        if wanted in FREE and wanted not in swept:
+            raise UserError(f"edge_of={wanted}: give the values to look among: '{wanted}=range(1,8193)'")
+        if wanted in swept:
+            return swept[wanted]
+    ranges = list(filter(_ranged, swept.values()))
+    found = ranges or list(swept.values())
+    if not found:
+        raise UserError(f"sweep=frontier looks for the edge of a length or batch: give '{LENGTHS}'")
+    if len(found) > 1:
+        raise UserError("seq_len and micro_batch both have several values; say whose edge: edge_of=seq_len")
+    return found[0]
+
+
+def _ranged(override: Override) -> bool:
+    return override.key_or_group in FREE and isinstance(override._value, RangeSweep)
+
+
+def _values(axis: Override) -> list[int]:
+    """The axis's values, upwards. Raises UserError for what is no length or batch."""
+    texts = list(map(str, axis.sweep_string_iterator()))
+    name = axis.key_or_group
+    if not all(text.isascii() and text.isdigit() and int(text) > 0 for text in texts):
+        raise UserError(
+            f"{axis.input_line}: sweep=frontier looks among whole numbers from 1; '{name}=range(64,8193,64)'"
+        )
+    values = sorted(set(map(int, texts)))
+    if not values:
+        raise UserError(f"{axis.input_line} holds no value; a range is '{name}=range(FIRST,END,STEP)', without END")
+    return values

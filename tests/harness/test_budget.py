@@ -1,0 +1,209 @@
+"""Budgets: what is typed, what is expected of trials, what may start, and where a sweep stops."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import SETTINGS, custom, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vramsweep import __main__ as front_door
+from vramsweep.harness import budget, journal, plan, sweep
+from vramsweep.harness.budget import Budget
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.plan import Planned
+from vramsweep.harness.row import Row
+
+
+def planned(*values: dict[str, Any]) -> list[Planned]:
+    return [one for (one,) in plan.expand(values, 1)]
+
+
+def settings(**over: Any) -> plan.Settings:
+    return plan.Settings(**(SETTINGS | {"timeout_s": 1e6} | over))
+
+
+def measured(item: Planned, spent: float, **over: Any) -> Row:
+    return plan.axes(item) | {"outcome": "ok", "terminal": True, "duration_s": spent} | over
+
+
+@pytest.mark.parametrize(
+    ("typed", "spent"),
+    [("90m", 5400), ("8h", 28800), ("1h30m", 5400), ("3600s", 3600), (45, 45), ("45", 45), (0.5, 0.5), ("1.5h", 5400),
+     ("1d", 86400), ("1h 5s", 3605), ("2H", 7200)],
+)  # fmt: skip
+def test_times(typed: object, spent: float) -> None:
+    assert budget.seconds(typed) == spent
+
+
+@given(st.integers(0, 99), st.integers(0, 99), st.integers(1, 99))
+def test_the_parts_of_a_time_add_up(hours: int, minutes: int, rest: int) -> None:
+    assert budget.seconds(f"{hours}h{minutes}m{rest}s") == 3600 * hours + 60 * minutes + rest
+
+
+@pytest.mark.parametrize(
+    ("given_", "text"),
+    [
+        ({"budget": 0}, "budget=0: allowed is a time above 0, such as 90m, 8h"),
+        ({"budget": "-1h"}, "budget=-1h: allowed is a time"),
+        ({"budget": "8x"}, "budget=8x: allowed is a time"),
+        ({"budget": "30m1h"}, "budget=30m1h: allowed is a time"),
+        ({"budget": ""}, "budget=: allowed is a time"),
+        ({"budget": "0h"}, "budget=0h: allowed is a time"),
+        ({"budget": True}, "budget=True: allowed is a time"),
+        ({"budget": math.nan}, "budget=nan: allowed is a time"),
+        ({"budget": math.inf}, "budget=inf: allowed is a time"),
+        ({"max_cost": 40}, "max_cost=40 needs price_per_hour"),
+        ({"max_cost": 40, "price_per_hour": 0}, "price_per_hour=0: allowed is a number above 0"),
+        ({"max_cost": math.nan, "price_per_hour": 1}, "max_cost=nan: allowed is a number above 0"),
+        ({"max_cost": "40 EUR", "price_per_hour": 1}, "max_cost=40 EUR: allowed is a number above 0"),
+        ({"max_cost": True, "price_per_hour": 1}, "max_cost=True: allowed is a number above 0"),
+        ({"price_per_hour": -1}, "price_per_hour=-1: allowed is a number above 0"),
+    ],
+)
+def test_bad_limits(given_: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError) as error:
+        plan.settings([SETTINGS | given_, SETTINGS | given_])
+    assert str(error.value).startswith(text)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_limits_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=tiny", "device=cpu", f"results={tmp_path}"]
+    assert front_door.main(["plan", "-m", *words, "seq_len=8,16", "budget=8x"]) == 2
+    assert front_door.main(["plan", "-m", *words, "seq_len=8,16", "max_cost=nan", "price_per_hour=1"]) == 2
+    said = capsys.readouterr().err
+    assert "budget=8x: allowed is a time" in said and "max_cost=nan: allowed is a number" in said
+
+
+def test_the_tighter_limit_counts() -> None:
+    assert budget.limit(None, None, 12.5) is None
+    time_first = budget.limit("1h", 40, 12.5)
+    cost_first = budget.limit("8h", 40, 12.5)
+    assert time_first == (3600, "budget of 1 h")
+    assert cost_first == (40 / 12.5 * 3600, "max_cost of 40 at 12.5 an hour")
+
+
+def test_expected_from_the_nearest_trial_of_the_same_configuration() -> None:
+    small, big, asked, other = planned(
+        tiny(seq_len=16), tiny(seq_len=64), tiny(seq_len=128), tiny(seq_len=128, precision="bf16")
+    )
+    mine = Budget(settings(), [measured(small, 3.0, overhead_s=2.0), measured(big, 6.0, overhead_s=2.0)])
+    assert mine.expected(big).seconds == pytest.approx(6.0)
+    assert mine.expected(asked).seconds == pytest.approx(2 + 4 * 128 / 64)  # twice the tokens, the start stays
+    assert mine.expected(asked).basis == "a trial of the same configuration"
+    assert mine.expected(other).basis == "a trial of another configuration"
+    for spent in (10.0, 20.0, 90.0):  # of repeats the median
+        mine.learn(measured(other, spent), other)
+    assert mine.expected(other).seconds == pytest.approx(20.0)
+
+
+def test_other_configurations_are_scaled_by_parameters_and_failures_are_no_measure_of_length() -> None:
+    model = tiny()["model"]
+    one, twice = planned(tiny(), tiny(model=model | {"name": "twice", "parameters": 2 * model["parameters"]}))
+    mine = Budget(settings(), [measured(one, 10.0)])
+    assert mine.expected(twice).seconds == pytest.approx(20.0)
+    failed = Budget(settings(), [measured(one, 2.0, outcome="oom"), {"trial_id": "x", "duration_s": 4.0}])
+    assert failed.expected(one) == budget.Expected(3.0, "the mean of 2 finished trials")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"parameters": -5}, {"parameters": None}, {"trial": None}, {"trial": {}}, {"trial": {"protocol": 1}},
+     {"trial": {"protocol": {"warmup_steps": 0, "measured_steps": 1}}}, {"overhead_s": 1e9}, {"outcome": None}],
+)  # fmt: skip
+def test_rows_of_others_that_say_odd_things(wrong: dict[str, Any]) -> None:
+    one, other = planned(tiny(), tiny(precision="bf16"))
+    mine = Budget(settings(budget="1h"), [measured(one, 5.0) | wrong])
+    found = mine.total([one, other])
+    assert found.seconds is not None and math.isfinite(found.seconds)
+    assert mine.allows(other, 0.0) is None
+
+
+def test_expected_before_anything_has_finished() -> None:
+    todo = planned(tiny(seq_len=8), tiny(seq_len=16), tiny(seq_len=0))
+    found = Budget(settings(), flops=1e9).total(todo)
+    assert found.seconds == pytest.approx(6 * 119360 * (8 + 16) * 2 * 5 / 1e9 + 4.0)
+    assert "rough" in found.basis
+    assert Budget(settings()).total(todo).seconds is None
+    assert Budget(settings(timeout_s=3), flops=1).total(todo).seconds == 6.0  # a deadline ends the longest
+
+
+def test_simulated_trials_share_a_trace() -> None:
+    values = [
+        tiny(seq_len=n, precision=p, device={"name": "simulated", "gpu": "h100-80gb"})
+        for n in (8, 16, 32)
+        for p in ("fp32", "bf16")
+    ]
+    todo = planned(*values)
+    own = Budget(settings())
+    assert own.total(todo).seconds == pytest.approx(2 * budget.TRACE_S + 6 * budget.PREDICTED_S)
+    own.learn(measured(todo[0], 1.0), todo[0])
+    assert own.total(todo).seconds == pytest.approx(2 * budget.TRACE_S + 3 * 1.0 + 3 * budget.PREDICTED_S)
+
+
+def test_what_may_start() -> None:
+    short, long, impossible = planned(tiny(seq_len=16), tiny(seq_len=1600), tiny(seq_len=0))
+    clock = iter([100.0])
+    mine = Budget(settings(budget="60s"), [measured(short, 1.0)], clock=lambda: next(clock))
+    assert mine.allows(long, 100.0) == (
+        "budget of 1 min: 1 min left, and it would take 1 min 40 s (a trial of the same configuration)"
+    )
+    assert mine.allows(short, 158.9) is None
+    assert "0.5 s left" in str(mine.allows(short, 159.5))
+    assert mine.allows(short, 160.0) == "budget of 1 min is spent"
+    assert mine.allows(impossible, 1e9) is None  # it takes no time
+    assert mine.left_out(3, [impossible.trial_id]) == (
+        "budget of 1 min: 2 of 3 trials were not started; the same command goes on"
+    )
+    assert Budget(settings(), [measured(short, 1e9)]).allows(short, 1e9) is None
+    unknown = Budget(settings(budget=10), began_s=0.0)
+    assert unknown.allows(long, 9.0) is None  # nothing says that it would not fit
+    assert unknown.left_out(1, []) is None
+
+
+def test_one_that_may_start_later_is_not_left_out() -> None:
+    (one,) = planned(tiny())
+    mine = Budget(settings(budget=10), [measured(one, 20.0)], began_s=0.0)
+    assert mine.allows(one, 1.0)
+    for _ in range(3):
+        mine.learn(measured(one, 2.0), one)
+    assert mine.allows(one, 2.0) is None
+    assert mine.left_out(1, []) is None
+
+
+def test_cost() -> None:
+    mine = Budget(settings(price_per_hour=12.5))
+    assert mine.cost(7200) == 25.0
+    assert mine.cost(None) is None
+    assert Budget(settings()).cost(7200) is None
+
+
+def test_a_sweep_stops_in_time_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trials of 10 s for every 100 tokens, on a clock that stands still between them."""
+    now = [1000.0]
+
+    def run_trial(item: Planned, settings: Any, folder: Path, book: journal.Journal, *rest: Any) -> Row:
+        assert item.trial is not None
+        spent = item.trial.seq_len / 10
+        now[0] += spent
+        return book.append(measured(item, spent, attempt=1, cpu_name="x", torch_version=None))
+
+    monkeypatch.setattr(sweep, "run_trial", run_trial)
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    todo = plan.order(plan.expand([custom("good", seq_len=n) for n in (100, 200, 300, 400)], 1))
+    folder = tmp_path / "t"
+    rows, status = sweep.run(todo, settings(budget="75s", any_system=True), folder, began_s=1000.0)
+    assert sorted(row["seq_len"] for row in rows.values()) == [100, 200, 400]  # 300 would not fit after 400 and 100
+    assert status == 0
+    assert "budget of 1 min 15 s: 1 of 4 trials were not started; the same command goes on" in capsys.readouterr().out
+    rows, status = sweep.run(todo, settings(budget="75s", any_system=True), folder, began_s=now[0])
+    assert (len(rows), status) == (4, 0)
+    assert "not started" not in capsys.readouterr().out

@@ -1,0 +1,225 @@
+"""Places for trials: who may start when, on what; what one that ends does to its neighbours (nothing)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SETTINGS, Run, custom, gone, tiny
+from hypothesis import given
+from hypothesis import strategies as some
+
+from vramsweep.harness import attempt, machine, plan, pool, preview
+from vramsweep.harness.budget import Expected
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.interrupts import Finished, Interrupts
+from vramsweep.harness.plan import Planned
+from vramsweep.harness.pool import Place, Pool, Slot
+
+CARDS = [machine.Gpu(n, "NVIDIA H100", f"GPU-{n}", "1", 80 << 30, 0, (), (9, 0)) for n in range(8)]
+
+
+def planned(*ranks: int, device: str = "cuda") -> list[Planned]:
+    many = {"sharding": "ddp"}
+    values = [
+        tiny(device={"name": device}, seed=n, world_size=size, **(many if size > 1 else {}))
+        for n, size in enumerate(ranks)
+    ]
+    return [one for of in plan.expand(values, 1) for one in of]
+
+
+@pytest.fixture
+def threads() -> Any:
+    with ThreadPoolExecutor() as executor:
+        yield executor
+
+
+@given(some.lists(some.integers(1, 4), max_size=12), some.integers(1, 6), some.booleans())
+def test_no_place_is_had_by_two_and_every_trial_runs_once(ranks: list[int], places: int, exclusive: bool) -> None:
+    lock, held, most, seen = threading.Lock(), set[str](), [0, 0], list[str]()
+    with ThreadPoolExecutor() as executor:
+        cards = [Place(card) for card in CARDS[:places]]
+
+        def run(item: Planned, slot: Slot) -> dict[str, Any]:
+            own = {str(card.uuid) for card in slot.cards}
+            assert item.trial and len(own) == min(item.trial.world_size, places)
+            with lock:
+                assert not held & own
+                held.update(own)
+                most[:] = max(most[0], len(held)), max(most[1], len(held) if not own else 0)
+                seen.append(item.trial_id)
+            time.sleep(0.0005)
+            with lock:
+                held.difference_update(own)
+            return {"trial_id": item.trial_id}
+
+        items = planned(*ranks)
+        waiting, rows = list(items), dict[str, Any]()
+        with Pool(executor, cards, exclusive) as running:
+            while True:
+                while running.start(waiting, run):
+                    assert not exclusive or len(running) == 1
+                if not running:
+                    break
+                item, row = running.wait()
+                rows[item.trial_id] = row
+    assert not waiting and sorted(seen) == sorted(rows) == sorted(item.trial_id for item in items)
+
+
+def test_those_that_ran_together_know_of_each_other_and_no_others(threads: Any) -> None:
+    gates = {item.trial_id: threading.Event() for item in planned(1, 1, 1)}
+    first, second, third = gates
+
+    def run(item: Planned, slot: Slot) -> dict[str, Any]:
+        gates[item.trial_id].wait(10)
+        return {"beside": slot.beside}
+
+    waiting, found = planned(1, 1, 1), dict[str, Any]()
+    with Pool(threads, [Place(), Place()], exclusive=False) as running:
+        while running.start(waiting, run):
+            pass
+        for gate, waits in ((first, True), (second, False), (third, False)):
+            gates[gate].set()
+            item, row = running.wait()
+            assert item.trial_id == gate and row is not None
+            found[gate] = row["beside"]
+            assert running.start(waiting, run) is waits
+    assert found == {first: {second}, second: {first, third}, third: {second}}
+
+
+def test_cards_and_cpus_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = machine.Gpu(8, "NVIDIA T4", "GPU-8", "1", 16 << 30, 0, (), (7, 5))
+    monkeypatch.setattr(machine, "visible_gpus", lambda _: [*CARDS[:4], other])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)))
+    assert pool.places(planned(1, 2), None) == [
+        Place(CARDS[0], (0, 1)), Place(CARDS[1], (2, 3, 4)), Place(CARDS[2], (5, 6)), Place(CARDS[3], (7, 8, 9)),
+    ]  # fmt: skip
+    assert [place.card for place in pool.places(planned(1), 1)] == CARDS[:1]
+    assert pool.places(planned(1), 1)[0].cpus == ()  # one at a time has them all
+    assert [place.card for place in pool.places(planned(1, 3), 2)] == CARDS[:3]
+    assert [place.card for place in pool.places(planned(5), 2)] == [*CARDS[:4], other]
+    assert pool.places(planned(1, 1, device="cpu"), None) == [Place()]
+    assert pool.places(planned(1, device="cpu"), 12) == [Place()] * 12  # more than there are CPUs: they share them
+
+
+def test_cards_that_are_not_alike_are_for_trials_that_need_them(threads: Any) -> None:
+    other = machine.Gpu(8, "NVIDIA T4", "GPU-8", "1", 16 << 30, 0, (), (7, 5))
+    seen: dict[int, list[str]] = {}
+
+    def run(item: Planned, slot: Slot) -> dict[str, Any]:
+        assert item.trial
+        seen[item.trial.seed] = [card.name for card in slot.cards]
+        return {}
+
+    waiting = planned(1, 1, 2)
+    with Pool(threads, [Place(CARDS[0]), Place(other)], exclusive=False) as running:
+        while running.start(waiting, run) or running:
+            if running:
+                running.wait()
+    assert seen == {0: ["NVIDIA H100"], 1: ["NVIDIA H100"], 2: ["NVIDIA H100", "NVIDIA T4"]}
+
+
+def test_cards_that_have_no_name_of_their_own_are_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    nameless = machine.Gpu(0, "NVIDIA H100", None, "1", 80 << 30, 0, (), (9, 0))
+    monkeypatch.setattr(machine, "visible_gpus", lambda _: [nameless, nameless])
+    assert pool.places(planned(1), 2) == [Place()]
+
+
+def test_one_that_fits_passes_by_one_that_does_not(threads: Any) -> None:
+    gate, order = threading.Event(), list[int]()
+
+    def run(item: Planned, slot: Slot) -> dict[str, Any]:
+        assert item.trial
+        order.append(item.trial.world_size)
+        if item.trial.world_size == 2:
+            gate.wait(10)
+        return {}
+
+    waiting = planned(2, 3, 1)
+    with Pool(threads, [Place(card) for card in CARDS[:3]], exclusive=False) as running:
+        assert running.start(waiting, run) and running.start(waiting, run) and not running.start(waiting, run)
+        running.wait()
+        assert not running.start(waiting, run)
+        gate.set()
+        running.wait()
+        assert running.start(waiting, run)
+        running.wait()
+    assert order == [2, 1, 3]
+
+
+def test_what_is_raised_in_a_slot_stops_the_others_and_is_raised(threads: Any) -> None:
+    def run(item: Planned, slot: Slot) -> dict[str, Any]:
+        if item.trial and item.trial.seed == 1:
+            raise OSError("no disk")
+        slot.sleep(60)
+        raise AssertionError("not stopped")
+
+    waiting, began = planned(1, 1), time.monotonic()
+    with pytest.raises(OSError, match="no disk"), Pool(threads, [Place()] * 2, exclusive=False) as running:
+        while running.start(waiting, run):
+            pass
+        running.wait()
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.usefixtures("as_in_a_terminal")
+def test_asked_to_stop_nothing_is_tried_again(threads: Any) -> None:
+    def run(item: Planned, slot: Slot) -> dict[str, Any]:
+        slot.sleep(60)
+        raise AssertionError("not stopped")
+
+    with (
+        Interrupts().heard() as interrupts,
+        pytest.raises(Finished),
+        interrupts.finishing(),
+        Pool(threads, [Place()], exclusive=False, asked=interrupts.check) as running,
+    ):
+        running.start(planned(1), run)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert running.wait()[1] is None
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "two", 513])
+def test_slots_that_cannot_be(run_sweep: Run, value: Any) -> None:
+    with pytest.raises(UserError, match="allowed is null"):
+        run_sweep(tiny(), slots=value)
+
+
+@pytest.mark.parametrize("isolation", ["warm", pytest.param("cold", marks=pytest.mark.slow)])
+def test_one_that_is_ended_leaves_its_neighbour_alone(
+    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
+) -> None:
+    """One is ended at its deadline with its daemon; its neighbour, of the same template, and its daemon live on."""
+    monkeypatch.setenv("NEIGHBOURS", str(tmp_path))
+    both = [custom("neighbour", seed=1), custom("neighbour", seed=2)]
+    soon, attempt_ = 40.0 if isolation == "cold" else 12.0, attempt.Launcher.attempt
+
+    def sooner(self: attempt.Launcher, spec: Any, folder: Path, environ: Any, runner: str, *more: Any) -> Any:
+        return attempt_(self, spec, folder, environ, runner, soon if spec["trial"]["seed"] == 1 else 200.0, more[-1])
+
+    monkeypatch.setattr(attempt.Launcher, "attempt", sooner)
+    first, second = run_sweep(*both, slots=2, isolation=isolation)
+    assert (first["outcome"], second["outcome"]) == ("timeout", "ok"), second["reason"]
+    assert first["node_trials"] == [second["trial_id"]] and second["node_trials"] == [first["trial_id"]]
+    assert "not_alone" in second["flags"]
+    assert all(gone(int((tmp_path / name).read_text())) for name in "12")
+    assert isolation == "cold" or len(list((tmp_path / "t" / "templates").iterdir())) == 1
+
+
+def test_plan_expects_less_time_where_trials_run_beside_each_other() -> None:
+    items = planned(1, 1, 1, 2, device="cpu")
+    expected = {item.trial_id: Expected(100.0, "a test") for item in items}
+
+    def seconds(**over: Any) -> float | None:
+        settings = plan.Settings(**(SETTINGS | over))
+        return preview._beside(Expected(400.0, "a test"), items, expected, settings).seconds
+
+    assert seconds() == 400 and seconds(slots=4, exclusive=True) == 400
+    assert seconds(slots=4) == 125  # three of one place, one of two
+    assert seconds(slots=400) == 100  # no less than the longest

@@ -1,0 +1,402 @@
+"""What comes from outside is shown, never acted on: by a terminal, a browser, LaTeX, Markdown or a spreadsheet."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import csv
+import io
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from conftest import ROOT, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from vramsweep import __main__ as front_door
+from vramsweep.analysis.data import export, load, markup
+from vramsweep.analysis.figures import plots
+from vramsweep.harness import terminal
+from vramsweep.harness.console import Console
+from vramsweep.harness.row import COLUMNS, TEXT_LISTS, Row, complete
+
+sys.path.insert(0, str(ROOT / "tests" / "analysis"))
+import synthetic
+
+OSC = "\x1b]0;owned\x07\x1b]8;;http://evil.example\x1b\\here\x1b]8;;\x1b\\"
+EVIL = f"{OSC}\x1b[2K\x1b[8m\x9b31m\x85\u202eabc\u2066\U000e0041\r[red]x[/red]"
+MARKUP = (
+    "<script>evil()</script>\"><img src=x onerror=evil()>'</script><svg/onload=evil()>\u2028"
+    '<a href="javascript:evil()">j</a>&lt;b&gt;'
+)
+ACTED_ON = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\U000e0000-\U000e007f]"
+)
+# What decides which rows are read, and in which world they are shown; the ids are made evil below.
+KEPT = {"trial_id", "outcome", "device", "memory_source", "started_at", "runner", "foreign", "isolation"}
+
+
+def rows(evil: str, device: str = "cuda", **over: Any) -> list[Row]:
+    """A small sweep with this text in every column of texts, among them one that failed."""
+    texts: dict[str, Any] = {c.name: evil for c in COLUMNS if c.type is str and c.name not in KEPT}
+    texts |= {name: [evil] for name in TEXT_LISTS}
+    texts |= {"environment": {evil: evil}, "trial": {"model": {"name": evil}, "runner": {"name": evil}, evil: evil}}
+    made = synthetic.sweep((128, 256, 512, 1024, 2048), (1, 2), ("default",), 1, device=device, device_gib=80)
+    made = [row | {k: v for k, v in texts.items() if k in row} | over for row in made]
+    for number, row in enumerate(made):
+        row["trial_id"] = f"{row['trial_id']}{evil}"
+        row["allocator"] = f"{evil}{number % 2}"
+    made[0] |= {"outcome": "crash", "terminal": True}
+    return [complete(row) for row in made]
+
+
+def shown_to_act(text: str) -> list[str]:
+    """What a terminal would act on."""
+    return ACTED_ON.findall(text)
+
+
+@given(st.text(st.characters()))
+def test_shown_text_holds_nothing_that_a_terminal_acts_on(text: str) -> None:
+    assert shown_to_act(terminal.shown(text)) == []
+    assert terminal.shown(terminal.shown(text)) == terminal.shown(text)
+    plain = "".join(sign for sign in text if sign.isprintable())
+    assert terminal.shown(plain) == plain  # é, 語 and “ stay
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: EVIL,
+        lambda: Text(EVIL),
+        lambda: Text.from_ansi(EVIL),
+        lambda: Text("x", style="link http://evil.example"),
+        lambda: _table(EVIL),
+    ],
+    ids=["text", "Text", "ansi", "link", "table"],
+)
+def test_no_renderable_of_the_console_acts(made: Callable[[], Any]) -> None:
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(made())
+    assert shown_to_act(stream.getvalue().replace("\n", "")) == []
+    coloured = io.StringIO()
+    Console(file=coloured, width=200, force_terminal=True).print(made())
+    own = re.sub(r"\x1b\[[\d;]*m", "", coloured.getvalue())  # colours are Rich's
+    assert shown_to_act(own.replace("\n", "")) == []
+    assert "[red]x[/red]" in stream.getvalue() or "evil" not in stream.getvalue()
+
+
+def _table(text: str) -> RichTable:
+    table = RichTable(text, title=text, caption=text)
+    table.add_row(text)
+    return table
+
+
+def test_every_way_to_print_is_one_of_these() -> None:
+    """Rich's own console, the streams behind ours and file descriptors evade what escapes."""
+    evading = []
+    for package in ("harness", "analysis", "vramsweep", "hydra_plugins"):
+        for file in (ROOT / package).rglob("*.py"):
+            if file.is_relative_to(ROOT / "vramsweep") and len(file.relative_to(ROOT / "vramsweep").parts) > 1:
+                continue  # the same folders again
+            for node in ast.walk(ast.parse(file.read_text())):
+                names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set[str]()
+                if isinstance(node, ast.ImportFrom) and node.module == "rich.console" and "Console" in names:
+                    evading.append(f"{file}: {node.module}")
+                if isinstance(node, ast.ImportFrom) and node.module == "rich" and names & {"print", "get_console"}:
+                    evading.append(f"{file}: rich.print")
+                if isinstance(node, ast.Attribute) and node.attr in ("__stdout__", "__stderr__"):
+                    evading.append(f"{file}: {node.attr}")
+    assert evading == []
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two results folders whose rows, plan and own names are evil; one measured, one predicted."""
+    made = []
+    for number, device in enumerate(("cuda", "simulated")):
+        folder = synthetic.write(tmp_path / f"{EVIL.replace('/', '')}{number}", rows(EVIL, device))
+        (folder / "plan.json").write_text(json.dumps({"command": [EVIL], "answer": EVIL, "run": EVIL}))
+        made.append(folder)
+    yield made[0], made[1]
+
+
+VERBS: dict[str, Callable[[Path, Path], list[str]]] = {
+    "status": lambda a, b: ["status", str(a), str(b)],
+    "check": lambda a, b: ["check", str(a)],
+    "fit": lambda a, b: ["fit", str(a)],
+    "frontier": lambda a, b: ["frontier", str(a)],
+    "compare": lambda a, b: ["compare", str(a), str(b), "--all"],
+    "compare by": lambda a, b: ["compare", str(a), "--by", f"allocator={EVIL}0,{EVIL}1"],
+    "calibrate": lambda a, b: ["calibrate", str(a), str(b)],
+    "report": lambda a, b: ["report", str(a), "--images", "none", "--answer", "fit-24gb"],
+    "export": lambda a, b: ["export", str(a), str(a / "x.csv")],
+    "explain": lambda a, b: ["explain", str(b)],
+    "timeline": lambda a, b: ["timeline", str(b), EVIL],
+    "draw": lambda a, b: ["draw", str(a / "plan.json"), str(a / "x.html")],
+    "errors": lambda a, b: ["errors", str(a / "plan.json")],
+    "replay": lambda a, b: ["replay", str(a / "plan.json")],
+    "no such folder": lambda a, b: ["status", f"{a}{EVIL}"],
+    "no such verb": lambda a, b: [EVIL],
+    "no such option": lambda a, b: ["techniques", EVIL],
+    "no such flag": lambda a, b: ["fit", str(a), f"--{EVIL}"],
+    "plan": lambda a, b: ["plan", "model=tiny", "device=cpu", f"results={a}", f"model.name='{EVIL}'", "predict=false"],
+    "plan of nothing": lambda a, b: ["plan", f"model={EVIL}"],
+    "sweep name": lambda a, b: ["sweep", "model=tiny", f"name='{EVIL}'"],
+    "run": lambda a, b: ["run", "--dry-run", "device=cpu", f"results={a}", "--", sys.executable, "-c", EVIL],
+    "run key": lambda a, b: ["run", f"{EVIL}=1", "--", "python"],
+    "completion": lambda a, b: ["completion", "query", f"vramsweep sweep {EVIL}"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_prints_what_a_terminal_acts_on(
+    verb: str, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = front_door.main(VERBS[verb](*folders))
+    except SystemExit as end:  # argparse
+        status = int(end.code or 0)
+    out, err = capsys.readouterr()
+    assert shown_to_act(out + err) == []
+    assert status in (0, 1, 2)
+    assert "Traceback" not in err
+    if verb not in ("completion", "export", "timeline", "draw", "errors", "replay", "explain", "calibrate"):
+        assert r"\x1b" in out + err or r"\u202e" in out + err  # so it came that far
+
+
+def test_what_python_says_of_an_error_that_nobody_caught_is_shown_too(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom vramsweep.harness.terminal import escaped\n"
+        "with escaped():\n    raise RuntimeError(sys.argv[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, EVIL], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "RuntimeError" in done.stderr
+    assert shown_to_act(done.stderr) == []
+
+
+LIVE = """
+import json, sys
+from vramsweep.harness import plan, terminal
+from vramsweep.harness.progress import bar
+evil, values = json.loads(sys.argv[1])
+with terminal.escaped():
+    [[item]] = plan.expand([values], 1)
+    progress = bar(2)
+    progress.began(evil)
+    print(evil)
+    print(evil, file=sys.stderr)
+    progress.show({"outcome": "crash", "reason": evil}, item)
+    progress.close()
+    print(evil)
+"""
+
+
+def test_a_live_bar_prints_what_others_say_as_text() -> None:
+    """On a terminal Rich takes the streams over while its bar is there, and would read sequences in them."""
+    parent, child = pty.openpty()
+    told = json.dumps([EVIL, tiny(model={"name": EVIL})])
+    environ = os.environ | {"TERM": "xterm", "COLUMNS": "400"}
+    process = subprocess.Popen([sys.executable, "-c", LIVE, told], stdout=child, stderr=child, env=environ)
+    os.close(child)
+    said = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while piece := os.read(parent, 65536):
+            said += piece
+    os.close(parent)
+    assert process.wait() == 0
+    text = said.decode()
+    assert "\x1b[2K" in text  # the bar is drawn: Rich's own sequences are not escaped
+    assert "\x1b[8m" not in text
+    own = re.sub(r"\x1b\[[?\d;]*[mKAhlGJ]", "", text)
+    assert own.count(r"\x1b]0;owned") == 6  # what began, two lines of others, a label and a reason, a last line
+    assert shown_to_act(own.replace("\r", "")) == []
+
+
+class _Page(HTMLParser):
+    """What a browser would find in a page: elements, their attributes, and the texts of scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.lasttag == "script" and self.scripts:
+            self.scripts[-1] += data
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The pages of a report on rows that hold markup everywhere."""
+    folder = tmp_path_factory.mktemp("pages")
+    synthetic.write(folder, [*rows(MARKUP), *rows(MARKUP, "simulated")])
+    (folder / "plan.json").write_text(json.dumps({"command": [MARKUP], "answer": "fit-24gb"}))
+    assert front_door.main(["report", str(folder), "--images", "none"]) == 0
+    return [folder / "report.html", *sorted((folder / "figures").glob("*.html"))]
+
+
+@pytest.mark.slow
+def test_a_page_of_evil_rows_has_the_elements_of_a_page_of_good_ones(pages: list[Path]) -> None:
+    assert len(pages) > 4
+    for file in pages:
+        page = _Page()
+        page.feed(file.read_text(encoding="utf-8"))
+        assert not {"svg", "img", "b", "iframe", "object"} & set(page.tags), file
+        assert not [one for one in page.attributes if one[1].startswith("on")], file
+        links = [value for _, name, value in page.attributes if name in ("href", "src")]
+        assert all(link.startswith(("#", "data:,", "https://", "plotly.min.js")) for link in links), links
+        for script in page.scripts:
+            assert "<img src=x" not in script
+            assert "evil()</" not in script
+    report = pages[0].read_text(encoding="utf-8")
+    assert "&lt;script&gt;evil()" in report
+    assert "Content-Security-Policy" in report
+
+
+@pytest.mark.slow
+def test_pages_of_evil_rows_do_nothing_in_a_browser(pages: list[Path]) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+    problems: list[str] = []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for file in pages:
+            page = browser.new_page()
+            page.expose_function("evil", lambda: problems.append("ran"))
+            page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+            page.on("pageerror", lambda error: problems.append(str(error)))
+            page.on("dialog", lambda dialog: problems.append(dialog.message))
+            page.goto(f"file://{file}")
+            page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 1")
+            assert page.locator("img").count() == 0
+            assert (
+                page.locator("svg a").evaluate_all("all => all.filter(a => /script/.test(a.href.baseVal)).length") == 0
+            )
+            page.close()
+        browser.close()
+    assert problems == []
+
+
+def test_a_figure_s_texts_are_no_markup() -> None:
+    """Plotly reads a little HTML in names, labels and what hovering shows: a link would be one."""
+    link = "<a href='https://evil.example'>click</a><br>"
+    made = [row | {"trial_id": f"{link}{n}", "model": link} for n, row in enumerate(synthetic.sweep(repeats=1))]
+    table = load.from_frame(pd.DataFrame(made), "x")
+    from vramsweep.analysis.report.content import collect
+
+    figures = collect(table).figures
+    assert len(figures) >= 4
+    for figure in figures:
+        assert "<a href" not in plots.plotly.io.to_json(figure.plot).replace(r"<", "<"), figure.name
+
+
+TEX = "\\input{/etc/passwd} 50% $x$ a&b _c_ #1 {y} ~ ^^5cinput{x}\n\n\\end{table}\x1b\u202e\r"
+
+
+@given(st.text(st.sampled_from("\\%$&_#{}~^a\n\r\x1b\u202e²°µ")) | st.just(TEX))
+def test_latex_is_text(text: str) -> None:
+    made = markup.latex(pd.DataFrame({text: [text]}), text, text)
+    assert made.startswith("\\begin{table}\n")
+    assert len(made.splitlines()) == 12  # a line end would end a caption
+    allowed = r"textbackslash|textasciitilde|textasciicircum|textsuperscript|textperiodcentered|textdegree|textmu"
+    plain = re.sub(rf"\\(?:{allowed})\{{(?:2)?\}}|\\[&%$#_{{}}]|\$-\$", "", made)
+    ours = r"\\(begin|end)\{(table|tabular)\}|\\(centering|toprule|midrule|bottomrule)|\\(caption|label)\{|\\\\"
+    assert "\\" not in re.sub(ours, "", plain)
+    label = re.search(r"\\label\{tab:(.*)\}", made)
+    assert label is not None
+    assert re.fullmatch(r"[\w.:-]*", label[1], re.ASCII)
+    for sign in "%$#^~":
+        assert sign not in plain.replace(label[0], "")
+
+
+MARKDOWN = "a|b\\|c`d`\n# head\r\n<script>x</script>[l](javascript:x)![i](http://x)"
+
+
+@given(st.text(st.sampled_from("|\\`\n\r<>[]!(a# \x1b\u2028")) | st.just(MARKDOWN))
+def test_a_markdown_table_keeps_its_cells(text: str) -> None:
+    made = markup.markdown(pd.DataFrame({"name": [text, "x"], text or "_": ["y", text]}))
+    lines = made.rstrip("\n").split("\n")
+    assert len(lines) == 4
+    assert shown_to_act(made) == []
+    for line in lines:
+        bare = re.sub(r"\\[\\|`<\[]", "", line)  # what is escaped is text
+        assert bare.count("|") == 3
+        assert not set("\\`<[") & set(bare)
+
+
+def test_a_sentence_of_an_answer_is_no_markup() -> None:
+    said = markup.prose(f"of `device=cuda`: {MARKDOWN}{EVIL}")
+    assert shown_to_act(said) == []
+    assert "\n" not in said
+    assert "`device=cuda`" in said
+    assert not re.search(r"(?<!\\)[<\[]", said)
+
+
+FORMULAS = ['=HYPERLINK("http://evil")', "+1+cmd|' /C calc'!A0", "-2+3+cmd|' /C calc'!A0", "@SUM(1)", "\t=1", "\r=1"]
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_a_spreadsheet_finds_no_formula(text: str, tmp_path: Path) -> None:
+    made = rows(text)
+    table = load.from_frame(pd.DataFrame(made), "x")
+    export.write_csv(table.frame, tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(newline="") as stream:
+        cells = [cell for line in csv.reader(stream) for cell in line]
+    assert cells
+    assert [cell for cell in cells if cell[:1] in tuple("=@\t\r") and cell] == []
+    assert [cell for cell in cells if re.match(r"[+-](?!\d[\d.,]*$)", cell)] == []
+    back = load.load(tmp_path / "rows.csv").frame
+    assert set(back["model"]) == {text}  # and reading it again gives what it was
+
+
+@pytest.mark.parametrize("text", ["-3", "+5.2 %", "-1,024", "-0.5 GiB", "–", "−3", "a=b", "lengths:x", "'quoted'"])
+def test_what_is_no_formula_stays(text: str, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": [text]})
+    export.write_csv(frame, tmp_path / "x.csv")
+    assert list(csv.reader((tmp_path / "x.csv").open()))[1] == [text]
+    assert export.as_it_was(export.guarded(text)) == text
+
+
+@given(st.text())
+def test_a_guarded_cell_can_be_read_back(text: str) -> None:
+    assert export.as_it_was(export.guarded(text)) == text
+
+
+@pytest.mark.slow
+def test_all_csv_files_of_a_report_and_a_paper_are_guarded(tmp_path: Path) -> None:
+    text = FORMULAS[0]
+    folder = synthetic.write(tmp_path / "s", [*rows(text), *rows(text, "simulated")])
+    assert front_door.main(["report", str(folder), "--images", "none", "--answer", "fit-24gb"]) == 0
+    assert front_door.main(["paper", str(folder)]) == 0
+    files = sorted(folder.rglob("*.csv"))
+    assert len(files) > 8
+    for file in files:
+        with file.open(newline="") as stream:
+            bad = [cell for line in csv.reader(stream) for cell in line if cell.startswith("=")]
+        assert bad == [], file
+    for file in folder.rglob("*.tex"):
+        assert not shown_to_act(file.read_text())

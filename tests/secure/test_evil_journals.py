@@ -1,0 +1,199 @@
+"""Journals that somebody made to do harm: a row is believed whole or skipped and counted; no verb gives a traceback."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vramsweep.__main__ import main
+from vramsweep.harness import check, journal, others, repeats, steadiness, upgrade
+from vramsweep.harness.row import BY_NAME, SCHEMA_VERSION, TEXT_LISTS
+
+FITTING: dict[type, tuple[Any, ...]] = {
+    int: (0, -1, 10**39, 2**63, 3.0),
+    float: (0.0, -1e39, 5e-324, 7),
+    str: ("", "x" * 10_000, "=cmd()", "../../etc/passwd", "/etc/passwd", "\x1b[2J\n", "a\0b", "\u202e"),
+    bool: (True,),
+    list: ([],),
+    dict: ({}, {"a": {"b": [1, "x", None]}}, {"name": "../x"}),
+}
+WRONG: dict[type, tuple[Any, ...]] = {
+    int: ("1", True, [], {}, 10**400, -(10**50), 1e308),
+    float: ("1.5", False, [], {}, 1e300, -1e41),
+    str: (1, 1.5, True, [], {}),
+    bool: (1, 0, "true", []),
+    list: ({}, "x", 7, [[]], [{}], [1e300]),
+    dict: ([], "x", 7),
+}
+
+
+def row(**values: Any) -> dict[str, Any]:
+    known = {"schema_version": SCHEMA_VERSION, "trial_id": "a", "attempt": 1, "terminal": True, "outcome": "ok"}
+    measured = {
+        "device": "cuda",
+        "gpu_name": "NVIDIA H100 80GB HBM3",
+        "torch_version": "2.12.0",
+        "model": "m",
+        "seq_len": 128,
+        "micro_batch": 2,
+        "peak_allocated_bytes": 1 << 30,
+        "peak_reserved_bytes": 1 << 31,
+        "step_times_s": [0.5] * 12,
+        "elapsed_s": 6.0,
+        "tokens_per_s": 500.0,
+        "measured_steps": 12,
+    }
+    return {**known, **measured, **values}
+
+
+def text(values: Any) -> bytes:
+    return json.dumps(values).encode()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_column_that_holds_something_else_makes_it_no_row(name: str) -> None:
+    for value in WRONG[BY_NAME[name].type]:
+        assert journal.parsed(text(row(**{name: value}))) is None, value
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "trial_id"])
+def test_what_a_column_may_hold_is_kept_as_it_is(name: str) -> None:
+    if name in ("schema_version", "outcome"):
+        return
+    for value in FITTING[BY_NAME[name].type]:
+        found = journal.parsed(text(row(**{name: value})))
+        assert found is not None and found[name] == value
+
+
+def test_what_no_json_has_is_unknown() -> None:
+    found = journal.parsed(b'{"trial_id":"a","loss_first":NaN,"loss_last":-Infinity}')
+    assert found is not None and (found["loss_first"], found["loss_last"]) == (None, None)
+    assert journal.parsed(b'{"trial_id":"a","loss_first":1e400}') is None
+
+
+def test_depth_is_no_row_at_any_level() -> None:
+    for levels in (30, 100, 900, 100_000):
+        nested = b'{"trial_id":"a","trial":{"x":' + b"[" * levels + b"]" * levels + b"}}"
+        assert (journal.parsed(nested) is None) == (levels > 30), levels
+
+
+@pytest.mark.parametrize(
+    "value", [None, [], {"a": 1}, "x", 7, [["x"]], {"name": ["x"]}, {"name": None, "options": [1]}]
+)
+@pytest.mark.parametrize("name", ["runner", "optimizer", "protocol", "device", "attention", "sharding", "model"])
+def test_a_trial_of_version_1_with_anything_in_it_stops_nobody(name: str, value: Any) -> None:
+    """Its id is made to fit: only then is all of it looked at."""
+    trial = {"runner": {"name": "torch", "options": {}}, "device": {"name": "cuda"}, "optimizer": "adamw", name: value}
+    for phase in ("step 7", "step ²", "step " + "9" * 5000, None):
+        old = {
+            "schema_version": 1,
+            "outcome": "oom",
+            "phase": phase,
+            "zero_stage": [1],
+            "peak_flops": 1.0,
+            "mfu": 1.0,
+            "gpu_name": "NVIDIA H100 80GB HBM3",
+            "precision": "bf16",
+            "trial": trial,
+        }
+        found = journal.parsed(text(old | {"trial_id": upgrade.first_id(trial)}))
+        assert found is None or found["schema_version"] == SCHEMA_VERSION
+
+
+def test_rows_of_a_version_to_come_are_read_by_what_is_known_of_them() -> None:
+    found = journal.parsed(text(row(schema_version=99, brand_new={"a": [1e300]})))
+    assert found is None  # what cannot be reckoned with is refused wherever it stands
+    found = journal.parsed(text(row(schema_version=99, brand_new={"a": [1]})))
+    assert found is not None and found["brand_new"] == {"a": [1]}
+
+
+def evil_rows(seed: int) -> list[dict[str, Any]]:
+    """Rows with many columns of the right type and absurd values."""
+    draw = random.Random(seed)
+    rows = []
+    for number in range(24):
+        values = {}
+        for name in draw.sample(sorted(BY_NAME), draw.choice((1, 5, 60))):
+            if name not in ("trial_id", "terminal", "schema_version", "outcome"):
+                kind = BY_NAME[name].type
+                lists = ([], ["=cmd()", "\x1b[2J"]) if name in TEXT_LISTS else ([], [0] * 12, [1e39, 5e-324] * 6)
+                values[name] = draw.choice(lists if kind is list else FITTING[kind])
+        length = {"seq_len": 128 * (1 + number % 6), "trial_id": f"t{number}", "repeat": number // 6}
+        rows.append(row(**length) | values)
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_questions_about_absurd_rows_are_answered(seed: int, tmp_path: Path) -> None:
+    found = [one for one in (journal.parsed(text(values)) for values in evil_rows(seed)) if one is not None]
+    assert len(found) > 12
+    for finding in check.findings(found, None):
+        assert finding.text
+    for runs in repeats.configurations(found):
+        repeats.apart(runs)
+        repeats.interval([one["tokens_per_s"] or 0 for one in runs])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_verbs_that_read_absurd_rows_end_as_they_should(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / journal.NAME).write_bytes(b"\n".join(map(text, evil_rows(seed))))
+    out = str(tmp_path / "out")
+    for words in (["fit"], ["frontier"], ["check"], ["status"], ["export"], ["calibrate"], ["compare"]):
+        more = {"export": [f"{out}.csv"], "calibrate": [str(tmp_path)], "compare": ["--by", "seq_len=128,256"]}
+        assert main([*words, str(tmp_path), *more.get(words[0], [])]) in (0, 1, 2), words
+    assert "Traceback" not in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} <= {journal.NAME, "out.csv"}
+
+
+def test_a_long_training_is_judged_in_no_time_and_as_a_short_one_is() -> None:
+    draw = random.Random(5)
+    steady = [1 + draw.gauss(0, 0.02) for _ in range(200_000)]
+    began = time.monotonic()
+    assert steadiness.drifts(steady) is False
+    assert steadiness.drifts([one * (1 + at / 4e6) for at, one in enumerate(steady)]) is True
+    assert time.monotonic() - began < 20
+
+
+def test_an_interval_that_no_number_holds_is_none() -> None:
+    assert repeats.interval([5e-324, 1e39]) is None
+    assert repeats.interval([1.0, 1.1]) is not None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[]",
+        b"7",
+        b'{"trial_id":["a"]}',
+        b'{"trial_id":"a"}',
+        b'{"trial_id":"a","others":7,"tracked":true}',
+        b'{"trial_id":"a","others":{"x":"y"},"tracked":true}',
+        b'{"sources":[1]}',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"trial_id":"a","others":{"x":1e400},"tracked":1}',
+    ],
+)
+def test_a_line_of_others_is_taken_whole_or_not_at_all(line: bytes, tmp_path: Path) -> None:
+    good = b'{"trial_id":"b","others":{"tool":5,"none":null},"tracked":true,"sources":{"tool":"there"}}\n'
+    (tmp_path / others.FILE).write_bytes(line + b"\n" + good)
+    assert others.said(tmp_path / others.FILE) == others.Said(
+        {"b": {"tool": 5, "none": None}}, {"b"}, {"tool": "there"}
+    )
+
+
+@pytest.mark.parametrize("plan", [b"[" * 100_000, b"7", b'{"id_version":1,"systems":7}', b"\xff", b'{"answer":["x"]}'])
+def test_a_plan_that_is_none_leaves_the_rows(plan: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / journal.NAME).write_bytes(text(row()))
+    (tmp_path / journal.PLAN).write_bytes(plan)
+    assert main(["status", str(tmp_path)]) == 0
+    assert main(["check", str(tmp_path)]) == 1
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""Model folders that nobody made a model with: each is an `invalid` trial with a reason, at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, tiny
+
+from vramsweep.harness.trial import InvalidTrial, parse
+from vramsweep.runners import build
+
+SAYS = {
+    "num_hidden_layers": (10**12, -1, 0, "many", 2.5, True),
+    "hidden_size": (1 << 62, -64),
+    "vocab_size": (10**18, 0),
+}
+
+
+def folder(tmp_path: Path, text: str) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(text)
+    return tiny(model={"path": str(tmp_path), "config": {}, "model_type": None})
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SAYS.items() for value in values])
+def test_sizes_of_no_model(tmp_path: Path, name: str, value: Any) -> None:
+    config = TINY["model"]["config"] | {"model_type": "qwen2", name: value}
+    with pytest.raises(InvalidTrial) as found:
+        build._config(parse(folder(tmp_path, json.dumps(config))))
+    assert len(str(found.value)) < 400 and "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "null", "[" * 100_000, '{"a":' * 100_000, "\x00", '{"model_type": "../x"}']
+)
+def test_no_configuration_at_all(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidTrial) as found:
+        build._config(parse(folder(tmp_path, text)))
+    assert "\n" not in str(found.value)
+
+
+def test_an_ordinary_one_is_a_model(tmp_path: Path) -> None:
+    config = TINY["model"]["config"] | {"model_type": "qwen2"}
+    assert build._config(parse(folder(tmp_path, json.dumps(config)))).num_hidden_layers == 2

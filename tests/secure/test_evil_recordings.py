@@ -1,0 +1,184 @@
+"""Recordings that somebody made to do harm: each field with each wrong value, and files that are no recording."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vramsweep.__main__ import main
+from vramsweep.harness.allocator import recording, replay, safepickle
+from vramsweep.harness.allocator.restore import undo
+from vramsweep.harness.errors import UserError
+
+AT, PAGE = 1 << 40, 20 << 20
+EVIL: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    1 << 47,
+    1 << 63,
+    1 << 64,
+    10**300,
+    1.5,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    "",
+    "x",
+    "9" * 5000,
+    "../../etc/passwd",
+    [],
+    {},
+    (),
+    [[]],
+    [None],
+    {"a": 1},
+    (1, 2),
+    ((), ()),
+    b"bytes",
+    "\x1b[2J",
+)
+
+
+def valid() -> dict[str, Any]:
+    """A segment is made; one block stays, another is freed."""
+    blocks = [
+        {"address": AT, "size": 2 << 20, "requested_size": 2 << 20, "state": "active_allocated", "frames": []},
+        {"address": AT + (2 << 20), "size": PAGE - (2 << 20), "requested_size": 0, "state": "inactive", "frames": []},
+    ]
+    segment = {
+        "device": 0,
+        "address": AT,
+        "total_size": PAGE,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "blocks": blocks,
+        "frames": [],
+    }
+    acts = [
+        ("segment_alloc", AT, PAGE),
+        ("alloc", AT, 2 << 20),
+        ("alloc", AT + (2 << 20), 3 << 20),
+        ("free_requested", AT + (2 << 20), 3 << 20),
+        ("free_completed", AT + (2 << 20), 3 << 20),
+    ]
+    frame = {"filename": "model.py", "line": 1, "name": "forward"}
+    trace = [
+        {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 7 * at, "frames": [dict(frame)]}
+        for at, (action, addr, size) in enumerate(acts)
+    ]
+    settings = {
+        "PYTORCH_CUDA_ALLOC_CONF": "",
+        "max_split_size": -1,
+        "garbage_collection_threshold": 0.0,
+        "expandable_segments": False,
+        "roundup_power2_divisions": {str(1 << i): 0 for i in range(16)},
+    }
+    return {"segments": [segment], "device_traces": [trace], "allocator_settings": settings}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield (*path, key)
+        yield from places(value[key], (*path, key))
+
+
+def put(whole: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(whole)
+    at: Any = changed
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return changed
+
+
+def replayed(snapshot: Any) -> str | None:
+    """What a user is told; None where it is a recording, and replays."""
+    try:
+        known = recording.check(snapshot, "evil")
+        start = undo(known)
+        replay.replay_as_recorded(known, start)
+        replay.replay_under(known, start, known.settings, 1 << 26)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_the_recording_that_the_others_are_made_of_is_one() -> None:
+    assert replayed(valid()) is None
+    assert len(list(places(valid()))) > 100
+
+
+def test_every_value_of_every_field_gives_a_replay_or_two_lines() -> None:
+    refused = 0
+    for path in places(valid()):
+        for value in EVIL:
+            said = replayed(put(valid(), path, value))
+            refused += said is not None
+            assert said is None or (len(said) < 700 and said.count("\n") <= 1), (path, value)
+    assert refused > 500
+
+
+@pytest.mark.parametrize("path", [("device_traces", 0, 1, "size"), ("segments", 0, "total_size")])
+@pytest.mark.parametrize("value", [-1, 1 << 47, 1.0, float("nan"), "1", None, True])
+def test_a_size_that_is_none_is_named(path: tuple[Any, ...], value: Any) -> None:
+    said = replayed(put(valid(), path, value))
+    assert said is not None and f"{path[-1]} is {value!r}" in said
+
+
+@pytest.mark.parametrize("of", ["segments", "device_traces"])
+def test_what_holds_itself_is_refused_in_no_time(of: str) -> None:
+    """No pickle of a tuple that holds itself passes the scan; lists and dicts may."""
+    whole = valid()
+    whole[of].append(whole[of])
+    whole["allocator_settings"]["self"] = whole
+    data = pickle.dumps(whole, 2)
+    began = time.monotonic()
+    try:
+        said = replayed(safepickle.loads(data, "evil"))
+    except UserError as error:
+        said = str(error)
+    assert time.monotonic() - began < 5
+    assert of == "device_traces" or said is not None
+
+
+def test_a_file_is_read_or_refused_whatever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No byte of it runs; a pipe or a device is not waited for."""
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "count").write_bytes(b"\x80\x02\x8d" + (1 << 62).to_bytes(8, "little") + b"x.")
+    (tmp_path / "frame").write_bytes(b"\x80\x04\x95" + (1 << 63).to_bytes(8, "little") + b"}.")
+    (tmp_path / "global").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    (tmp_path / "persistent").write_bytes(b"\x80\x02Pid\n.")
+    (tmp_path / "deep").write_bytes(b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".")
+    (tmp_path / "stack").write_bytes(b"\x80\x02aaaa.")
+    (tmp_path / "torn").write_bytes(pickle.dumps(valid())[:-40])
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    for name in (*sorted(path.name for path in tmp_path.iterdir()), "/dev/zero", "/dev/tty", "a\0b"):
+        assert main(["replay", str(tmp_path / name)]) == 2, name
+        told = capsys.readouterr().err
+        assert told.startswith("replay: ") and told.count("\n") <= 2 and "Traceback" not in told, (name, told)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_frames_that_are_none_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = valid()
+    for value in ([{"filename": "a.py\x1b[2J\n\n", "line": -(10**30), "name": "x" * 10**6}], [[]], "text", 7, [{}]):
+        for at in (1, 2):
+            whole["device_traces"][0][at]["frames"] = value
+        whole["segments"][0]["blocks"][0]["frames"] = value
+        (tmp_path / "frames.pickle").write_bytes(pickle.dumps(whole))
+        assert main(["replay", str(tmp_path / "frames.pickle")]) == 0
+        assert "\x1b" not in capsys.readouterr().out

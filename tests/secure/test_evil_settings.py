@@ -1,0 +1,194 @@
+"""YAML, JSON and texts of settings from elsewhere that somebody made to do harm: one line, soon, and nothing runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vramsweep.__main__ import main
+from vramsweep.harness import config_files, ds_config, lengths, reference
+from vramsweep.harness.errors import UserError
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)
+)
+MERGES = "m0: &m0 {k: 1}\n" + "".join(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
+MODEL = "name: x\nmodel_type: qwen2\nparameters: 1\nmax_positions: 4096\npath: null\nconfig: {vocab_size: 12}\n"
+HEAD = "source: someone/project a.csv@0123\ngrade: A\n"
+RUNS = "runs:\n- name: a\n  measured:\n  - {quantity: allocated, value: 1, unit: MiB}\n"
+
+
+def soon(began: float) -> None:
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOMB,
+        MERGES,
+        HEAD + BOMB + RUNS,
+        HEAD + "runs: *nosuch",
+        HEAD + "runs: &r [*r]",
+        HEAD + "runs: &r {a: *r}",
+        "a: !!python/object/apply:os.system ['touch ran']",
+        "a: !!python/name:os.system",
+        "!!binary x",
+        "[" * 3000,
+        "{" * 3000,
+        "\0",
+        "\x1b[2J: 1",
+        "a: 1\na: 2",
+        "? [a]\n: 1",
+        "? {a: 1}\n: 1",
+        "%YAML 9.9\n---\na: 1",
+        "--- a\n--- b",
+        "0x" + "f" * 100_000,
+        "source: " + "1" * 10_000,
+        "source: {a: *a}",
+    ],
+)
+def test_published_runs_that_are_none_are_one_line(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "runs.yaml"
+    file.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(UserError) as refused:
+        reference.read(file)
+    soon(began)
+    assert len(str(refused.value)) < 800 and str(refused.value).count("\n") <= 1
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.yaml"]
+
+
+@pytest.mark.parametrize("key", ["quantity", "phase", "value", "unit", "of", "note", "\u202e" * 50])
+def test_a_reading_with_a_list_without_end_is_told_shortly(key: str, tmp_path: Path) -> None:
+    """An alias costs nothing until somebody writes out what it stands for."""
+    file = tmp_path / "runs.yaml"
+    reading = {"quantity": "allocated", "value": "1", "unit": "MiB"} | {key: "*a8"}
+    listed = ", ".join(f"{name}: {value}" for name, value in reading.items())
+    bomb = "note: &a0 [x, x, x]\n" + "versions: {torch: '2'}\noverrides: []\n"
+    nested = "".join(f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+    file.write_text(f"source: s\ngrade: A\n{bomb}runs:\n- name: a\n  measured:\n{nested}  - {{{listed}}}\n")
+    began = time.monotonic()
+    _, mistakes = reference.read(file)
+    soon(began)
+    assert mistakes and all(len(one) < 600 for one in mistakes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MODEL + BOMB, "aliases"),
+        ("a: \xff\xfe", ""),
+        ("a: !!python/object/apply:os.system ['touch ran']", "x.yaml:1"),
+        ("a: {b", "x.yaml:1"),
+        ("a: *nosuch", "undefined alias"),
+        (MODEL + "a: ${nosuch:1}", "nosuch"),
+        ("[" * 50_000, ""),
+        (MODEL + "a: ${model.a}", "ecursive"),
+        ("a: &a [*a]", ""),
+    ],
+)
+def test_a_configuration_of_somebody_else_is_one_line(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "x.yaml").write_bytes(text.encode("latin-1"))
+    began = time.monotonic()
+    words = ["plan", "-m", "--config-dir", "conf", "model=x", "device=cpu", "seq_len=8", f"results={tmp_path / 'r'}"]
+    assert main(words) == 2
+    soon(began)
+    told = capsys.readouterr().err
+    assert said in told and "Traceback" not in told and told.count("\n") <= 3
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_aliases_stand_for_is_counted(tmp_path: Path) -> None:
+    """A file of ours with a few of them is read; links and pipes are not."""
+    (tmp_path / "few.yaml").write_text("a: &a [1, 2]\nb: [*a, *a]\n")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    os.mkfifo(tmp_path / "pipe.yml")
+    config_files.check(tmp_path)
+    (tmp_path / "many.yml").write_text(BOMB)
+    with pytest.raises(UserError, match=r"many\.yml: its aliases"):
+        config_files.check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b"[1e999]",
+        b"[-1]",
+        b"[NaN]",
+        b"[true]",
+        b'["1"]',
+        b"[1.5]",
+        b"\0",
+        b"1,2,3",
+        b"1\x1b[2J",
+        b"\xff\xfe1\x00",
+        b"9" * 1_000_000,
+        b"-5",
+        b"0",
+        b"1,99999999999999999999",
+        b"1,-1",
+        b"=cmd()",
+        b"__import__('os')",
+        b"",
+        b"[" + b"9" * 5000 + b"]",
+    ],
+)
+def test_lengths_that_are_none_are_one_line(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        lengths.source(f"lengths:{file}")
+    assert len(str(refused.value)) < 400 + len(str(file))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lognormal(1e400,1)",
+        "lognormal(nan,1)",
+        "lognormal(1,-1)",
+        "lognormal(1,inf)",
+        "lognormal(__import__('os'),1)",
+        "lognormal(",
+        "../" * 2000 + "etc/passwd",
+        "a\0b",
+        "/dev/zero",
+        "/proc/self/mem",
+        "",
+    ],
+)
+def test_what_names_no_lengths_is_one_line(text: str) -> None:
+    with pytest.raises(UserError):
+        lengths.source(f"lengths:{text}")
+
+
+def test_a_ds_config_is_read_or_refused_soon(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    cases: dict[str, Any] = {
+        "deep": "[" * 100_000,
+        "list": "[1]",
+        "text": "x",
+        "NUL": "\0",
+        "twice": '{"a": 1, "a": 2}',
+        "digits": '{"a": ' + "9" * 5000 + "}",
+    }
+    for text in cases.values():
+        file.write_text(text)
+        with pytest.raises(UserError) as refused:
+            ds_config.read(str(file))
+        assert len(str(refused.value)) < 300 + len(str(file))
+    file.write_text("{" + ", ".join(f'"k{n}": {n}' for n in range(100_000)) + "}")
+    began = time.monotonic()
+    assert len(ds_config.read(str(file))) == 100_000
+    soon(began)

@@ -1,0 +1,53 @@
+"""What locked*.txt have hashes for is what constraints.txt pins: the set-up trusts no file that nobody named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+LOCKS = ("locked.txt", "locked-built.txt", "locked-techniques.txt")
+UNLOCKED = {"torch"}  # which build it is, CPU or CUDA, is the index's choice (Makefile)
+PIN = re.compile(r"([\w.-]+)==([\w.!+-]+)(?: ; [^\\]+)?(?P<hashes>(?: \\\n    --hash=sha256:[0-9a-f]{64}(?![^\s]))*)\n")
+
+
+def called(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked(name: str) -> dict[str, str]:
+    """What one of them pins; every line of it is a comment, a pin, or the hash of the pin above it."""
+    text = "".join(line for line in (ROOT / name).read_text().splitlines(True) if not line.startswith("#"))
+    pins = list(PIN.finditer(text))
+    assert "".join(pin[0] for pin in pins) == text, f"{name} holds something else"
+    assert [pin[1] for pin in pins if not pin["hashes"]] == [], f"without a hash in {name}"
+    return {called(pin[1]): pin[2] for pin in pins}
+
+
+def test_every_pin_is_locked_and_nothing_else() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pinned = {called(name): version for name, version in pinned.items()}
+    found: dict[str, str] = {}
+    for name in LOCKS:
+        own = locked(name)
+        assert not found.keys() & own.keys(), f"locked twice: {found.keys() & own.keys()}"
+        found |= own
+    assert found == {name: version for name, version in pinned.items() if name not in UNLOCKED}, "see `make lock`"
+
+
+def test_a_shortened_hash_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "locked-built.txt").read_text()
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "locked-built.txt").write_text(text[:-2] + "\n")
+    with pytest.raises(AssertionError, match="something else"):
+        locked("locked-built.txt")
+
+
+def test_the_set_up_installs_them_all_by_their_hashes() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f"$(LOCKED) {name}" in makefile for name in LOCKS)
+    assert re.search(r"^LOCKED = .*--require-hashes", makefile, re.MULTILINE)
+    assert set(LOCKS) == {path.name for path in ROOT.glob("locked*.txt")}

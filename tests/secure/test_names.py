@@ -1,0 +1,206 @@
+"""A name never leads out of the folder that it is made in, whoever gives it: a user, a preset, a journal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from conftest import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vramsweep import __main__ as front_door
+from vramsweep.analysis.answers import what_if
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.figures import timeline as figure
+from vramsweep.analysis.report import write
+from vramsweep.harness import look, names, plan, timeline
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import complete
+from vramsweep.harness.trial import parse
+
+OUT = [
+    "../x",
+    "/abs",
+    "a/b",
+    "..",
+    ".",
+    ".hidden",
+    "   ",
+    "x" * 300,
+    "é" * 150,
+    "a\nb",
+    "a\x1b[2Jb",
+    "a\u202eb",
+    "a\0b",
+]
+ANY = (
+    st.text(st.characters())
+    | st.sampled_from(OUT)
+    | st.lists(st.sampled_from(["..", "/", ".", "a", "\0"])).map("".join)
+)
+
+
+@given(ANY)
+def test_a_file_s_name_of_anything_is_one_name(text: str) -> None:
+    name = names.safe(text)
+    assert names.wrong(name) is None or name == "_" * len(name)
+    assert Path("/top", name).parent == Path("/top")
+    assert Path("/top", name).name == name  # no . or ..
+    assert len(f"{name}.json.lock.123456".encode()) <= 255
+    assert names.safe(name) == name
+
+
+@given(ANY)
+def test_what_a_sweep_may_be_called_is_one_folder(text: str) -> None:
+    if names.wrong(text) is None:
+        assert names.safe(text) == text
+        assert Path("/top", text).resolve().parent == Path("/top")
+
+
+@pytest.mark.parametrize("good", ["night", "tiny-torch-cpu", "a+b", "été 2", "x" * names.LONGEST, "..a"[2:], "a..b"])
+def test_ordinary_names_stay(good: str) -> None:
+    assert names.wrong(good) is None
+    assert names.safe(good) == good
+
+
+def settings(**over: Any) -> plan.Settings:
+    given = {"name": None, "results": "r", "repeats": 1, "isolation": "cold", "timeout_s": 1, "retries": 0}
+    more = {"backoff_s": 0, "retry_failed": False, "report": False, "action": "run", "output": "text"}
+    return plan.Settings(**(given | more | over))
+
+
+@pytest.mark.parametrize("bad", OUT)
+def test_settings_take_no_name_that_leads_out(bad: str) -> None:
+    with pytest.raises(UserError, match=r"^name=.*results=DIR$") as said:
+        settings(name=bad)
+    assert len(str(said.value).splitlines()) <= 3
+    assert settings(name="").name == ""  # as null
+
+
+LEADING_OUT = (
+    "name=../x", "name=/abs", "name=..", "name=.", f"name={'x' * 300}", "name=a/b", "sweep=../x", "sweep='../x'",
+    "model=../../x", "sweep=/x", "runner=../x", "protocol=..",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_command_line_takes_none_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (tmp_path / "x.yaml").write_text("# @package _global_\nseq_len: 3\n")
+    monkeypatch.chdir(inner)
+    for verb, word in [*(("sweep", word) for word in LEADING_OUT), ("plan", LEADING_OUT[0])]:
+        words = ["model=tiny", "device=cpu", "results=results", "report=false", word]
+        assert front_door.main([verb, *words]) == 2, word
+        said = capsys.readouterr().err
+        assert said.startswith("vramsweep: ")
+        assert "Traceback" not in said
+        assert {one.name for one in tmp_path.iterdir()} == {"inner", "x.yaml"}
+        assert not [one for one in inner.rglob("*") if one.is_file() and one.parent.name != ".hydra"]
+
+
+def test_a_recording_is_in_the_sweep_s_folder(tmp_path: Path) -> None:
+    """The column is read from a journal that may be anyone's."""
+    folder = tmp_path / "sweep"
+    (folder / "attempts").mkdir(parents=True)
+    (tmp_path / "secret.pickle").write_bytes(b"")
+    (folder / "link.pickle").symlink_to(tmp_path / "secret.pickle")
+    row = {"trial_id": "t", "model": "m", "seq_len": 1, "precision": "fp32"}
+    for name in ("../secret.pickle", str(tmp_path / "secret.pickle"), "link.pickle", "attempts/../../secret.pickle"):
+        assert names.inside(folder, name) is None
+        found, notes = what_if.what_if_tables(Table(pd.DataFrame([row | {"recording": name}]), str(folder)))
+        assert found == []
+        assert "is not in" in notes[0]
+    assert names.inside(folder, "attempts/t/1/recording.pickle") == folder / "attempts/t/1/recording.pickle"
+
+
+def test_files_that_are_called_after_a_trial_stay_in_the_folder(tmp_path: Path) -> None:
+    """An id is a hash, unless somebody wrote the journal by hand."""
+    row = complete({"trial_id": "../../../x", "started_at": "now"})
+    place = timeline._place(tmp_path / "sweep", row)
+    assert place.parent == tmp_path / "sweep" / "timelines"
+    (tmp_path / "sweep").mkdir()
+    timeline._keep(tmp_path / "sweep", row, {"events": 1})
+    assert timeline._kept(tmp_path / "sweep", row) == {"events": 1}
+    assert [one for one in tmp_path.rglob("*") if one.is_file()] == [place]
+    place.write_text("[1]")
+    assert timeline._kept(tmp_path / "sweep", row) is None
+
+
+def test_a_figure_that_is_called_after_a_trial_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {
+        "parts": {name: [1, 1] for name in figure.PARTS}, "allocated": [9, 9], "reserved": [9, 9], "event": [0, 1],
+        "events": 2, "limit": None, "failure": None, "phases": [], "step": 2,
+        "peak": {"event": 0, "allocated": 9, "phase": "forward"},
+    }  # fmt: skip
+    monkeypatch.setattr(figure, "_caption", lambda *_: "")
+    monkeypatch.setattr(figure, "_frame", lambda _: pd.DataFrame())
+    about = look.about(parse(tiny(device={"name": "simulated", "gpu": "a100-40gb"})))
+    name = figure.of_timeline({"trial_id": "../../x", "about": about, "timeline": data}).name
+    assert names.wrong(name) is None
+
+
+def test_a_report_does_not_write_through_links(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "sweep", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    target = tmp_path / "bashrc"
+    target.write_text("mine")
+    for name in write.WRITTEN:
+        link = folder / name
+        link.symlink_to(elsewhere if "." not in name else target)
+        with pytest.raises(UserError, match=r"is a link to .*--out"):
+            write._no_links(folder)
+        link.unlink()
+    (folder / "figures").mkdir()
+    (folder / "figures" / "throughput.csv").symlink_to(target)
+    with pytest.raises(UserError, match=r"throughput\.csv is a link"):
+        write._no_links(folder)
+    (folder / "figures" / "throughput.csv").unlink()
+    write._no_links(folder)
+    (tmp_path / "sweep2").symlink_to(folder)
+    write._no_links(tmp_path / "sweep2")  # the folder itself is what the user has named
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"runner": {"name": "custom", "target": "FILE:build"}},
+        {"runner": {"name": "script", "command": f"{sys.executable} FILE"}, "seq_len": 1, "micro_batch": 1},
+    ],
+    ids=["target", "command"],
+)
+@pytest.mark.slow
+def test_looking_at_a_folder_runs_none_of_its_code(
+    named: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`explain`, `timeline` and `report` of a folder that somebody sent, whose rows name a file in it."""
+    folder, mark = tmp_path / "sent", tmp_path / "mark"
+    (folder / "traces").mkdir(parents=True)
+    evil = folder / "evil.py"
+    evil.write_text(f"from pathlib import Path\nPath({str(mark)!r}).touch()\ndef build(*a, **k): raise SystemExit\n")
+    values = tiny(device={"name": "simulated", "gpu": "a100-40gb"}) | json.loads(
+        json.dumps(named).replace("FILE", str(evil))
+    )
+    trial = parse(values)
+    row = {
+        "trial_id": "0123456789abcdef", "attempt": 1, "terminal": True, "outcome": "ok", "device": "simulated",
+        "model": "m", "runner": trial.runner.name, "seq_len": 32, "micro_batch": 2, "peak_reserved_bytes": 1 << 30,
+        "peak_allocated_bytes": 1 << 30, "trial": trial.model_dump(mode="json"), "started_at": "2026-01-01T00:00:00Z",
+    }  # fmt: skip
+    (folder / "journal.jsonl").write_text(json.dumps(complete(row)) + "\n")
+    for words in (["explain"], ["timeline", "0123456789abcdef"]):
+        assert front_door.main([words[0], str(folder), *words[1:]]) == 2
+        said = capsys.readouterr().err
+        assert "as a row says" in said
+        assert str(evil) in said
+    if "target" in named["runner"]:
+        assert front_door.main(["report", str(folder), "--images", "none"]) == 0
+    assert not mark.exists()

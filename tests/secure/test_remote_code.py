@@ -1,0 +1,189 @@
+"""What comes with a model runs only where that is asked for: Python files beside its weights, pickles in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, Run, save_tokenizer, tiny
+
+from vramsweep.harness import trial as trials
+from vramsweep.harness.command import command
+from vramsweep.harness.trial import InvalidTrial, parse, trial_id
+
+CONFIGURATION = """
+from pathlib import Path
+from transformers import Qwen2Config
+
+Path({marker!r}).touch()
+
+class OwnConfig(Qwen2Config):
+    model_type = "own_code"
+"""
+MODELING = """
+from pathlib import Path
+from transformers import Qwen2ForCausalLM
+from .configuration_own import OwnConfig
+
+Path({marker!r}).touch()
+
+class OwnForCausalLM(Qwen2ForCausalLM):
+    config_class = OwnConfig
+"""
+TOKENIZER = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+SAID = "model.trust_remote_code=true"
+
+
+class Touch:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._file,)
+
+
+@pytest.fixture
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where code that ran leaves a file; transformers keeps what it copies of it here too."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (tmp_path / "marks").mkdir()
+    return tmp_path / "marks"
+
+
+def model_folder(folder: Path, marks: Path, model_type: str = "own_code", **auto_map: str) -> Path:
+    """A tiny model whose configuration and class are Python files beside it, but for those that `auto_map` names."""
+    folder.mkdir()
+    names = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    config = TINY["model"]["config"] | {"model_type": model_type, "auto_map": auto_map or names}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, text in (("configuration", CONFIGURATION), ("modeling", MODELING), ("tokenization", TOKENIZER)):
+        (folder / f"{name}_own.py").write_text(text.format(marker=str(marks / name)))
+    return folder
+
+
+def hub(path: Path, trusted: bool, **over: Any) -> dict[str, Any]:
+    """A trial of the model in a folder."""
+    name = {"name": "own", "model_type": None, "parameters": None, "max_positions": None, "config": {}}
+    return tiny(**over) | {"model": {**name, "path": str(path), "trust_remote_code": trusted}}
+
+
+def ran(marks: Path) -> set[str]:
+    """What has run."""
+    return {one.name for one in marks.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "device", [{"name": "cpu"}, {"name": "simulated", "gpu": "rtx4090-24gb"}], ids=lambda d: d["name"]
+)
+def test_a_model_s_own_code_runs_only_where_it_is_asked_for(
+    run_sweep: Run, tmp_path: Path, marks: Path, device: dict[str, Any]
+) -> None:
+    folder = model_folder(tmp_path / "model", marks)
+    (off,) = run_sweep(hub(folder, trusted=False, device=device))
+    assert off["outcome"] == "invalid"
+    assert str(folder) in off["reason"]
+    assert SAID in off["reason"]
+    assert ran(marks) == set()
+    (on,) = run_sweep(hub(folder, trusted=True, device=device))
+    assert (on["outcome"], on["reason"]) == ("ok", None)
+    assert ran(marks) == {"configuration", "modeling"}
+    assert on["trial"]["model"]["trust_remote_code"] is True
+    assert on["peak_allocated_bytes"] > 0
+    assert on["parameters"] == TINY["model"]["parameters"]
+
+
+@pytest.mark.slow
+def test_code_beside_an_architecture_of_the_library_s_does_not_run(run_sweep: Run, tmp_path: Path, marks: Path) -> None:
+    folder = model_folder(tmp_path / "model", marks, model_type="qwen2")
+    (row,) = run_sweep(hub(folder, trusted=False))
+    assert row["outcome"] == "ok"  # it is the library's own class that was measured
+    assert ran(marks) == set()
+
+
+@pytest.mark.slow
+def test_a_tokenizer_s_own_code_does_not_run(run_sweep: Run, tmp_path: Path, marks: Path) -> None:
+    folder = model_folder(tmp_path / "model", marks, model_type="qwen2")
+    save_tokenizer(folder)
+    file = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    (tmp_path / "text.txt").write_text("a b c a b c\n" * 20)
+    (row,) = run_sweep(hub(folder, trusted=False, data=str(tmp_path / "text.txt")))
+    assert row["outcome"] in ("ok", "invalid"), row["reason"]
+    assert "tokenization" not in ran(marks)
+
+
+@pytest.mark.slow
+def test_weights_that_are_a_pickle_run_nothing(run_sweep: Run, tmp_path: Path, marks: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = TINY["model"]["config"] | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    evil = pickle.dumps({"model.embed_tokens.weight": Touch(marks / "pickle")})
+    (folder / "pytorch_model.bin").write_bytes(evil)
+    for trusted in (False, True):  # which allows Python files that can be read, no pickles
+        (row,) = run_sweep(hub(folder, trusted=trusted, weights="pretrained"))
+        assert row["outcome"] not in ("ok", "oom")
+        assert row["reason"]
+    assert ran(marks) == set()
+    pickle.loads(evil)
+    assert ran(marks) == {"pickle"}  # so it would have
+
+
+def test_it_belongs_to_a_model_that_can_bring_code(tmp_path: Path) -> None:
+    with pytest.raises(InvalidTrial, match="needs a model that brings code"):
+        parse(tiny(model={"trust_remote_code": True}))
+    with pytest.raises(InvalidTrial, match="loads its model itself"):
+        target = tmp_path / "t.py"
+        target.write_text("def build(): pass")
+        parse(tiny(model={"trust_remote_code": True}, runner={"name": "custom", "target": f"{target}:build"}))
+    with pytest.raises(InvalidTrial, match="trust_remote_code"):  # only true is yes
+        parse(hub(tmp_path, trusted="yes"))  # type: ignore[arg-type]
+
+
+def test_whoever_does_not_ask_has_the_ids_and_commands_of_before() -> None:
+    before = parse(tiny()).model_dump(mode="json")
+    del before["model"]["trust_remote_code"]
+    now = parse(tiny()).model_dump(mode="json")
+    assert trial_id(now) == trial_id(before)
+    assert "trust_remote_code" not in command(now, trial_id(now))
+
+
+def test_the_code_that_was_allowed_is_in_the_id(tmp_path: Path, marks: Path) -> None:
+    folder = model_folder(tmp_path / "model", marks)
+    off, on = parse(hub(folder, trusted=False)), parse(hub(folder, trusted=True))
+    told = [trial_id(one.model_dump(mode="json")) for one in (off, on)]
+    assert told[0] != told[1]
+    assert {Path(name).name for name in off.fingerprints} == {"config.json"}
+    assert len(on.fingerprints) == 4
+    assert SAID in command(on.model_dump(mode="json"), told[1])
+    (folder / "modeling_own.py").write_text("# other code")
+    assert trial_id(parse(hub(folder, trusted=True)).model_dump(mode="json")) != told[1]
+    with pytest.raises(trials.EnvironmentFault, match="modeling_own"):
+        trials.unchanged(on)
+
+
+def test_no_other_place_allows_code() -> None:
+    """Each call of transformers that could run it is told, by the trial or by a plain False."""
+    root = Path(trials.__file__).parents[1]
+    asks = "trust_remote_code="
+    for file in (path for package in ("harness", "runners", "analysis") for path in (root / package).rglob("*.py")):
+        for line in file.read_text().splitlines():
+            if asks in line:
+                value = line.partition(asks)[2]
+                assert not value.startswith("True"), (os.fspath(file), line)

@@ -1,0 +1,244 @@
+"""A secret is passed on and never written down: planted ones are looked for, as bytes, in every file of the results.
+
+Logs hold what a worker or a script itself wrote, and are not ours: those of a script that prints its token have it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vramsweep import __main__ as front_door
+from vramsweep.harness import account, credentials, journal, outcome, plan, variables
+from vramsweep.harness.attempt import Attempted
+from vramsweep.harness.errors import UserError
+from vramsweep.runners import result
+
+RANDOM = "q7Zk2Vx9Lm4Tn8Rp1Wc6Yb3Hd5Jf0Gs"
+PLANTED = {
+    "HF_TOKEN": f"hf_{RANDOM}a",
+    "HUGGING_FACE_HUB_TOKEN": f"hf_{RANDOM}b",
+    "AWS_SECRET_ACCESS_KEY": f"{RANDOM}/c+",
+    "AWS_ACCESS_KEY_ID": "AKIAQ7ZK2VX9LM4TN8RP",
+    "WANDB_API_KEY": f"{RANDOM}d",
+    "GITHUB_TOKEN": f"ghp_{RANDOM}e",
+    "OPENAI_API_KEY": f"sk-proj-{RANDOM}f",
+    "DATABASE_URL": f"postgres://me:{RANDOM}g@db.example/x",
+    "NCCL_SOCKET_URI": f"https://me:{RANDOM}h@proxy.example/",
+    "CUDA_MIRROR": f"https://mirror.example/?sig={RANDOM}i",
+    "TORCH_REMOTE": f"{RANDOM}j",
+    "TORCHINDUCTOR_REDIS": f"redis://{RANDOM}k@cache.example",
+    "NVIDIA_LICENSE": f"Bearer {RANDOM}l",
+    "TRANSFORMERS_EXTRA": f"--token {RANDOM}m",
+    "DS_LOGIN": f"password={RANDOM}n",
+    "PIP_INDEX_URL": f"https://me:{RANDOM}o@index.example/simple",
+    "http_proxy": f"http://me:{RANDOM}p@proxy.example:3128",
+    "SLACK_WEBHOOK": f"https://hooks.example/services/{RANDOM}q",
+    "MY_PASSWORD": f"pass-{RANDOM}r",
+    "SSH_AUTH_SOCK": f"/tmp/ssh-{RANDOM}s/agent",
+}
+REMOTE, HOME = f"{RANDOM}remote", f"home-{RANDOM}"
+FAILING = """
+import os, sys
+print("my token is", os.environ["HF_TOKEN"])
+raise RuntimeError("401 for " + os.environ["DATABASE_URL"] + " with " + os.environ["MY_PASSWORD"])
+"""
+
+
+def written(folder: Path) -> list[str]:
+    """The files that hold something planted, but for logs of the script that prints its own."""
+    looked_for = [text.encode() for text in (*PLANTED.values(), RANDOM, REMOTE, HOME)]
+    return [
+        f"{file.relative_to(folder)}: {text.decode()}"
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and not ("failing" in file.parts and file.suffix == ".log")
+        for text in looked_for
+        if text in file.read_bytes() or text.decode() in str(file)
+    ]
+
+
+@pytest.mark.slow
+def test_nothing_that_was_planted_is_in_the_results(tmp_path: Path) -> None:
+    home, work = tmp_path / HOME, tmp_path / "work"
+    for folder in (home, work):
+        folder.mkdir()
+    git = ["git", "-C", str(work)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "remote", "add", "origin", f"https://me:{REMOTE}@git.example/x"], check=True)
+    (work / "train.py").write_text((ROOT / "tests/scripts/plain.py").read_text())
+    (work / "fails.py").write_text(FAILING)
+    environ = {**os.environ, **PLANTED, "HOME": str(home), "XDG_CACHE_HOME": str(home), "HF_HOME": str(home)}
+
+    def call(*words: str, status: int = 0) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "vramsweep", *words],
+            cwd=work,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        assert not [text for text in PLANTED.values() if text in done.stdout + done.stderr]
+
+    tiny = ["model=tiny", "protocol=brief", "seq_len=16", "backoff_s=0", "retries=0"]
+    call("sweep", *tiny, "device=cpu", "precision=fp32", "name=measured")
+    call("sweep", "-m", *tiny, "device=simulated", "device.gpu=a100-40gb", "micro_batch=1,2", "name=predicted")
+    call("run", "device=cpu", "protocol=brief", "seq_len=16", "name=script", "--", sys.executable, "train.py",
+         "--max_len", "{seq_len}")  # fmt: skip
+    call("run", "device=cpu", "protocol=brief", "retries=0", "name=failing", "--", sys.executable, "fails.py", status=1)
+    call("paper", "results/measured")
+    call("export", "results/measured", "results/measured/x.csv")
+    (row,) = journal.read(work / "results" / "failing")[0]
+    assert row["outcome"] == "crash"
+    assert "401 for" in row["reason"]
+    assert "***" in row["reason"]
+    recorded = journal.read(work / "results" / "measured")[0][0]["environment"]
+    assert not set(recorded) & set(PLANTED)
+    files = {file.name for file in (work / "results").rglob("*")}
+    assert {"journal.jsonl", "plan.json", "spec.json", "result.json", "report.html", "rows.csv"} <= files
+    assert {"methods.txt", "environment.json"} <= files
+    assert written(work / "results") == []
+
+
+TYPED = [
+    ["+runner.options.hub_token=VALUE", "runner=trainer"],
+    ["+runner.options.token=VALUE"],
+    ["runner=script", "runner.command='python t.py --token VALUE'"],
+    ["runner=script", "runner.command='python t.py --api-key=VALUE'"],
+    ["runner=script", "runner.command='HF_TOKEN=VALUE python t.py'"],
+    ["runner=script", "runner.command='python t.py password=VALUE'"],
+    ["data='https://me:VALUE@host/x.txt'"],
+    ["model=hub", "model.path='https://host/x?token=VALUE'"],
+    ["+model.config.secret=VALUE"],
+]
+
+
+@pytest.mark.slow
+def test_one_that_is_typed_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in TYPED:
+        given = [word.replace("VALUE", RANDOM) for word in words]
+        for verb in ("sweep", "plan"):
+            assert front_door.main([verb, "device=cpu", "model=tiny", *given]) == 2, words
+            said = capsys.readouterr()
+            assert "would be written into the results" in said.err
+            assert RANDOM not in said.out + said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_one_in_a_file_of_the_user_s_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "own" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "night.yaml").write_text(f"# @package _global_\nrunner: {{options: {{hub_token: {RANDOM}}}}}\n")
+    words = ["--config-dir", "own", "+experiment=night", "model=tiny", "device=cpu", "-m", "seq_len=8,16"]
+    assert front_door.main(["sweep", *words]) == 2
+    said = capsys.readouterr().err
+    assert "hub_token would be written into the results" in said
+    assert RANDOM not in said
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [folder / "night.yaml"]
+
+
+@pytest.mark.parametrize("values", [{"runner": {"options": {"hub_token": RANDOM}}}, {"a": [f"x?sig={RANDOM}"]}])
+def test_no_impossible_trial_writes_one_down(values: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="would be written"):
+        plan.expand([values], 1)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_ones_are_passed_on_and_not_recorded(name: str) -> None:
+    environ = {name: PLANTED[name], "NCCL_DEBUG": "INFO"}
+    assert variables.passed_on(environ) == environ
+    assert variables.recorded(environ) == {"NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("CUDA_VISIBLE_DEVICES", "GPU-8f2c1a90-1111-2222-3333-444455556666,GPU-8f2c1a90-1111-2222-3333-444455556667"),
+        ("CUDA_VISIBLE_DEVICES", "MIG-8f2c1a90-1111-2222-3333-444455556666"),
+        ("LD_PRELOAD", "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2"),
+        ("NCCL_IB_HCA", "mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7"),
+        ("TORCH_CUDA_ARCH_LIST", "5.0;6.0;7.0;7.5;8.0;8.6;9.0;10.0;12.0+PTX"),
+        ("NCCL_SOCKET_IFNAME", "eth0"),
+        ("OMP_NUM_THREADS", "1"),
+        ("TORCH_LOGS", "+dynamo,aot,inductor,graph_breaks,recompiles"),
+        ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility,graphics,video,display,compat32"),
+    ],
+)
+def test_what_is_no_secret_is_recorded(name: str, text: str) -> None:
+    assert variables.recorded({name: text}) == {name: text}
+
+
+@given(st.sampled_from(sorted(PLANTED)), st.text(), st.text())
+def test_what_an_error_quotes_is_masked(name: str, before: str, after: str) -> None:
+    """Those that the environment has are known by themselves, wherever they stand."""
+    known = variables.secrets(PLANTED)
+    if PLANTED[name] in known:
+        assert PLANTED[name] not in credentials.masked(f"{before}{PLANTED[name]}{after}", known)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"401 for https://me:{RANDOM}@host/x",
+        f"https://host/x?X-Amz-Signature={RANDOM}&y=1",
+        f"token=hf_{RANDOM}",
+        f"hf_{RANDOM} is not valid",
+        f"authorization: Bearer {RANDOM}",
+        f"--password {RANDOM}",
+        f"glpat-{RANDOM}",
+    ],
+)
+def test_forms_of_secrets_are_seen_and_masked(text: str) -> None:
+    said = credentials.said(text)
+    assert said is not None
+    assert RANDOM not in said
+    assert RANDOM not in credentials.masked(text)
+    assert "***" in credentials.masked(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "see https://pytorch.org/docs/stable/notes/cuda.html?x=1#memory",
+        "git clone ssh://git@host/x",
+        "lengths:lognormal(512,0.8)",
+        "eos_token=x",
+        "task-description-with-many-words-in-it",
+        "0123456789abcdef" * 4,
+        "ratio=1:2",
+    ],
+)
+def test_ordinary_texts_stay(text: str) -> None:
+    assert credentials.said(text) is None
+    assert credentials.masked(text) == text
+
+
+def test_a_row_s_notes_configuration_and_reason_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_PASSWORD", PLANTED["MY_PASSWORD"])
+    secret, given = PLANTED["MY_PASSWORD"], {"comet": {"api_key": RANDOM, "on": True}, "steps": [1, 2]}
+    told = {"values": {"notes": [f"not {secret}"], "runner_config": given, "parameters": 3}, "complete": True}
+    found = account.ended(Attempted(outcome.Evidence(exit_code=0, result=told), 1.0, "cold"), dict(os.environ), None)
+    assert found["notes"] == ["not ***"]
+    assert found["runner_config"] == {"comet": {"api_key": "***", "on": True}, "steps": [1, 2]}
+    assert found["parameters"] == 3
+    result.write(tmp_path, told)
+    result.write(tmp_path / ".", {"error": {"type": "E", "message": f"with {secret}"}})
+    assert secret.encode() not in (tmp_path / "result.json").read_bytes()
+    assert json.loads((tmp_path / "result.json").read_text())["error"] == {"type": "E", "message": "with ***"}

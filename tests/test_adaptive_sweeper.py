@@ -1,0 +1,193 @@
+"""hydra/sweeper=adaptive, from the command line to what is measured, inferred and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_hydra import planned
+
+from hydra_plugins.vramsweep import adaptive
+from vramsweep import __main__ as front_door
+from vramsweep.analysis.data.load import load
+from vramsweep.analysis.figures.inferred import of_inferred
+from vramsweep.harness import gpus, inferred, journal, launch, sweep
+from vramsweep.harness.attempt import Attempted
+from vramsweep.harness.occupancy import Occupancy
+from vramsweep.harness.outcome import Evidence
+
+ADAPTIVE = ("-m", "hydra/sweeper=adaptive", "model=tiny", "device=cpu", "precision=fp32", "protocol=brief")
+
+
+@pytest.mark.slow
+def test_adaptive_measures_few_points_says_what_the_others_come_to_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*ADAPTIVE, "seq_len=range(4,513,4)", "report=false"]
+    assert front_door.main(["sweep", *words]) == 0
+    folder = tmp_path / "results" / "tiny-torch-cpu"
+    rows = journal.terminal(journal.read(folder)[0])
+    lines = {line["trial_id"]: line for line in inferred.read(folder)}
+    assert 9 < len(rows) <= 40 and len(rows) + len(lines) == 128 and not rows.keys() & lines.keys()
+    assert f"{len(rows)} of 128 points measured" in capsys.readouterr().out
+    assert all(line["peak_allocated_bytes_basis"] == "curve" and line["fits"] for line in lines.values())
+    assert not any("peak_reserved_bytes" in line for line in lines.values())  # a resident set, on a CPU
+    (drawn,) = of_inferred(load(folder))
+    assert [one.name for one in drawn.plot.data if one.name] == ["allocated, inferred", "allocated, measured"]
+    assert drawn.data["inferred"].count() == len(lines) and drawn.data["measured"].count() == len(rows)
+    assert front_door.main(["sweep", *words]) == 0
+    assert journal.terminal(journal.read(folder)[0]).keys() == rows.keys()
+
+    other = ["-m", *ADAPTIVE[2:], "seq_len=100,300,500", "report=false", "name=plain"]
+    assert front_door.main(["sweep", *other]) == 0
+    for trial_id, row in journal.terminal(journal.read(tmp_path / "results" / "plain")[0]).items():
+        known = lines[trial_id]["peak_allocated_bytes"] if trial_id in lines else rows[trial_id]["peak_allocated_bytes"]
+        assert known == pytest.approx(row["peak_allocated_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("hydra.sweeper.most=2",), "hydra.sweeper.most=2: allowed is a whole number of at least 3"),
+        (("hydra.sweeper.checks=0",), "hydra.sweeper.checks=0: allowed is a whole number of at least 1"),
+        (("hydra.sweeper.reserved=2",), "hydra.sweeper.reserved=2.0: allowed is a share between 0 and 1"),
+        (("objective=tokens_per_s",), "hydra/sweeper=adaptive goes by memory; leave objective out"),
+        (("seq_len=5000,6000",), "no trial can run: seq_len 5000 is longer than tiny's 4096 positions"),
+        (("sweep=claims", "device=simulated"), "a preset of cases is run at once"),
+        (("seq_leng=1,2",), "seq_leng"),
+    ],
+)
+def test_what_adaptive_refuses(
+    words: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert front_door.main(["sweep", *ADAPTIVE, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.rglob("journal.jsonl"))
+
+
+def test_adaptive_falls_into_configurations_and_plans_its_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("seq_len=64,128,5000", "micro_batch=1,2", "seed=0,1")
+    trials = planned(capsys, *ADAPTIVE, *words)
+    assert len(trials) == 12  # so few are all asked for
+    first = planned(capsys, *ADAPTIVE, "seq_len=range(1,2049)")
+    assert len(first) == 9
+    every, _ = launch.resolve([word for word in ADAPTIVE if "sweeper" not in word] + list(words))
+    own = adaptive.configurations(every)
+    assert [len(of_one) for of_one in own] == [4, 4]
+    assert all(len({every[n].resolved["seed"] for n in of_one}) == 1 for of_one in own)
+
+
+def test_what_a_row_says_to_adaptive() -> None:
+    peaks = {"peak_allocated_bytes": 5, "peak_reserved_bytes": 7, "device": "cuda", "device_total_bytes": 10 << 30}
+    ok = adaptive.answer(peaks | {"outcome": "ok"})
+    assert (ok.fits, ok.values) == (True, {"peak_allocated_bytes": 5, "peak_reserved_bytes": 7})
+    squeezed = adaptive.answer(peaks | {"outcome": "ok", "alloc_retries": 3})
+    assert squeezed.values == {"peak_allocated_bytes": 5}
+    full = adaptive.answer(peaks | {"outcome": "oom"})
+    assert full.fits is False and not full.values and full.limit == (10 << 30) - gpus.CONTEXT_BYTES
+    for kind in ("crash", "timeout", "invalid", "contended"):
+        assert adaptive.answer(peaks | {"outcome": kind}).fits is None
+    skipped = adaptive.answer(peaks | {"outcome": "skipped"})
+    assert skipped.fits is False and not skipped.measured
+    assert adaptive.answer(peaks | {"outcome": "host_oom"}).fits is False
+
+
+class Measuring:
+    """A launcher that knows the answer by the length; at those of `failing` it crashes. Each trial takes a second."""
+
+    isolation, run, occupancy, threads = "warm", "mark", Occupancy(), ThreadPoolExecutor()
+    failing: tuple[int, ...] = ()
+
+    def __init__(self, *_: Any) -> None:
+        self.cold_reasons: dict[str, str] = {}
+
+    def close(self) -> None:
+        pass
+
+    def own_pids(self) -> set[int]:
+        return set()
+
+    def attempt(self, spec: Any, folder: Path, *rest: Any) -> Attempted:
+        length = spec["trial"]["seq_len"]
+        if length in self.failing:
+            return Attempted(Evidence(exit_code=1, result={"error": {"type": "X", "message": "odd"}}), 1.0, "warm")
+        values = {"peak_allocated_bytes": max(1 << 30, length << 22), "loss_last": 1.0}
+        return Attempted(Evidence(exit_code=0, result={"values": values}), 1.0, "warm")
+
+
+def measured_by(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, failing: tuple[int, ...] = ()
+) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The exit status, the terminal rows and what was inferred."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(launch, "Launcher", type("Own", (Measuring,), {"failing": failing}))
+    code = front_door.main(["sweep", *ADAPTIVE, "report=false", "name=t", *words])
+    place = folder / "results" / "t"
+    return code, list(journal.terminal(journal.read(place)[0]).values()), inferred.read(place)
+
+
+def test_adaptive_counts_only_what_was_measured_where_a_budget_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + next(clock)))
+    code, rows, lines = measured_by(monkeypatch, tmp_path, "seq_len=range(8,1025,8)", "budget=6s", "retries=0")
+    said = capsys.readouterr().out
+    assert 0 < len(rows) < 9 and len(rows) + len(lines) == 128
+    assert f"{len(rows)} of 128 points measured" in said and "the budget ended it" in said and code == 0
+
+
+def test_adaptive_infers_what_failed_too_and_keeps_other_configurations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("seq_len=range(8,1025,8)", "retries=0", "breaker=0")
+    code, rows, lines = measured_by(monkeypatch, tmp_path, *words, failing=(1024,))
+    failed = [row["trial_id"] for row in rows if row["outcome"] != "ok"]
+    assert code == 1 and len(failed) == 1 and failed[0] in {line["trial_id"] for line in lines}
+    assert f"{len(rows) - 1} of 128 points measured, 1 failed" in capsys.readouterr().out
+    assert len(rows) - 1 + len(lines) == 128
+    more = measured_by(monkeypatch, tmp_path, *words, "precision=bf16")[2]
+    assert len(more) > len(lines) and {line["trial_id"] for line in lines} <= {line["trial_id"] for line in more}
+
+
+def test_adaptive_takes_a_preset_s_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert measured_by(monkeypatch, tmp_path, "sweep=lengths")[0] == 0
+    assert " of 187 points measured" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_adaptive_predicts_for_a_card_first_in_a_folder_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "model=tiny", "device=cuda", "seq_len=64,128,192,256", "precision=fp32", "protocol=brief"]
+    every, settings = launch.resolve([*words, "predict=l4-24gb", "results=out", "name=night"])
+    assert settings is not None
+    monkeypatch.setattr(launch, "_session", launch.Session(tmp_path / "out" / "night", settings))
+    grid = adaptive.predicted_grid(every, settings)
+    assert (
+        grid.fits is not None
+        and grid.fits.all()
+        and set(grid.phase or ()) <= {"load", "forward", "backward", "optimizer"}
+    )
+    rows = journal.terminal(journal.read(tmp_path / "out" / "night-predicted")[0])
+    assert {row["device"] for row in rows.values()} == {"simulated"} and len(rows) == 4
+    assert sorted(grid.predicted["peak_allocated_bytes"]) == sorted(r["peak_allocated_bytes"] for r in rows.values())
+    off = dataclasses.replace(settings, predict=False)
+    assert not adaptive.predicted_grid(every, off).predicted

@@ -1,0 +1,62 @@
+"""A night with everything that can happen in it ends in the journal of a quiet one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TARGETS, wait_for
+
+from vramsweep.harness import journal
+
+LENGTHS = range(8, 2049, 8)
+NIGHT = f"""
+import sys
+from pathlib import Path
+from conftest import SETTINGS, tiny
+from vramsweep.harness import plan, sweep, warm
+from vramsweep.harness.progress import Few
+warm.COMMAND = (sys.executable, {str(TARGETS / "oracle_template.py")!r})
+chosen = {{"isolation": "warm", "slots": 8, "retries": 2, "timeout_s": 3, "retry_failed": "again" in sys.argv}}
+settings = plan.Settings(**(SETTINGS | chosen))
+values = [tiny(seq_len=n) for n in range({LENGTHS.start}, {LENGTHS.stop}, {LENGTHS.step})]
+sys.exit(sweep.run(plan.order(plan.expand(values, 1)), settings, Path(sys.argv[1]), progress=Few)[1])
+"""
+
+
+def night(folder: Path, *words: str, disturbed: bool = False) -> subprocess.Popen[bytes]:
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "DISTURBED": "1" if disturbed else ""}
+    return subprocess.Popen([sys.executable, "-c", NIGHT, str(folder), *words], env=environ, stdout=subprocess.DEVNULL)
+
+
+def rows(folder: Path) -> list[journal.Row]:
+    return journal.read(folder)[0] if journal.files(folder)[0].exists() else []
+
+
+@pytest.mark.slow
+def test_a_disturbed_night_with_eight_slots_ends_as_a_quiet_one(tmp_path: Path) -> None:
+    assert night(tmp_path / "quiet").wait(300) == 0
+    disturbed = tmp_path / "disturbed"
+    first = night(disturbed, disturbed=True)
+    wait_for(lambda: len(rows(disturbed)) > len(LENGTHS) // 3)
+    first.kill()
+    assert first.wait() == -9
+    before = len(rows(disturbed))
+    assert before < len(LENGTHS)
+    assert night(disturbed, disturbed=True).wait(300) == 1  # what hung has failed
+    assert night(disturbed, "again", disturbed=True).wait(300) == 0
+    found = rows(disturbed)
+    kinds = Counter(row["outcome"] for row in found)
+    assert kinds["crash"] >= 2 and kinds["timeout"] >= 1, kinds
+    ok = Counter(row["trial_id"] for row in found if row["outcome"] == "ok")
+    assert set(ok.values()) == {1} and len(ok) == len(LENGTHS)  # none lost, none run twice
+    same = ("trial_id", "seq_len", "outcome", "peak_allocated_bytes", "terminal", "trial", "loss_last", "allocator")
+    ends = [
+        sorted(tuple(str(row.get(name)) for name in same) for row in journal.terminal(of).values())
+        for of in (rows(tmp_path / "quiet"), found)
+    ]
+    assert ends[0] == ends[1]

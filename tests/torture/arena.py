@@ -1,0 +1,241 @@
+"""A sweep that is tortured, and what is counted afterwards.
+
+Every process of it carries the arena's mark in its environment, from the launcher on; so it is known which are there,
+what each is, and which have outlived their launcher. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import psutil
+
+from vramsweep.harness import journal, outcome
+from vramsweep.harness.row import Row
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = Path(__file__).with_name("misbehave.py")
+MARK = "VRAMSWEEP_TORTURE"
+GONE_S = 30.0  # for what a killed launcher leaves: its guard is given ten seconds, and Python's start
+ENDS_S = 300.0  # for a sweep of some short trials
+USUAL = (
+    "model=tiny", "device=cpu", "runner=custom", f"runner.target={TARGETS}:good", "protocol=brief", "sweep=none",
+    "report=false", "retries=30", "backoff_s=0", "breaker=0", "timeout_s=60", "retry_failed=true",
+)  # fmt: skip
+SLOTS = (*USUAL, "slots=3")
+# Predicted together: several processes of one sweep at work at once.
+SEVERAL = ("model=tiny", "device=simulated", "sweep=none", "report=false", "retries=30", "backoff_s=0", "breaker=0")
+
+
+@dataclass
+class Count:
+    """What came of a fault: how often it was injected; rows lost and doubled, orphans, and how often the sweep came to
+    its end all the same."""
+
+    injected: int = 0
+    lost: int = 0
+    doubled: int = 0
+    orphans: int = 0
+    resumed: int = 0
+    said: list[str] = field(default_factory=list)  # of what should not be, in words
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing was lost, doubled or left, and every sweep went on."""
+        return not (self.lost or self.doubled or self.orphans) and self.resumed == self.injected
+
+    def say(self, text: str) -> None:
+        """Note what should not be."""
+        self.said.append(text)
+
+
+class Sweep:
+    """One sweep in a folder of its own, by the command line that a user would give."""
+
+    spent = False  # the system refuses what Python itself needs: then it, not we, says so
+
+    def __init__(self, folder: Path, words: Sequence[str], count: Count, trials: int | None) -> None:
+        self.place, self.count, self.trials = folder / "t", count, trials
+        self.words = [*words, f"results={folder}", "name=t"]
+        self.mark = uuid.uuid4().hex
+        self.injected = 0
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self._out = folder / "out.txt"
+        self._err = folder / "err.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._before = b""
+        self._rows = 0
+
+    def start(self, prefix: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
+        """Begin, or go on."""
+        self._before, self._rows = self.journal(), len(self.rows())
+        command = [*prefix, sys.executable, "-m", "vramsweep", "sweep", "-m", *self.words]
+        given = {**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1", **(environ or {})}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.launcher = subprocess.Popen(
+                command, cwd=ROOT, env=given, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever started us may ignore it
+            )  # fmt: skip
+
+    def journal(self) -> bytes:
+        """The journal's bytes; none where there is none yet."""
+        try:
+            return (self.place / journal.NAME).read_bytes()
+        except OSError:
+            return b""
+
+    def rows(self) -> list[Row]:
+        """The rows that can be believed."""
+        return [row for row in map(journal.parsed, filter(None, self.journal().split(b"\n"))) if row is not None]
+
+    def said(self) -> str:
+        """What the launcher wrote to stderr."""
+        return self._err.read_text(errors="replace")
+
+    def processes(self) -> dict[int, list[str]]:
+        """All processes of this sweep that run, and their command lines."""
+        found = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = process.cmdline()
+        return found
+
+    def role(self, name: str) -> list[int]:
+        """The processes that play a role: launcher, template, init (an attempt's), worker, rank, guard, report, all."""
+        assert self.launcher is not None
+        found = self.processes()
+        if name == "all":
+            return list(found)
+        if name == "launcher":
+            return [pid for pid in found if pid == self.launcher.pid]
+        own = self.launcher.pid
+        parents: dict[int, int] = {}
+        for pid in found:
+            with contextlib.suppress(psutil.Error):
+                parents[pid] = psutil.Process(pid).ppid()
+        of = {pid: " ".join(words) for pid, words in found.items()}
+        templates = {pid for pid, words in of.items() if "runners.template" in words and parents.get(pid) == own}
+        inits = {
+            pid for pid, words in of.items() if parents.get(pid) in templates
+            or ("runners.worker" in words and parents.get(pid) == own)
+        }  # fmt: skip
+        workers = {pid for pid in found if parents.get(pid) in inits}
+        roles = {
+            "template": templates,
+            "init": inits,
+            "worker": workers,
+            "rank": {pid for pid in found if parents.get(pid) in workers},
+            "guard": {pid for pid, words in of.items() if "harness.leftovers" in words},
+            "report": {pid for pid, words in of.items() if "vramsweep report" in words},
+        }
+        return sorted(roles[name])
+
+    def early(self) -> bool:
+        """Whether the launcher ended before it had begun, which it says first: Python was still starting."""
+        return not self._out.read_bytes()
+
+    def ended(self) -> bool:
+        """Whether the launcher has ended."""
+        return self.launcher is not None and self.launcher.poll() is not None
+
+    def wait(self, seconds: float = ENDS_S) -> int | None:
+        """The launcher's exit status, and what it has left counted; None, and killed, if it takes longer."""
+        assert self.launcher is not None
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.launcher.wait(seconds)
+        if code is None:
+            self.count.lost += 1
+            self.count.say(f"no end within {seconds:g} s: {self.said()[-300:]}")
+            self.launcher.kill()
+            self.launcher.wait()
+        self._look()
+        return code
+
+    def _look(self) -> None:
+        """After a launcher's end: nobody is left, and no row that was there, or that it had told of, is gone."""
+        until = time.monotonic() + GONE_S
+        while (left := self.processes()) and time.monotonic() < until:
+            time.sleep(0.05)
+        for pid, words in left.items():
+            self.count.orphans += 1
+            self.count.say(f"orphan: {' '.join(words)[:200]}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not self.journal().startswith(self._before):
+            self.count.lost += 1
+            self.count.say("the journal does not begin as it did")
+        told = sum(line.startswith(b"[") for line in self._out.read_bytes().splitlines())
+        short = told - (len(self.rows()) - self._rows)
+        if short > 0:
+            self.count.lost += short
+            self.count.say(f"{short} rows were shown as finished and are not in the journal")
+        page = self.place / "report.html"
+        if page.exists() and not page.read_bytes().rstrip().endswith(b"</html>"):
+            self.count.lost += 1
+            self.count.say("half a report")
+        pythons_own = self.spent or (self.early() and self.said().rstrip().endswith("KeyboardInterrupt"))
+        if "Traceback" in self.said() and not pythons_own:
+            self.count.lost += 1
+            self.count.say(self.said()[-600:])
+
+    def finish(self, attempts: int = 3) -> None:
+        """Undisturbed to the end, and judged."""
+        code: int | None = 0
+        if self.launcher is not None and not self.ended():
+            code = self.wait()
+        for _ in range(attempts):
+            if self.done():
+                break
+            self.start()
+            code = self.wait()
+        rows = [row for row in self.rows() if row["terminal"]]
+        answers = Counter(row["trial_id"] for row in rows if outcome.is_answer(row["outcome"]))
+        self.count.doubled += sum(number - 1 for number in answers.values())
+        if self.done():
+            self.count.resumed += self.injected
+        else:
+            missing = max(1, (self.trials or 0) - len(answers))
+            self.count.lost += missing
+            self.count.say(f"exit status {code}, {len(answers)} of {self.trials} trials: {self.said()[-300:]}")
+
+    def done(self) -> bool:
+        """Whether every trial has an answer."""
+        last = {row["trial_id"]: row["outcome"] for row in self.rows() if row["terminal"]}
+        return len(last) == self.trials and set(last.values()) == {"ok"}
+
+    def inject(self) -> None:
+        """Count a fault."""
+        self.injected += 1
+        self.count.injected += 1
+
+
+@dataclass
+class Arena:
+    """Where sweeps are tortured; the same seed, the same draws (not the same moments: those are the machine's)."""
+
+    folder: Path
+    random: Random
+    number: int = 0
+
+    def sweep(self, count: Count, *words: str, trials: int | None = 12, base: Sequence[str] = USUAL) -> Sweep:
+        """A new one, of `trials` by default, which differ in their seed or, predicted, their length."""
+        self.number += 1
+        axis = "seq_len" if base is SEVERAL else "seed"
+        of = f"{axis}={','.join(str(8 * n) for n in range(1, (trials or 1) + 1))}"
+        named = {word.partition("=")[0] for word in words}
+        named |= {"runner.target"} if "runner" in named else set()
+        kept = [word for word in (*base, of) if word.partition("=")[0] not in named]
+        return Sweep(self.folder / str(self.number), [*kept, *words], count, trials)

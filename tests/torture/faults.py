@@ -1,0 +1,490 @@
+"""The faults, one entry each: what it is, how to inject it some times, and how often in the long and the short form.
+
+`inject(arena, times)` returns what came of it. Where the machine does not allow a fault (no root, no cgroup, no
+faketime) it raises Missing, and the table says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torture.arena import ROOT, SEVERAL, SLOTS, TARGETS, USUAL, Arena, Count, Sweep
+from vramsweep.harness import journal, outcome
+from vramsweep.harness.row import Outcome
+
+sys.path[:0] = [str(ROOT / "tests" / "harness"), str(TARGETS.parent)]  # the texts of CUDA's faults, the targets
+CGROUPS = Path("/sys/fs/cgroup")
+FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1", "/usr/lib/faketime/libfaketime.so.1")
+WINDOW_S = {"launcher": 7.0, "all": 7.0, "guard": 3.0}  # from the start, or the last one, to the next; else 1.5
+
+
+class Missing(Exception):
+    """The fault cannot be had on this machine; the text says why."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`long` and `short` are how often it is injected in the two forms; 0: not in that one."""
+
+    name: str
+    inject: Callable[[Arena, int], Count]
+    long: int
+    short: int
+
+
+def killing(role: str, number: int, *words: str, base: Sequence[str] = USUAL) -> Callable[[Arena, int], Count]:
+    """A signal to one process of a role, whichever, at a random moment; to all of them at once where it is "all"."""
+
+    def inject(arena: Arena, times: int) -> Count:
+        count, sweep = Count(), None
+        while count.injected < times:
+            if sweep is None or sweep.done():
+                if sweep is not None:
+                    sweep.finish()
+                sweep = arena.sweep(count, *words, base=base)
+                sweep.start()
+            elif sweep.ended():
+                if sweep.wait() == 2:  # refused: it would be for ever
+                    count.say(sweep.said()[-300:])
+                    break
+                sweep.start()
+            pids = _at_a_random_moment(arena, sweep, role)
+            if not pids or (sweep.done() and role != "report"):  # which comes when all is done
+                continue
+            for pid in pids if role == "all" else [arena.random.choice(pids)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            sweep.inject()
+            if role in ("launcher", "all"):
+                _ended_as_told(sweep, {0, 130} if number == signal.SIGTERM else {0, -number}, number)
+        if sweep is not None:
+            sweep.finish()
+        return count
+
+    return inject
+
+
+def _ended_as_told(sweep: Sweep, codes: set[int], number: int) -> None:
+    """Wait for the launcher; its exit status must be among these, or the signal's own before it had begun."""
+    code = sweep.wait(60)
+    if code not in codes and not (code == -number and sweep.early()):
+        sweep.count.lost += 1
+        sweep.count.say(f"exit status {code} after signal {number}: {sweep.said()[-300:]}")
+
+
+def _at_a_random_moment(arena: Arena, sweep: Sweep, role: str) -> list[int]:
+    """Wait for one; the processes of the role then, or as soon as there is one."""
+    until = time.monotonic() + arena.random.uniform(0, WINDOW_S.get(role, 1.5))
+    while time.monotonic() < until and not sweep.ended():
+        time.sleep(0.01)
+    while not sweep.ended():
+        if pids := sweep.role(role):
+            return pids
+        time.sleep(0.02)
+    return []
+
+
+def stopped(role: str) -> Callable[[Arena, int], Count]:
+    """SIGSTOP, and SIGCONT some seconds later; a worker is never continued."""
+
+    def inject(arena: Arena, times: int) -> Count:
+        count = Count()
+        while count.injected < times:
+            sweep = arena.sweep(count, "timeout_s=6", trials=4)
+            sweep.start()
+            pids = _at_a_random_moment(arena, sweep, role)
+            if pids:
+                os.kill(pids[0], signal.SIGSTOP)
+                sweep.inject()
+                if role != "worker":
+                    time.sleep(arena.random.uniform(0.5, 3))
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pids[0], signal.SIGCONT)
+            sweep.finish()
+        return count
+
+    return inject
+
+
+def interrupted(presses: int) -> Callable[[Arena, int], Count]:
+    """Ctrl-C at a random moment, as a terminal sends it: to the launcher's whole group."""
+
+    def inject(arena: Arena, times: int) -> Count:
+        count = Count()
+        while count.injected < times:
+            sweep = arena.sweep(count, "report=true", trials=6)
+            sweep.start()
+            if not _at_a_random_moment(arena, sweep, "launcher"):
+                sweep.finish()
+                continue
+            for _ in range(presses):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(sweep.role("launcher")[0] if sweep.role("launcher") else 1 << 22, signal.SIGINT)
+                time.sleep(arena.random.uniform(0, 0.3))
+            sweep.inject()
+            _ended_as_told(sweep, {0, 130}, signal.SIGINT)
+            rows = sweep.rows()
+            if presses == 1 and rows and not (sweep.place / "report.html").exists():
+                count.lost += 1
+                count.say("there are rows and no report")
+            sweep.finish()
+        return count
+
+    return inject
+
+
+MISBEHAVIOUR = {
+    "hangs_in_c": "timeout", "hangs_in_python": "timeout", "hangs_in_import": "timeout", "hangs_at_the_end": "ok",
+    "ignores_signals": "timeout", "floods": "ok", "forks_daemons": "ok", "exits_without_a_word": "bad_result",
+    "leaves_garbage": "bad_result", "leaves_nan": "bad_result", "leaves_too_much": "bad_result",
+    "leaves_another_s_row": "bad_result", "closes_its_pipes": "ok", "closes_every_file": "crash",
+    "starts_threads_that_stay": "ok",
+}  # fmt: skip
+
+
+def misbehaving(*names: str) -> Callable[[Arena, int], Count]:
+    """A worker that does so, or some one after the other, and one that does not; each row says what its worker did."""
+
+    def inject(arena: Arena, times: int) -> Count:
+        count = Count()
+        for _ in range(times):
+            targets = ",".join(f"{TARGETS}:{name}" for name in (*names, "good"))
+            sweep = arena.sweep(count, f"runner.target={targets}", "timeout_s=8", "retries=0", trials=len(names) + 1)
+            _answered(sweep, {name: MISBEHAVIOUR[name] for name in names} | {"good": "ok"})
+            logs = [path.stat().st_size for path in sweep.place.glob("attempts/**/*.log")]
+            if max(logs, default=0) > 80 << 20:
+                count.lost += 1
+                count.say(f"a log of {max(logs)} bytes stayed")
+        return count
+
+    return inject
+
+
+def _answered(sweep: Sweep, expected: dict[str, str], prefix: Sequence[str] = ()) -> None:
+    """Run a sweep with a trial for each of these targets; each must end as expected."""
+    sweep.words = [word for word in sweep.words if not word.startswith("seed=")]
+    sweep.start(prefix)
+    sweep.inject()
+    sweep.wait()
+    rows = {str(row["trial"]["runner"]["target"]).rpartition(":")[2]: row for row in sweep.rows() if row["terminal"]}
+    for name, kind in expected.items():
+        found = rows.get(name, {})
+        if found.get("outcome") != kind:
+            sweep.count.lost += 1
+            sweep.count.say(f"{name}: {found.get('outcome', 'no row')} ({found.get('reason')})")
+    sweep.count.resumed += rows.keys() >= expected.keys()
+
+
+def memory_filled(arena: Arena, times: int) -> Count:
+    """In a cgroup of 3 GiB, which the kernel would end somebody in."""
+    count = Count()
+    with _cgroup("memory", {"memory.max": str(3 << 30), "memory.limit_in_bytes": str(3 << 30)}) as (enter, _):
+        for _ in range(times):
+            targets = f"runner.target={TARGETS}:fills_memory,{TARGETS}:good"
+            sweep = arena.sweep(count, targets, "timeout_s=60", "retries=0", trials=2)
+            _answered(sweep, {"fills_memory": "host_oom", "good": "ok"}, enter)
+            said = [str(row["reason"]) for row in sweep.rows() if row["outcome"] == "host_oom"]
+            if not any("ended when it held" in reason for reason in said):  # the kernel was sooner
+                count.lost += 1
+                count.say(f"not by the launcher: {said}")
+    return count
+
+
+@contextlib.contextmanager
+def _cgroup(controller: str, limits: dict[str, str]) -> Iterator[tuple[list[str], Path]]:
+    """Words that begin a command in a new cgroup with the limit, by its name in version 2 or 1; the cgroup."""
+    second = (CGROUPS / "cgroup.controllers").exists()
+    own = (CGROUPS if second else CGROUPS / controller) / f"vramsweep-torture-{os.getpid()}"
+    try:
+        own.mkdir()
+        name = next(name for name in limits if (own / name).exists())
+        (own / name).write_text(limits[name])
+    except (OSError, StopIteration) as error:
+        raise Missing(f"no cgroup can be made: {error or 'the controller is not there'}") from None
+    try:
+        yield ["bash", "-c", f'echo $$ > {own}/cgroup.procs && exec "$@"', "_"], own
+    finally:
+        with contextlib.suppress(OSError):
+            own.rmdir()
+
+
+def processes_exhausted(arena: Arena, times: int) -> Count:
+    """From a random moment on, the system gives no process or thread more than there are."""
+    count = Count()
+    with _cgroup("pids", {"pids.max": "max"}) as (enter, own):
+        limit = own / "pids.max"
+        while count.injected < times:
+            limit.write_text("max")
+            sweep = arena.sweep(count, trials=6)
+            sweep.spent = True
+            sweep.start(enter)
+            if _at_a_random_moment(arena, sweep, "launcher"):
+                now = int(limit.with_name("pids.current").read_text())
+                limit.write_text(str(now + arena.random.randrange(3)))
+                sweep.inject()
+                time.sleep(2)
+                limit.write_text("max")
+            sweep.finish()
+    return count
+
+
+def descriptors_exhausted(arena: Arena, times: int) -> Count:
+    """A launcher that may have so many files open."""
+    count = Count()
+    for _ in range(times):
+        sweep = arena.sweep(count, trials=4)
+        few = arena.random.randrange(8, 40)
+        sweep.spent = True
+        sweep.start(["bash", "-c", f'ulimit -n {few}; exec "$@"', "_"])
+        sweep.inject()
+        sweep.wait()
+        sweep.spent = False
+        sweep.finish()
+    return count
+
+
+@contextlib.contextmanager
+def _small_disk(arena: Arena) -> Iterator[Path]:
+    """A file system of eight MiB."""
+    place = arena.folder / "disk"
+    place.mkdir(exist_ok=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise Missing(f"no file system can be mounted: {done.stderr.strip()[:80]}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def _on_a_disk(break_it: Callable[[Path], None], mend: Callable[[Path], None]) -> Callable[[Arena, int], Count]:
+    """The disk under the results fails at a random moment, and is mended once the launcher has ended."""
+
+    def inject(arena: Arena, times: int) -> Count:
+        count = Count()
+        while count.injected < times:
+            with _small_disk(arena) as place:
+                sweep = arena.sweep(count, trials=8)
+                sweep.words = [w for w in sweep.words if not w.startswith("results=")] + [f"results={place}"]
+                sweep.place = place / "t"
+                sweep.start()
+                if _at_a_random_moment(arena, sweep, "launcher"):
+                    break_it(place)
+                    sweep.inject()
+                    sweep.wait()
+                    mend(place)
+                sweep.finish()
+        return count
+
+    return inject
+
+
+def _fill(place: Path) -> None:
+    with contextlib.suppress(OSError), (place / "filler").open("wb") as file:
+        while True:
+            file.write(b"x" * 4096)
+            file.flush()
+
+
+def _remount(how: str) -> Callable[[Path], None]:
+    def change(place: Path) -> None:
+        for _ in range(50):  # it is refused as long as a file is open for writing
+            done = subprocess.run(
+                ["mount", "-o", f"remount,{how},force" if how == "ro" else f"remount,{how}", str(place)],
+                capture_output=True,
+                check=False,
+            )
+            if done.returncode == 0:
+                return
+            time.sleep(0.05)
+
+    return change
+
+
+def folder_gone(arena: Arena, times: int) -> Count:
+    """The results' folder is moved away at a random moment, and is back when the launcher has ended."""
+    count = Count()
+    while count.injected < times:
+        sweep = arena.sweep(count, trials=6)
+        sweep.start()
+        if _at_a_random_moment(arena, sweep, "launcher") and sweep.place.exists():
+            aside = sweep.place.with_name("aside")
+            sweep.place.rename(aside)
+            sweep.inject()
+            sweep.launcher and sweep.launcher.wait()
+            shutil.rmtree(sweep.place, ignore_errors=True)
+            aside.rename(sweep.place)
+            sweep.wait()
+        sweep.finish()
+    return count
+
+
+def clock_jumps(arena: Arena, times: int) -> Count:
+    """The time of day jumps by up to a day, to and fro, for launcher and workers."""
+    library = next((path for path in FAKETIME if Path(path).exists()), None)
+    if library is None:
+        raise Missing("faketime is not installed")
+    count = Count()
+    for _ in range(times):
+        sweep = arena.sweep(count, f"runner.target={TARGETS}:does_not_sleep", trials=6)
+        offset = arena.folder / "faketimerc"
+        offset.write_text("+0")
+        sweep.start(environ={
+            "LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": str(offset), "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        })  # fmt: skip
+        while not sweep.ended():
+            offset.write_text(f"{arena.random.randrange(-86400, 86400):+d}")
+            time.sleep(0.2)
+        sweep.inject()
+        if not sweep.done():
+            count.lost += 1
+            count.say(sweep.said()[-300:])
+        sweep.finish()
+    return count
+
+
+def two_launchers(*words: str, without_locks: bool = False) -> Callable[[Arena, int], Count]:
+    """Two start on one sweep at the same time; one of them is refused, or finds all done."""
+
+    def inject(arena: Arena, times: int) -> Count:
+        count = Count()
+        environ = {"PYTHONPATH": str(Path(__file__).parent / "without_locks")} if without_locks else {}
+        for _ in range(times):
+            sweep = arena.sweep(count, *words, trials=6)
+            other = Sweep(sweep.place.parent, (), Count(), sweep.trials)
+            other.words, other.mark = sweep.words, sweep.mark
+            other._out, other._err = (sweep.place.parent / f"other-{name}.txt" for name in ("out", "err"))
+            sweep.start(environ=environ)
+            time.sleep(arena.random.uniform(0, 3))
+            other.start(environ=environ)
+            sweep.inject()
+            assert sweep.launcher is not None and other.launcher is not None
+            if arena.random.random() < 0.5:  # and the first dies
+                time.sleep(arena.random.uniform(0, 3))
+                sweep.launcher.kill()
+            sweep.launcher.wait()
+            if other.launcher.wait() not in (0, 2):
+                count.lost += 1
+                count.say(other.said()[-300:])
+            sweep.wait()
+            sweep.finish()
+        return count
+
+    return inject
+
+
+def journal_damaged(change: Callable[[bytes, int], bytes], spared: int) -> Callable[[Arena, int], Count]:
+    """Each byte of a real journal in turn: no row but those of the damaged lines is lost, none is other than it was."""
+
+    def inject(arena: Arena, times: int) -> Count:
+        count = Count()
+        sweep = arena.sweep(count, trials=3)
+        sweep.finish()
+        whole, rows = sweep.journal(), sweep.rows()
+        count.resumed = 0
+        for at in range(0, len(whole), max(1, len(whole) // times)):
+            count.injected += 1
+            damaged = change(whole, at)
+            found = [row for row in map(journal.parsed, filter(None, damaged.split(b"\n"))) if row is not None]
+            wanted = rows[: whole[: at + 1].count(b"\n")] if len(damaged) < len(whole) else rows
+            missing = sum(row not in found for row in wanted)
+            count.lost += max(0, missing - spared)
+            count.doubled += sum(row not in rows for row in found)  # half-believed
+            count.resumed += 1
+        return count
+
+    return inject
+
+
+def faults_of_cuda(arena: Arena, times: int) -> Count:
+    """Each text in which CUDA, its libraries and the system say what went wrong: raised in a worker, as torch's own
+    class of error, and by C++ that ends the process."""
+    from misbehave import WAYS  # type: ignore[import-not-found]
+    from test_symptoms import CASES  # type: ignore[import-not-found]
+
+    count = Count()
+    every = len(CASES) * len(WAYS)
+    chosen = sorted(arena.random.sample(range(every), min(times, every)))
+    again = {kind.outcome: kind.now for kind in outcome.OUTCOMES}
+    seeds = f"seed={','.join(map(str, chosen))}"
+    sweep = arena.sweep(count, f"runner.target={TARGETS}:raises", seeds, "retries=1", trials=len(chosen))
+    sweep.start()
+    sweep.wait()
+    rows = sweep.rows()
+    for seed in chosen:
+        count.injected += 1
+        (expected, text), way = CASES[seed // len(WAYS)], WAYS[seed % len(WAYS)]
+        way = "RuntimeError" if "\n" in text and way == "abort" else way
+        if way == "OutOfMemoryError":
+            expected = "oom"
+        elif way == "AcceleratorError" and expected == "crash":
+            expected = "cuda_error"
+        own = [row for row in rows if row["trial"]["seed"] == seed]
+        kinds = {str(row["outcome"]) for row in own}
+        tried_again = len(own) > 1
+        # an exception that is none of CUDA's would only be raised again; a process that ended might not end again
+        wants = again[Outcome(expected)] and (expected != "crash" or way == "abort")
+        if kinds != {expected} or tried_again != wants:
+            count.lost += 1
+            count.say(f"{way}: {text[:60]}: {kinds or 'no row'}, {len(own)} attempts")
+        else:
+            count.resumed += 1
+    return count
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("SIGKILL of the launcher", killing("launcher", signal.SIGKILL), 60, 2),
+    Fault("SIGKILL of a template", killing("template", signal.SIGKILL), 100, 2),
+    Fault("SIGKILL of a worker", killing("worker", signal.SIGKILL), 120, 2),
+    Fault("SIGKILL of a worker, cold", killing("worker", signal.SIGKILL, "isolation=cold"), 20, 1),
+    Fault("SIGKILL of the guard", killing("guard", signal.SIGKILL), 60, 1),
+    Fault("SIGKILL of all at once", killing("all", signal.SIGKILL), 50, 2),
+    Fault("SIGKILL of a worker's init", killing("init", signal.SIGKILL), 30, 1),
+    *(Fault(f"SIGKILL of a {role}, three slots", killing(role, signal.SIGKILL, base=SLOTS), 40, 1) for role in
+      ("launcher", "template", "worker")),
+    Fault("SIGKILL of all at once, three slots", killing("all", signal.SIGKILL, base=SLOTS), 20, 1),
+    Fault("SIGTERM of the launcher, three slots", killing("launcher", signal.SIGTERM, base=SLOTS), 20, 1),
+    Fault("SIGKILL of the launcher, several at a time", killing("launcher", signal.SIGKILL, base=SEVERAL), 25, 1),
+    Fault("SIGKILL of a worker, several at a time", killing("worker", signal.SIGKILL, base=SEVERAL), 30, 1),
+    Fault("SIGKILL of all at once, several at a time", killing("all", signal.SIGKILL, base=SEVERAL), 25, 1),
+    Fault(
+        "SIGKILL of a rank of two",
+        killing("rank", signal.SIGKILL, "runner=torch", "world_size=2", "sharding=ddp", "seq_len=8"),
+        30, 1,
+    ),
+    Fault("SIGKILL of the report", killing("report", signal.SIGKILL, "report=true"), 15, 1),
+    Fault("SIGTERM of the launcher", killing("launcher", signal.SIGTERM), 20, 1),
+    *(Fault(f"SIGSTOP of a {role}", stopped(role), 5, 1) for role in ("launcher", "template", "worker")),
+    Fault("Ctrl-C once", interrupted(1), 10, 1),
+    Fault("Ctrl-C twice", interrupted(2), 10, 1),
+    *(Fault(f"a worker that {name.replace('_', ' ')}", misbehaving(name), 2, 0) for name in MISBEHAVIOUR),
+    Fault("all these workers in one sweep", misbehaving(*MISBEHAVIOUR), 1, 1),
+    Fault("a worker that fills the memory", memory_filled, 5, 1),
+    Fault("no more processes", processes_exhausted, 10, 1),
+    Fault("few file descriptors", descriptors_exhausted, 10, 1),
+    Fault("the disk is full", _on_a_disk(_fill, lambda place: (place / "filler").unlink(missing_ok=True)), 10, 1),
+    Fault("the disk is read-only", _on_a_disk(_remount("ro"), _remount("rw")), 6, 1),
+    Fault("the folder is moved away", folder_gone, 8, 1),
+    Fault("the time of day jumps", clock_jumps, 3, 1),
+    Fault("two launchers", two_launchers(), 10, 1),
+    Fault("two launchers, no locks", two_launchers(without_locks=True), 10, 1),
+    Fault("the journal cut at each byte", journal_damaged(lambda data, at: data[:at], 0), 1 << 30, 2000),
+    Fault(
+        "each byte of the journal changed",
+        journal_damaged(lambda data, at: data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :], 2),
+        1 << 30, 2000,
+    ),
+    Fault("a fault of CUDA or the system", faults_of_cuda, 1 << 30, 60),
+)  # fmt: skip

@@ -1,0 +1,170 @@
+"""Targets of the custom runner for the torture: each does one thing that nobody should."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vramsweep.harness.attempt import RESULT
+
+
+def good(trial: Any, pause_s: float = 0.005) -> Any:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(batch: Any) -> torch.Tensor:
+        if pause_s:
+            time.sleep(pause_s)
+        loss = net(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return net, optimizer, step, lambda index: torch.ones(4, 8)
+
+
+def does_not_sleep(trial: Any) -> Any:
+    """faketime gives the kernel moments to sleep until that there are not."""
+    return good(trial, 0)
+
+
+def hangs_in_c(trial: Any) -> Any:
+    """In a call of C's that holds the interpreter's lock: no Python code of this process runs any more."""
+    ctypes.PyDLL(None).pause()
+
+
+def hangs_in_python(trial: Any) -> Any:
+    while True:
+        pass
+
+
+def hangs_in_import(trial: Any) -> Any:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import hanging
+
+    return hanging
+
+
+def hangs_at_the_end(trial: Any) -> Any:
+    """After its result, where the worker lets go of its streams."""
+
+    class Stuck:
+        def flush(self) -> None:
+            time.sleep(3600)
+
+        def write(self, text: str) -> int:
+            return len(text)
+
+    sys.stdout = Stuck()  # type: ignore[assignment]
+    return good(trial)
+
+
+def ignores_signals(trial: Any) -> Any:
+    import signal
+
+    for number in range(1, signal.NSIG):
+        if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
+            signal.signal(number, signal.SIG_IGN)
+    time.sleep(3600)
+
+
+def floods(trial: Any) -> Any:
+    """Two GiB on stdout and on stderr."""
+    block = b"x" * (1 << 20)
+    for _ in range(2048):
+        os.write(1, block)
+        os.write(2, block)
+    return good(trial)
+
+
+def forks_daemons(trial: Any) -> Any:
+    """In sessions of their own, one of them twice removed, one with an empty environment."""
+    sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    subprocess.Popen(sleeper, start_new_session=True)
+    subprocess.Popen(sleeper, start_new_session=True, env={})
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv(sleeper[0], sleeper)
+        os._exit(0)
+    return good(trial)
+
+
+def exits_without_a_word(trial: Any) -> Any:
+    os._exit(0)
+
+
+def _leaves(trial: Any, content: bytes) -> Any:
+    """A result in the worker's name; its folder is where its log is."""
+    folder = Path("/proc/self/fd/1").readlink().parent
+    (folder / RESULT).write_bytes(content)
+    os._exit(0)
+
+
+def leaves_garbage(trial: Any) -> Any:
+    _leaves(trial, os.urandom(1 << 16))
+
+
+def leaves_nan(trial: Any) -> Any:
+    _leaves(trial, b'{"values": {"loss_last": NaN, "peak_allocated_bytes": Infinity}, "complete": true}')
+
+
+def leaves_too_much(trial: Any) -> Any:
+    _leaves(trial, b'{"values": {"notes": ["' + b"x" * (100 << 20) + b'"]}}')
+
+
+def leaves_another_s_row(trial: Any) -> Any:
+    _leaves(trial, json.dumps({"values": {"trial_id": "somebody", "outcome": "ok", "terminal": True}}).encode())
+
+
+def closes_its_pipes(trial: Any) -> Any:
+    for descriptor in (0, 1, 2):
+        os.close(descriptor)
+    return good(trial)
+
+
+def closes_every_file(trial: Any) -> Any:
+    """Ours among them: it is not measured then, and says so."""
+    os.closerange(0, 1024)
+    return good(trial)
+
+
+def starts_threads_that_stay(trial: Any) -> Any:
+    for _ in range(4):
+        threading.Thread(target=time.sleep, args=(3600,)).start()
+    return good(trial)
+
+
+def fills_memory(trial: Any) -> Any:
+    """Every page touched, as fast as all cores can."""
+    held = []
+    while True:
+        held.append(torch.ones(64 << 20))
+
+
+WAYS = ("RuntimeError", "OutOfMemoryError", "AcceleratorError", "abort")
+
+
+def raises(trial: Any) -> Any:
+    """One of the texts that CUDA, its libraries and the system say (tests/harness/test_symptoms.py), in one of the ways
+    that they come: `seed` counts texts and, fastest, ways."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
+    import test_symptoms
+
+    text, way = test_symptoms.CASES[trial.seed // len(WAYS)][1], WAYS[trial.seed % len(WAYS)]
+    if way == "abort" and "\n" not in text:  # C++ says what Python has said only where that is a line
+        said = f"terminate called after throwing an instance of 'c10::Error'\n  what():  {text}\n"
+        os.write(2, said.encode() + b"".join(b"frame #%d: main + 0x1f (0x7f in python)\n" % n for n in range(30)))
+        os.abort()
+    raise getattr(torch, way, RuntimeError)(text)
