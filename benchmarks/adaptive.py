@@ -1,17 +1,19 @@
 """How few points are enough: public sweeps, answered from their files to the questions of hydra/sweeper=adaptive.
 
-    python benchmarks/adaptive.py [--data FOLDER] [--results FOLDER] [--seeds N] [--only NAME ...]
+    python benchmarks/adaptive.py [--data FOLDER] [--results FOLDER] [--seeds N] [--only NAME ...] [--keep FOLDER]
 
 Published: github gpjt/fine-tune-2024-04, sweeps of Qwen1.5-0.5B (2,048 lengths; batches) on a 24 GB card and of Llama 3
 8B (25 lengths; batches; medians over the ranks that reported) on eight A100, under DeepSpeed 0.14.2 ZeRO-3: peak active
 (here compared as allocated) and reserved MiB. Nothing is measured here: what the search asks for is looked up, with
 `vramsweep predict`'s rows of the same settings beside it and without. A line of the table is a sweep; points, errors of
 all points against the file and the share of them within 1 % (allocated) and 2 % (reserved) are the worst of all seeds.
+--keep writes what the search reads of the predicted rows, a CSV a sweep; tests/data/predicted has "0.5B lengths".
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
 import subprocess
 import sys
@@ -28,8 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from vramsweep.analysis.model.adaptive import TOLERANCES, Answer, Grid, Search  # noqa: E402
+from vramsweep.analysis.model.phases import PHASES  # noqa: E402
 from vramsweep.harness.journal import read, terminal  # noqa: E402
 from vramsweep.harness.row import Row  # noqa: E402
+from vramsweep.harness.trial import SIMULATION  # noqa: E402
 
 MIB = 1 << 20
 DATA = ROOT.parent / "shared" / "data"
@@ -52,6 +56,11 @@ class Sweep:
     other: int
     words: tuple[str, ...]
 
+    @staticmethod
+    def folder(name: str) -> str:
+        """What is called after a sweep's name."""
+        return name.replace(" ", "-").replace(",", "")
+
 
 SWEEPS = {
     "0.5B lengths": Sweep("qwen15-0.5b-zero3/without-expandable-segments.csv", "seq_len", 1, (*QWEN, *PLAIN)),
@@ -65,6 +74,10 @@ SWEEPS = {
         "llama3-8b-zero3-8gpu/batches-zero3-checkpointing.csv", "micro_batch", 2048, (*LLAMA, *CHECKPOINTING)
     ),
 }
+READ = (
+    "peak_allocated_bytes", "peak_reserved_bytes", "unlimited_peak_reserved_bytes",
+    *(f"{phase}_peak_allocated_bytes" for phase in PHASES),
+)  # fmt: skip
 LIMIT = {"rtx3090-24gb": 23.4 * 1024, "a100-80gb": 78.7 * 1024}  # MiB that an allocator has there, to within a percent
 
 
@@ -87,13 +100,32 @@ def published(path: Path) -> dict[int, tuple[float, float] | None]:
 
 def predicted(name: str, sweep: Sweep, at: list[int], results: Path) -> dict[int, Row]:
     """The rows by place on the axis, predicted if they are not there yet."""
-    folder = name.replace(" ", "-").replace(",", "")
+    folder = Sweep.folder(name)
     other = "micro_batch" if sweep.axis == "seq_len" else "seq_len"
     step = f"{at[0]}..{at[-1]}" if at == list(range(at[0], at[-1] + 1)) else ",".join(map(str, at))
     words = (*sweep.words, *SAME, f"{sweep.axis}={step}", f"{other}={sweep.other}")
     command = [sys.executable, "-m", "vramsweep", "predict", *words, f"results={results}", f"name={folder}"]
     subprocess.run(command, check=False, cwd=ROOT, stdout=sys.stderr)  # one token has no padding: such a row is none
     return {row[sweep.axis]: row for row in terminal(read(results / folder)[0]).values()}
+
+
+def keep(path: Path, rows: Mapping[int, Row]) -> None:
+    """What a search reads of predicted rows, and which version of the simulation made them."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["at", "simulation", "outcome", *READ])
+        writer.writerows([at, SIMULATION, row["outcome"], *(row[name] for name in READ)] for at, row in rows.items())
+
+
+def kept(path: Path) -> dict[int, Row]:
+    """The same again, by place on the axis."""
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    return {
+        int(line["at"]): {"outcome": line["outcome"], "simulation": int(line["simulation"])}
+        | {name: int(line[name]) if line[name] else None for name in READ}
+        for line in lines
+    }
 
 
 def grid(sweep: Sweep, at: list[int], rows: Mapping[int, Row]) -> Grid:
@@ -147,6 +179,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="the folder with both sweeps' folders")
     parser.add_argument("--results", type=Path, help="keep the predicted rows here, and use them if they are there")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--keep", type=Path, help="write what the search reads of the predicted rows here")
     parser.add_argument("--only", nargs="+", choices=SWEEPS, default=list(SWEEPS))
     chosen = parser.parse_args()
     missing = [
@@ -166,6 +199,8 @@ def main() -> None:
             at, truth = list(file), list(file.values())
             card = next(word.partition("=")[2] for word in sweep.words if word.startswith("device.gpu="))
             rows = predicted(name, sweep, at, chosen.results or Path(folder))
+            if chosen.keep and rows:
+                keep(chosen.keep / f"{sweep.folder(name)}.csv", rows)
             both = [grid(sweep, at, rows), grid(sweep, at, {})]
             for points in both if both[0].predicted else both[1:]:  # fewer than three predictions are none
                 print(line(name, points, truth, LIMIT[card], chosen.seeds), flush=True)

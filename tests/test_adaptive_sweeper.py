@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import TARGETS
 from test_hydra import planned
 
 from hydra_plugins.vramsweep import adaptive
 from vramsweep import __main__ as front_door
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.figures.inferred import of_inferred
-from vramsweep.harness import gpus, inferred, journal, launch, sweep
+from vramsweep.harness import gpus, inferred, journal, launch, machine, sweep
 from vramsweep.harness.attempt import Attempted
 from vramsweep.harness.occupancy import Occupancy
 from vramsweep.harness.outcome import Evidence
@@ -191,3 +193,81 @@ def test_adaptive_predicts_for_a_card_first_in_a_folder_beside(
     assert sorted(grid.predicted["peak_allocated_bytes"]) == sorted(r["peak_allocated_bytes"] for r in rows.values())
     off = dataclasses.replace(settings, predict=False)
     assert not adaptive.predicted_grid(every, off).predicted
+
+
+CARD = machine.Gpu(0, "NVIDIA L4", "GPU-1", "580", 23 << 30, 0, ())
+ON_CARD = ("-m", "hydra/sweeper=adaptive", "model=tiny", "device=cuda", "precision=fp32", "protocol=brief",
+           "report=false", "name=t", "seq_len=range(16,2049,16)")  # fmt: skip
+
+
+class OnACard(Measuring):
+    """It measures what is predicted, and a part above it that grows; beyond `LIMIT` it has no more memory."""
+
+    LIMIT = 400 << 20
+
+    @staticmethod
+    def need(row: Mapping[str, Any], name: str) -> int:
+        return int(row[name] * 1.03) + (150 << 20)
+
+    def attempt(self, spec: Any, folder: Path, *rest: Any) -> Attempted:
+        rows = journal.terminal(journal.read(folder.parents[2].with_name("t-predicted"))[0]).values()
+        (row,) = (row for row in rows if row["seq_len"] == spec["trial"]["seq_len"])
+        peaks = {name: self.need(row, name) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
+        total = {"device_total_bytes": self.LIMIT + gpus.CONTEXT_BYTES}
+        if peaks["peak_reserved_bytes"] > self.LIMIT:
+            error = {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}
+            return Attempted(Evidence(exit_code=1, result={"error": error, "values": total}), 1.0, "warm")
+        return Attempted(Evidence(exit_code=0, result={"values": {**peaks, **total, "loss_last": 1.0}}), 1.0, "warm")
+
+
+@pytest.fixture
+def one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: [CARD])
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [CARD])
+    monkeypatch.setattr(machine, "again", lambda cards: cards)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_card")
+def test_adaptive_on_a_card_measures_few_beside_its_predictions_and_finds_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "Launcher", OnACard)
+    assert front_door.main(["sweep", *ON_CARD]) == 0
+    assert "predicting 128 points for l4-24gb" in capsys.readouterr().err
+    folder = tmp_path / "results" / "t"
+    measured = journal.terminal(journal.read(folder)[0]).values()
+    assert {row["device"] for row in measured} == {"cuda"} and len(measured) <= 30
+    truth = {row["seq_len"]: row for row in journal.terminal(journal.read(folder.with_name("t-predicted"))[0]).values()}
+    lines = inferred.read(folder)
+    assert len(lines) + len(measured) == 128
+    edge = max(row["seq_len"] for row in measured if row["outcome"] == "ok")
+    full = min(row["seq_len"] for row in measured if row["outcome"] == "oom")
+    assert full - edge <= 16 * 0.05 * 128  # of five points in a hundred it may stay open
+    for line in lines:
+        row = truth[line["seq_len"]]
+        fits = OnACard.need(row, "peak_reserved_bytes") <= OnACard.LIMIT
+        assert line["fits"] in (fits, None)
+        if line["fits"]:
+            assert line["peak_allocated_bytes_basis"] == "prediction+residual"
+            assert line["peak_allocated_bytes"] == pytest.approx(OnACard.need(row, "peak_allocated_bytes"), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_card")
+def test_adaptive_goes_on_without_predictions_where_a_target_cannot_be_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "Launcher", Measuring)
+    own = (*ON_CARD[:-1], "runner=custom", f"runner.target={TARGETS / 'simulated_faults.py'}:raises_beyond_4")
+    assert front_door.main(["sweep", *own, "seq_len=range(16,1025,16)"]) == 0
+    said = capsys.readouterr()
+    lines = inferred.read(tmp_path / "results" / "t")
+    rows = journal.terminal(journal.read(tmp_path / "results" / "t")[0]).values()
+    assert {row["outcome"] for row in rows} == {"ok"} and len(rows) + len(lines) == 64
+    assert {line["peak_allocated_bytes_basis"] for line in lines} == {"curve"}
+    for line in lines:
+        assert line["peak_allocated_bytes"] == pytest.approx(max(1 << 30, line["seq_len"] << 22), rel=0.01)
+    assert "too long for me" in said.out + said.err  # why nothing was predicted
