@@ -64,7 +64,7 @@ def measure(path: Path) -> dict[str, float]:
     """Seconds of each part, in this process."""
     from vramsweep.analysis.data.groups import groups
     from vramsweep.analysis.data.load import load
-    from vramsweep.analysis.figures.plots import as_div
+    from vramsweep.analysis.figures.files import as_div
     from vramsweep.analysis.report.content import collect
 
     begin, cpu = time.perf_counter(), time.process_time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -116,21 +117,21 @@ def test_mistakes_in_a_case_name_the_preset(
     assert said in capsys.readouterr().err
 
 
-def test_make_leaves_the_model_to_the_preset() -> None:
-    def words(*given: str) -> str:
-        done = subprocess.run(
-            ["make", "-n", "plan", "VENV=", *given], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        return done.stdout
+def made(*words: str) -> str:
+    """The commands that make would run, also where make itself runs these tests."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    command = ["make", "-n", "VENV=", *words]
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
 
-    assert "model=" not in words("SWEEP=claims")
-    assert "-m model=gpt2 device=auto sweep=claims" in words("SWEEP=claims", "MODEL=gpt2")
+
+def test_make_leaves_the_model_to_the_preset() -> None:
+    assert "model=" not in made("plan", "SWEEP=claims")
+    assert "-m model=gpt2 device=auto sweep=claims" in made("plan", "SWEEP=claims", "MODEL=gpt2")
 
 
 @pytest.mark.parametrize("given", ["WATCH=1", "WATCH=0.5", ""])
 def test_make_status_is_a_command_that_is_understood(given: str, tmp_path: Path) -> None:
-    command = ["make", "-n", "status", "VENV=", f"RESULTS={tmp_path}", *filter(None, [given])]
-    line = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    line = made("status", f"RESULTS={tmp_path}", *filter(None, [given])).split()
     with pytest.raises(UserError, match=r"cannot read|no journal"):
         cli.VERBS["status"](line[line.index("status") + 1 :])
 

@@ -23,6 +23,7 @@ from vramsweep.analysis.compare.verdicts_words import TITLES, near
 from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.metrics import METRICS
+from vramsweep.analysis.figures.browser import Picture, draw
 from vramsweep.analysis.figures.plots import (
     COLOURS,
     GREY,
@@ -105,7 +106,7 @@ def write(drawn: Figure, out: Path) -> None:
         if out.suffix == ".html":
             plot.write_html(out, include_plotlyjs="directory", config={"displaylogo": False})
         else:
-            plot.write_image(out, width=width, height=height, scale=2 if out.suffix == ".png" else 1)
+            draw([Picture(plot, out, width, height, scale=2 if out.suffix == ".png" else 1)])
     except (RuntimeError, ValueError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{out} was not drawn: {reason[:200]} (PNG, SVG and PDF need Chromium)") from None

@@ -9,15 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import plotly.io
 
-from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.data.metrics import GIB, MIB
 from vramsweep.analysis.model.bases import BASES
@@ -486,72 +483,6 @@ def column_width(plot: go.Figure) -> go.Figure:
         font={"size": 11, "color": "#000"},
     )
     return small
-
-
-def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) -> list[str]:
-    """Write `<name>.html`, `<name>.csv` and the static formats; the HTML files share one plotly.min.js.
-
-    Returns notes: one line saying what to install when there is no browser for the static formats.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for figure in figures:
-        guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
-        page = go.Figure(figure.plot).update_layout(
-            title={"text": escape(figure.title)}, margin={"t": 56}, paper_bgcolor="#fff"
-        )
-        page.write_html(folder / f"{figure.name}.html", include_plotlyjs="directory", config={"displaylogo": False})
-    return images(figures, folder, formats) if formats and figures else []
-
-
-def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> list[str]:
-    """PNG and SVG at blog width, PDF at column width, all in one browser session; returns notes."""
-    plots: list[go.Figure] = []
-    files: list[Path] = []
-    sizes: list[tuple[int, int]] = []
-    for figure in figures:
-        for kind in formats:
-            small = kind == "pdf"
-            plot: Any = (
-                column_width(figure.plot) if small else go.Figure(figure.plot).update_layout(paper_bgcolor="#fff")
-            )
-            plots.append(plot)
-            names = [str(trace.name) for trace in plot.data if plot.layout.showlegend and trace.showlegend is not False]
-            lines = len(names) if any(len(name) > 22 for name in names) else (len(names) + 1) // 2
-            files.append(folder / f"{figure.name}.{kind}")
-            sizes.append((COLUMN[0], COLUMN[1] + 17 * lines) if small else BLOG)
-    try:
-        write_images: Any = getattr(plotly.io, "write_images")  # noqa: B009 (not in the stubs yet)
-        write_images(
-            plots, files, width=[w for w, _ in sizes], height=[h for _, h in sizes],
-            scale=[2 if file.suffix == ".png" else 1 for file in files],
-        )  # fmt: skip
-    except (RuntimeError, OSError) as error:  # no browser, or one that does not start
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return [
-            f"no {'/'.join(formats)} figures ({reason[:120]}): install Chromium, for example apt-get install chromium"
-        ]
-    return []
-
-
-def plotly_script() -> str:
-    """The whole plotly.js, to be embedded once in a page."""
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
-
-
-def as_div(figure: Figure, number: int) -> str:
-    """The figure as an HTML fragment without the plotly script."""
-    return str(
-        plotly.io.to_html(
-            figure.plot,
-            include_plotlyjs=False,
-            full_html=False,
-            div_id=f"figure-{number}",
-            default_height=f"{BLOG[1]}px",
-            config={"displaylogo": False, "responsive": True},
-        )
-    )
 
 
 def of_fits(fits: Sequence[Fit], groups: Sequence[Group]) -> list[Figure]:

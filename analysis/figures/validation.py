@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from vramsweep.analysis.compare.validation import GIB, MEMORY
+from vramsweep.analysis.figures.browser import Picture, draw
 from vramsweep.analysis.figures.plots import COLOURS, GREY
 from vramsweep.harness.errors import UserError
 
@@ -84,7 +85,7 @@ def write(found: pd.DataFrame, out: Path) -> None:
         if out.suffix == ".html":
             plot.write_html(out)
         else:
-            plot.write_image(out, scale=2)
+            draw([Picture(plot, out, scale=2)])
     except (RuntimeError, ValueError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(f"{out} was not drawn: {reason[:200]} (PNG, SVG and PDF need Chromium)") from None

@@ -13,7 +13,8 @@ import pandas as pd
 from vramsweep.analysis.answers.registry import Answered
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import Table, trials
-from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures import files
+from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report.content import Content
 from vramsweep.analysis.report.findings import COMMAND, reproduce
 from vramsweep.harness.row import BY_NAME
@@ -69,7 +70,7 @@ def render(content: Content) -> str:
     return _document(title, f"{header}{sections}</main>", bool(content.figures))
 
 
-def of_figures(title: str, parts: Sequence[tuple[plots.Figure, pd.DataFrame]]) -> str:
+def of_figures(title: str, parts: Sequence[tuple[Figure, pd.DataFrame]]) -> str:
     """A page of figures alone, each with its table below."""
     bodies = (_figure(figure, i, kept=False) + _table(frame, HOLDS) for i, (figure, frame) in enumerate(parts))
     return _document(escape(title), f"<main><h1>{escape(title)}</h1>{''.join(bodies)}</main>", True)
@@ -81,7 +82,7 @@ def _document(title: str, body: str, with_plots: bool) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f"<title>{title}</title><style>{_resource('report.css')}</style>"
-        f"<script>{plots.plotly_script() if with_plots else ''}</script></head><body>{body}"
+        f"<script>{files.plotly_script() if with_plots else ''}</script></head><body>{body}"
         f"<script>{_resource('report.js')}</script></body></html>\n"
     )
 
@@ -103,11 +104,11 @@ def _definitions(items: Mapping[str, str]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{v}</dd>" for k, v in said.items()) + "</dl>"
 
 
-def _figure(figure: plots.Figure, number: int, kept: bool = True) -> str:
+def _figure(figure: Figure, number: int, kept: bool = True) -> str:
     data = f" Data: figures/{figure.name}.csv" if kept else ""
     return (
         f'<figure id="{escape(figure.name)}"><h3>{escape(figure.title)}</h3>'
-        f'<div role="img" aria-label="{escape(figure.title)}">{plots.as_div(figure, number)}</div>'
+        f'<div role="img" aria-label="{escape(figure.title)}">{files.as_div(figure, number)}</div>'
         f"<figcaption>{escape(figure.caption + data)}</figcaption></figure>"
     )
 

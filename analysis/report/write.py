@@ -17,7 +17,7 @@ from vramsweep.analysis.answers.registry import Answered
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.export import guarded_frame, write_csv
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures import files
 from vramsweep.analysis.report import page
 from vramsweep.analysis.report.content import Content, collect
 from vramsweep.harness import journal
@@ -65,7 +65,7 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
         write_csv(table.frame, places["rows"])
         places |= _write_residuals(content, folder) | _write_answer(content.answer, folder)
         _whole(places["report"], page.render(content))
-        notes = plots.write(content.figures, places["figures"], formats)
+        notes = files.write(content.figures, places["figures"], formats)
     except OSError as error:
         raise _unwritable(error, folder) from None
     return Written(places, content.summary, (*content.warnings, *notes), content.answer)
@@ -82,7 +82,7 @@ def write_paper(table: Table, folder: Path, answer: str | None = None) -> Writte
             places[name].mkdir(parents=True, exist_ok=True)
         for figure in content.figures:
             guarded_frame(figure.data).to_csv(places["figures"] / f"{figure.name}.csv", index=False)
-        notes = plots.images(content.figures, places["figures"], ["pdf"])
+        notes = files.images(content.figures, places["figures"], ["pdf"])
         _write_tables(content, places["tables"])
         captions = "\n".join(f"{f.name}: {f.title}. {f.caption}" for f in content.figures)
         places["methods"].write_text(f"{content.methods}\n\nFigures\n{captions}\n", encoding="utf-8")

@@ -290,7 +290,7 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     now = status.read(tmp_path / "t")
     assert (now.done, now.total) == (1, 1)
     monkeypatch.setattr(machine, "facts", lambda: {"cpu_name": "three", "torch_version": "2.13.0"})
-    sweep._write_plan(tmp_path / "t", plan.order(plan.expand(values, 1)), plan.Settings(**SETTINGS), "a run")
+    sweep._write_plan(tmp_path / "t", plan.order(plan.expand(values, 1)), plan.Settings(**SETTINGS), "a run", set())
     assert (status.read(tmp_path / "t").done, status.read(tmp_path / "t").state) == (0, "stopped")
     (tmp_path / "t" / journal.NAME).write_bytes(
         b"".join((tmp_path / "t" / journal.NAME).read_bytes().splitlines(True)[:2])

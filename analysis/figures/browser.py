@@ -1,0 +1,104 @@
+"""PNG, SVG and PDF: a browser draws them, in a process of its own that ends when its standard input does.
+
+A terminal sends Ctrl-C to every process of its group. A browser in that group would be cut off in the middle of a word,
+and what speaks with it would fail in threads that nobody hears; here it has a session of its own, and whoever waits for
+it lets go of it, or is gone: with either, process and browser end at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import plotly.io
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot as a file, whose suffix says the format; pixels of the page, drawn `scale` times as fine."""
+
+    plot: go.Figure
+    file: Path
+    width: int | None = None
+    height: int | None = None
+    scale: int = 1
+
+
+class NotDrawn(RuntimeError):
+    """No browser, or one that does not start; says so in one line."""
+
+
+def draw(pictures: Sequence[Picture]) -> None:
+    """Write the files, all in one browser session. Raises NotDrawn."""
+    try:
+        code, said = _in_a_session_of_its_own([_as_json(picture) for picture in pictures])
+    except OSError as error:
+        raise NotDrawn(str(error)) from None
+    if code:
+        lines = [line for line in said.splitlines() if line.strip()]
+        raise NotDrawn(lines[-1].strip() if lines else f"the process of the browser ended with status {code}")
+
+
+def _in_a_session_of_its_own(asked: Sequence[dict[str, Any]]) -> tuple[int, str]:
+    """The exit status of `main` there, and what it said. Raises OSError."""
+    with tempfile.TemporaryDirectory(prefix="vramsweep-browser-", ignore_cleanup_errors=True) as place:
+        request, said = Path(place) / "asked.json", Path(place) / "said"
+        request.write_text(json.dumps(asked), encoding="utf-8")
+        with said.open("wb") as out, subprocess.Popen(
+            [sys.executable, "-m", "vramsweep.analysis.figures.browser", request], stdin=subprocess.PIPE, stdout=out,
+            stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": place}, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                code = process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return code, said.read_text(errors="replace")
+
+
+def _as_json(picture: Picture) -> dict[str, Any]:
+    size = {"width": picture.width, "height": picture.height, "scale": picture.scale}
+    return {"plot": picture.plot.to_json(), "file": str(picture.file), **size}
+
+
+def _drawn(asked: Sequence[dict[str, Any]]) -> str | None:
+    """Draw what was asked for; returns why it was not."""
+    try:
+        write_images: Any = getattr(plotly.io, "write_images")  # noqa: B009 (not in the stubs yet)
+        write_images(
+            [plotly.io.from_json(one["plot"]) for one in asked],
+            [one["file"] for one in asked],
+            **{name: [one[name] for one in asked] for name in ("width", "height", "scale")},
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return None
+
+
+def _wait_for_the_end() -> None:
+    os.read(0, 1)  # not through sys.stdin: its lock would be held when this process ends
+    os.killpg(0, signal.SIGKILL)
+
+
+def main(request: Path) -> int:
+    """Draw the pictures of a JSON file; the last line said tells why it could not be."""
+    threading.Thread(target=_wait_for_the_end, daemon=True).start()
+    why = _drawn(json.loads(request.read_text(encoding="utf-8")))
+    if why is not None:
+        print(why, flush=True)
+    return int(why is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

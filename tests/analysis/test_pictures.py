@@ -1,0 +1,67 @@
+"""The browser that draws: it ends with whoever waits for it, and hears nothing of the terminal's Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MANY = """
+import plotly.graph_objects as go
+from pathlib import Path
+from vramsweep.analysis.figures.browser import Picture, draw
+
+draw([Picture(go.Figure(go.Scatter(y=[1, n])), Path(f"{n}.png")) for n in range(200)])
+"""
+
+
+def of(mark: str) -> list[psutil.Process]:
+    """The processes that were started with the mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("VRAMSWEEP_TEST_PICTURES") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.usefixtures("as_in_a_terminal")
+def test_nobody_is_left_and_only_the_interruption_is_told(number: signal.Signals, tmp_path: Path) -> None:
+    environ = {**os.environ, "VRAMSWEEP_TEST_PICTURES": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", MANY],
+        cwd=tmp_path,
+        env=environ,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    until = time.monotonic() + 60
+    while not any("chrom" in process.name() for process in of(str(tmp_path))) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert len(of(str(tmp_path))) > 2  # it, the process that draws, and browsers
+    os.killpg(waiting.pid, number)
+    _, said = waiting.communicate(timeout=30)
+    assert waiting.returncode == -number
+    assert said.rstrip().endswith("KeyboardInterrupt" if number == signal.SIGINT else "")
+    assert said.count("Traceback") == (number == signal.SIGINT)
+    until = time.monotonic() + 20
+    while of(str(tmp_path)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not of(str(tmp_path))
+    assert len(list(tmp_path.glob("*.png"))) < 200
