@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io
+import psutil
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,14 @@ def _in_a_session_of_its_own(asked: Sequence[dict[str, Any]]) -> tuple[int, str]
         request.write_text(json.dumps(asked), encoding="utf-8")
         with said.open("wb") as out, subprocess.Popen(
             [sys.executable, "-m", "vramsweep.analysis.figures.browser", request], stdin=subprocess.PIPE, stdout=out,
-            stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": place}, start_new_session=True,
+            stderr=subprocess.STDOUT, start_new_session=True,
         ) as process:  # fmt: skip
             try:
                 code = process.wait()
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                if process.stdin is not None:
+                    process.stdin.close()
+                process.wait()
         return code, said.read_text(errors="replace")
 
 
@@ -86,14 +89,23 @@ def _drawn(asked: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _wait_for_the_end() -> None:
+def _end_with_the_input(place: str) -> None:
+    """Where whoever waits has let go, or is gone: end the browsers, which have sessions of their own, leave nothing."""
     os.read(0, 1)  # not through sys.stdin: its lock would be held when this process ends
-    os.killpg(0, signal.SIGKILL)
+    browsers = psutil.Process().children(recursive=True)
+    for number in (signal.SIGTERM, signal.SIGKILL):  # asked, a browser removes what it has written
+        for browser in browsers:
+            with contextlib.suppress(psutil.Error):
+                browser.send_signal(number)
+        _, browsers = psutil.wait_procs(browsers, timeout=3)
+    shutil.rmtree(place, ignore_errors=True)
+    os._exit(1)
 
 
 def main(request: Path) -> int:
     """Draw the pictures of a JSON file; the last line said tells why it could not be."""
-    threading.Thread(target=_wait_for_the_end, daemon=True).start()
+    tempfile.tempdir = str(request.parent)  # not by TMPDIR: a browser's sockets have short names
+    threading.Thread(target=_end_with_the_input, args=(tempfile.tempdir,), daemon=True).start()
     why = _drawn(json.loads(request.read_text(encoding="utf-8")))
     if why is not None:
         print(why, flush=True)

@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -36,12 +38,19 @@ def of(mark: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """For temporary files, by a short name: a browser's sockets are among them."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.usefixtures("as_in_a_terminal")
-def test_nobody_is_left_and_only_the_interruption_is_told(number: signal.Signals, tmp_path: Path) -> None:
-    environ = {**os.environ, "VRAMSWEEP_TEST_PICTURES": str(tmp_path), "PYTHONPATH": str(ROOT)}
+def test_nobody_is_left_and_only_the_interruption_is_told(number: signal.Signals, place: Path, tmp_path: Path) -> None:
+    environ = {**os.environ, "TMPDIR": str(place), "VRAMSWEEP_TEST_PICTURES": str(tmp_path), "PYTHONPATH": str(ROOT)}
     waiting = subprocess.Popen(
         [sys.executable, "-c", MANY],
         cwd=tmp_path,
@@ -65,3 +74,4 @@ def test_nobody_is_left_and_only_the_interruption_is_told(number: signal.Signals
         time.sleep(0.05)
     assert not of(str(tmp_path))
     assert len(list(tmp_path.glob("*.png"))) < 200
+    assert not list(place.glob("vramsweep-*"))
