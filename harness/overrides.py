@@ -91,7 +91,11 @@ def check(args: argparse.Namespace) -> None:
     if args.config_dir is not None:
         config_files.check(Path(args.config_dir))
     groups = loader(args)
-    for override in _parsed(args.overrides):
+    parsed = _parsed(args.overrides)
+    given = {override.key_or_group: override for override in parsed}
+    if "hydra/sweeper" in given and "sweep" in given and str(given["sweep"].input_line) == "sweep=frontier":
+        raise UserError(f"{given['hydra/sweeper'].input_line}: sweep=frontier is a sweeper of its own; leave one out")
+    for override in parsed:
         key, text = override.key_or_group, str(override.input_line)
         if not key:
             raise UserError(mistakes.unreadable(text, {}))
@@ -151,7 +155,10 @@ def explained(overrides: Sequence[str]) -> Iterator[None]:
 def _explanation(error: Exception, overrides: Sequence[str]) -> str:
     """What was wrong, what is allowed and what to type, for one of Hydra's errors about these overrides."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    text = next((line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()), repr(error))
+    lines = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
+    text = next(iter(lines), repr(error))
+    if text.startswith(("Error merging override", "Error in call to target")):  # why is said by what it was raised from
+        return f"{text.rstrip(':')}: {next(iter(str(cause).strip().splitlines()), repr(cause))}"
     if isinstance(error, OverrideParseException):
         return mistakes.unreadable(error.override, options())
     if isinstance(error, MissingConfigException) and error.options is not None:

@@ -57,6 +57,8 @@ def test_adaptive_measures_few_points_says_what_the_others_come_to_and_goes_on(
     ("words", "said"),
     [
         (("hydra.sweeper.most=2",), "hydra.sweeper.most=2: allowed is a whole number of at least 3"),
+        (("hydra.sweeper.most=many",), "hydra.sweeper.most=many: Value 'many' of type 'str' could not be converted"),
+        (("sweep=frontier",), "hydra/sweeper=adaptive: sweep=frontier is a sweeper of its own; leave one out"),
         (("hydra.sweeper.checks=0",), "hydra.sweeper.checks=0: allowed is a whole number of at least 1"),
         (("hydra.sweeper.reserved=2",), "hydra.sweeper.reserved=2.0: allowed is a share between 0 and 1"),
         (("objective=tokens_per_s",), "hydra/sweeper=adaptive goes by memory; leave objective out"),

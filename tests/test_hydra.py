@@ -450,6 +450,3 @@ def test_options_of_the_user_s_own_groups_are_offered(files: Path, capsys: pytes
 def test_every_setting_of_a_device_can_be_given_without_a_plus(name: str) -> None:
     """One that a group's file lacks is refused by Hydra, whatever the documentation says."""
     assert set(yaml.safe_load((ROOT / f"conf/device/{name}.yaml").read_text())) == set(trial.DeviceAxis.model_fields)
-
-
-# hydra/sweeper=adaptive
