@@ -101,7 +101,7 @@ test: $(READY)  ## run the tests, in under five minutes: the pure core and one p
 
 test-all: $(READY) $(TECHNIQUES)  ## the same and the long ones, as CI does: wheel, ranks, browser, libraries of techniques
 	@$(NO_CARD) || $(PY) -m pytest -m gpu -rs
-	$(PY) -m pytest -m 'not gpu' -n 2 --dist worksteal
+	$(PY) -m pytest -m 'not gpu' -n 2 --dist worksteal -rs
 
 lint: $(READY)  ## ruff and mypy --strict
 	$(PY) -m ruff format --check .

@@ -28,7 +28,6 @@ from rich.text import Text
 
 from vramsweep import __main__ as front_door
 from vramsweep.analysis.data import export, load, markup
-from vramsweep.analysis.figures import plots
 from vramsweep.harness import terminal
 from vramsweep.harness.console import Console
 from vramsweep.harness.row import COLUMNS, TEXT_LISTS, Row, complete
@@ -311,7 +310,7 @@ def test_a_figure_s_texts_are_no_markup() -> None:
     figures = collect(table).figures
     assert len(figures) >= 4
     for figure in figures:
-        assert "<a href" not in plots.plotly.io.to_json(figure.plot).replace(r"<", "<"), figure.name
+        assert "<a href" not in figure.plot.to_json().replace(r"<", "<"), figure.name
 
 
 TEX = "\\input{/etc/passwd} 50% $x$ a&b _c_ #1 {y} ~ ^^5cinput{x}\n\n\\end{table}\x1b\u202e\r"
