@@ -57,9 +57,11 @@ def _in_a_session_of_its_own(asked: Sequence[dict[str, Any]]) -> tuple[int, str]
     with tempfile.TemporaryDirectory(prefix="vramsweep-browser-", ignore_cleanup_errors=True) as place:
         request, said = Path(place) / "asked.json", Path(place) / "said"
         request.write_text(json.dumps(asked), encoding="utf-8")
+        # Imports from where this process does, and from nowhere else: the working folder may be one that somebody sent.
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         with said.open("wb") as out, subprocess.Popen(
-            [sys.executable, "-m", "vramsweep.analysis.figures.browser", request], stdin=subprocess.PIPE, stdout=out,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [sys.executable, "-P", "-m", "vramsweep.analysis.figures.browser", request], stdin=subprocess.PIPE,
+            stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True,
         ) as process:  # fmt: skip
             try:
                 code = process.wait()

@@ -12,9 +12,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import plotly.graph_objects as go
 import psutil
 import pytest
 from conftest import ROOT
+
+from vramsweep.analysis.figures.browser import NotDrawn, Picture, draw
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MANY = """
@@ -36,6 +39,18 @@ def of(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+@pytest.mark.slow
+def test_nothing_of_the_working_folder_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report may be made in a folder that somebody sent."""
+    for name in ("plotly", "psutil", "kaleido", "json"):
+        (tmp_path / f"{name}.py").write_text("open('mark', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BROWSER_PATH", "none")
+    with pytest.raises(NotDrawn, match="Chrome"):
+        draw([Picture(go.Figure(), tmp_path / "a.png")])
+    assert not (tmp_path / "mark").exists()
 
 
 @pytest.fixture

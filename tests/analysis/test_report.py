@@ -171,8 +171,10 @@ def test_without_a_browser_one_line_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "none"))
     drawn = collect(table(synthetic.sweep(batches=(1,)))).figures[:1]
     (note,) = files.images(drawn, tmp_path, ["png"])
-    assert note.startswith("no png figures (") and note.endswith(
-        ": install Chromium, for example apt-get install chromium"
+    assert (
+        note.startswith("no png figures (")
+        and "Chrome" in note
+        and note.endswith(": install Chromium, for example apt-get install chromium")
     )
 
 
