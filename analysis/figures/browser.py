@@ -37,12 +37,18 @@ class Picture:
     scale: int = 1
 
 
+SUFFIXES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
+
+
 class NotDrawn(RuntimeError):
-    """No browser, or one that does not start; says so in one line."""
+    """No browser, one that does not start, or a file that cannot be written; says so in one line."""
 
 
 def draw(pictures: Sequence[Picture]) -> None:
     """Write the files, all in one browser session. Raises NotDrawn."""
+    for picture in pictures:
+        if picture.file.suffix not in SUFFIXES:
+            raise NotDrawn(f"{picture.file.name}: allowed are {', '.join(SUFFIXES)}")
     try:
         code, said = _in_a_session_of_its_own([_as_json(picture) for picture in pictures])
     except OSError as error:
@@ -79,13 +85,18 @@ def _as_json(picture: Picture) -> dict[str, Any]:
 
 def _drawn(asked: Sequence[dict[str, Any]]) -> str | None:
     """Draw what was asked for; returns why it was not."""
+    aside = [Path(tempfile.gettempdir()) / f"{number}{Path(one['file']).suffix}" for number, one in enumerate(asked)]
     try:
         write_images: Any = getattr(plotly.io, "write_images")  # noqa: B009 (not in the stubs yet)
         write_images(
             [plotly.io.from_json(one["plot"]) for one in asked],
-            [one["file"] for one in asked],
+            aside,
             **{name: [one[name] for one in asked] for name in ("width", "height", "scale")},
         )
+        for one, drawn in zip(asked, aside, strict=True):
+            if not drawn.exists():  # of one among several the library does not say why
+                return f"{Path(one['file']).name}: the browser has not drawn it"
+            shutil.copyfile(drawn, one["file"])
     except (RuntimeError, ValueError, OSError) as error:
         return next(iter(str(error).strip().splitlines()), type(error).__name__)
     return None

@@ -53,6 +53,18 @@ def test_nothing_of_the_working_folder_is_imported(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
+@pytest.mark.parametrize(("name", "why"), [("none/a.png", "No such file"), ("a.gif", "a.gif: allowed are .png, .svg")])
+def test_what_is_not_written_is_said(name: str, why: str, tmp_path: Path) -> None:
+    plot = go.Figure(go.Scatter(y=[1, 2]))
+    with pytest.raises(NotDrawn, match=why):
+        draw([Picture(plot, tmp_path / name), Picture(plot, tmp_path / "b.png")])
+    draw([Picture(plot, tmp_path / f"b c{suffix}") for suffix in (".png", ".svg", ".pdf")])
+    begin = {path.suffix: path.read_bytes()[:5] for path in tmp_path.glob("b c*")}
+    assert begin == {".png": b"\x89PNG\r", ".svg": b"<svg ", ".pdf": b"%PDF-"}
+
+
 @pytest.fixture
 def place() -> Iterator[Path]:
     """For temporary files, by a short name: a browser's sockets are among them."""
