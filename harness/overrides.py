@@ -93,7 +93,8 @@ def check(args: argparse.Namespace) -> None:
     groups = loader(args)
     parsed = _parsed(args.overrides)
     given = {override.key_or_group: override for override in parsed}
-    if "hydra/sweeper" in given and "sweep" in given and str(given["sweep"].input_line) == "sweep=frontier":
+    sweeps, sweeper = (_plain(given.get(key)) for key in ("sweep", "hydra/sweeper"))
+    if sweeps == "frontier" and sweeper not in (None, "frontier"):
         raise UserError(f"{given['hydra/sweeper'].input_line}: sweep=frontier is a sweeper of its own; leave one out")
     for override in parsed:
         key, text = override.key_or_group, str(override.input_line)
@@ -113,6 +114,12 @@ def check(args: argparse.Namespace) -> None:
         simple = override.value_type is ValueType.SIMPLE_CHOICE_SWEEP
         if key == "allocator.conf" and simple and not all(isinstance(value, QuotedString) for value in values):
             raise UserError(mistakes.unquoted_settings(text))
+
+
+def _plain(override: Override | None) -> str | None:
+    """What the word says, quoted or not."""
+    value = None if override is None else override.value()
+    return value if isinstance(value, str) else None
 
 
 def _allowed(group: str, options: Sequence[str]) -> list[str]:
@@ -174,7 +181,8 @@ def _explanation(error: Exception, overrides: Sequence[str]) -> str:
     if text.startswith(("Ambiguous value", "Sweep parameters")):
         return mistakes.several_values(next(str(o.input_line) for o in _parsed(overrides) if o.is_sweep_override()))
     added = next((o for o in overrides if o.startswith("+") and o[1:].partition("=")[0] in text), None)
-    if added and ("already at" in text or "more than once" in text):
+    again = ("already at", "more than once", "Multiple values for", "force-add of config groups")
+    if added and any(one in text for one in again):
         return f"{added}: it is there already; to change it leave the + out: {added.lstrip('+')}"
     return text
 

@@ -141,7 +141,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where a machine may have a third of its speed, as in CI, some slow tests are left out and named, not all lost."""
     minutes = os.environ.get(SLOW_WITHIN)
     if minutes and item.get_closest_marker("slow") and time.monotonic() - BEGAN_S > 60 * float(minutes):
-        pytest.skip(f"{SLOW_WITHIN}={minutes} are over: not begun")
+        raise pytest.skip.Exception(f"{SLOW_WITHIN}={minutes} are over: not begun: {item.nodeid}")
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ it lets go of it, or is gone: with either, process and browser end at once.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +28,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot as a file, whose suffix says the format; pixels of the page, drawn `scale` times as fine."""
+    """A plot as a file, whose suffix says the format; pixels (None: the plot's own), drawn `scale` times as fine."""
 
     plot: go.Figure
     file: Path
@@ -37,11 +37,21 @@ class Picture:
     scale: int = 1
 
 
+ASKED, WHY = "asked.json", "why"
 SUFFIXES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
 
+SHORT = 60  # characters: sockets under a longer TMPDIR could have names that are too long for them
+SPARE = 64 << 20  # bytes that a browser needs for its own files
+NO_BROWSER = 2  # exit status
+
+
 class NotDrawn(RuntimeError):
-    """No browser, one that does not start, or a file that cannot be written; says so in one line."""
+    """Some pictures are not there; says in one line why."""
+
+
+class NoBrowser(NotDrawn):
+    """None is there: the browser is missing, or did not start."""
 
 
 def draw(pictures: Sequence[Picture]) -> None:
@@ -50,24 +60,29 @@ def draw(pictures: Sequence[Picture]) -> None:
         if picture.file.suffix not in SUFFIXES:
             raise NotDrawn(f"{picture.file.name}: allowed are {', '.join(SUFFIXES)}")
     try:
-        code, said = _in_a_session_of_its_own([_as_json(picture) for picture in pictures])
+        code, why = _in_a_session_of_its_own([_as_json(picture) for picture in pictures])
     except OSError as error:
         raise NotDrawn(str(error)) from None
     if code:
-        lines = [line for line in said.splitlines() if line.strip()]
-        raise NotDrawn(lines[-1].strip() if lines else f"the process of the browser ended with status {code}")
+        place = tempfile.gettempdir()
+        if shutil.disk_usage(place).free < SPARE:
+            raise NotDrawn(f"a browser needs {SPARE >> 20} MiB in {place}: free some, or set TMPDIR")
+        kind = NoBrowser if code == NO_BROWSER else NotDrawn
+        raise kind(why or f"the process of the browser ended with status {code}")
 
 
 def _in_a_session_of_its_own(asked: Sequence[dict[str, Any]]) -> tuple[int, str]:
-    """The exit status of `main` there, and what it said. Raises OSError."""
+    """The exit status of `main` there, and the reason that it gives. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="vramsweep-browser-", ignore_cleanup_errors=True) as place:
-        request, said = Path(place) / "asked.json", Path(place) / "said"
+        request, why = Path(place) / ASKED, Path(place) / WHY
         request.write_text(json.dumps(asked), encoding="utf-8")
         # Imports from where this process does, and from nowhere else: the working folder may be one that somebody sent.
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        with said.open("wb") as out, subprocess.Popen(
-            [sys.executable, "-P", "-m", "vramsweep.analysis.figures.browser", request], stdin=subprocess.PIPE,
-            stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True,
+        if len(place) < SHORT:
+            environ["TMPDIR"] = place
+        with subprocess.Popen(
+            [sys.executable, "-P", "-m", "vramsweep.analysis.figures.browser", place], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ, start_new_session=True,
         ) as process:  # fmt: skip
             try:
                 code = process.wait()
@@ -75,17 +90,18 @@ def _in_a_session_of_its_own(asked: Sequence[dict[str, Any]]) -> tuple[int, str]
                 if process.stdin is not None:
                     process.stdin.close()
                 process.wait()
-        return code, said.read_text(errors="replace")
+        return code, why.read_text(encoding="utf-8").strip() if why.exists() else ""
 
 
 def _as_json(picture: Picture) -> dict[str, Any]:
-    size = {"width": picture.width, "height": picture.height, "scale": picture.scale}
+    own = picture.plot.layout
+    size = {"width": picture.width or own.width, "height": picture.height or own.height, "scale": picture.scale}
     return {"plot": picture.plot.to_json(), "file": str(picture.file), **size}
 
 
-def _drawn(asked: Sequence[dict[str, Any]]) -> str | None:
-    """Draw what was asked for; returns why it was not."""
-    aside = [Path(tempfile.gettempdir()) / f"{number}{Path(one['file']).suffix}" for number, one in enumerate(asked)]
+def _draw(asked: Sequence[dict[str, Any]], place: Path) -> tuple[int, str]:
+    """Draw what was asked for aside, then put what was drawn in its place; the exit status and why."""
+    aside = [place / f"{number}{Path(one['file']).suffix}" for number, one in enumerate(asked)]
     try:
         write_images: Any = getattr(plotly.io, "write_images")  # noqa: B009 (not in the stubs yet)
         write_images(
@@ -93,36 +109,51 @@ def _drawn(asked: Sequence[dict[str, Any]]) -> str | None:
             aside,
             **{name: [one[name] for one in asked] for name in ("width", "height", "scale")},
         )
-        for one, drawn in zip(asked, aside, strict=True):
-            if not drawn.exists():  # of one among several the library does not say why
-                return f"{Path(one['file']).name}: the browser has not drawn it"
-            shutil.copyfile(drawn, one["file"])
+    except asyncio.CancelledError:
+        return NO_BROWSER, "the browser ended while it drew"
     except (RuntimeError, ValueError, OSError) as error:
-        return next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return None
+        said = str(next(iter(error.args), "")) or type(error).__name__
+        return NO_BROWSER, said.strip().splitlines()[0]
+    missing = [Path(one["file"]).name for one, drawn in zip(asked, aside, strict=True) if not drawn.exists()]
+    problems = [f"the browser has not drawn {', '.join(missing)}"] if missing else []
+    for one, drawn in zip(asked, aside, strict=True):
+        if drawn.exists():
+            part = Path(f"{one['file']}.part")
+            try:
+                shutil.copyfile(drawn, part)
+                part.replace(one["file"])
+            except OSError as error:
+                problems.append(str(error))
+                with contextlib.suppress(OSError):
+                    part.unlink()
+    return int(bool(problems)), "; ".join(problems)
 
 
-def _end_with_the_input(place: str) -> None:
+def _end_with_the_input(place: Path, let_go: threading.Event) -> None:
     """Where whoever waits has let go, or is gone: end the browsers, which have sessions of their own, leave nothing."""
     os.read(0, 1)  # not through sys.stdin: its lock would be held when this process ends
+    let_go.set()
     browsers = psutil.Process().children(recursive=True)
-    for number in (signal.SIGTERM, signal.SIGKILL):  # asked, a browser removes what it has written
-        for browser in browsers:
-            with contextlib.suppress(psutil.Error):
-                browser.send_signal(number)
-        _, browsers = psutil.wait_procs(browsers, timeout=3)
+    for browser in browsers:
+        with contextlib.suppress(psutil.Error):
+            browser.kill()
+    psutil.wait_procs(browsers, timeout=3)
     shutil.rmtree(place, ignore_errors=True)
     os._exit(1)
 
 
-def main(request: Path) -> int:
-    """Draw the pictures of a JSON file; the last line said tells why it could not be."""
-    tempfile.tempdir = str(request.parent)  # not by TMPDIR: a browser's sockets have short names
-    threading.Thread(target=_end_with_the_input, args=(tempfile.tempdir,), daemon=True).start()
-    why = _drawn(json.loads(request.read_text(encoding="utf-8")))
-    if why is not None:
-        print(why, flush=True)
-    return int(why is not None)
+def main(place: Path) -> int:
+    """Draw the pictures that a file of the folder asks for, and leave there why it could not be."""
+    tempfile.tempdir = str(place)
+    let_go = threading.Event()
+    ender = threading.Thread(target=_end_with_the_input, args=(place, let_go), daemon=True)
+    ender.start()
+    code, why = _draw(json.loads((place / ASKED).read_text(encoding="utf-8")), place)
+    if let_go.is_set():  # what failed has failed for that, and is being removed
+        ender.join()
+    if why:
+        (place / WHY).write_text(why, encoding="utf-8")
+    return code
 
 
 if __name__ == "__main__":

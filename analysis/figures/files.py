@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import plotly.io
 
 from vramsweep.analysis.data.export import guarded_frame
-from vramsweep.analysis.figures.browser import NotDrawn, Picture, draw
+from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, draw
 from vramsweep.analysis.figures.plots import BLOG, COLUMN, Figure, column_width, escape
 
 
@@ -44,9 +44,11 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
             pictures.append(Picture(plot, folder / f"{figure.name}.{kind}", *size, scale=2 if kind == "png" else 1))
     try:
         draw(pictures)
-    except NotDrawn as why:
+    except NoBrowser as why:
         how = "install Chromium, for example apt-get install chromium"
         return [f"no {'/'.join(formats)} figures ({str(why)[:120]}): {how}"]
+    except NotDrawn as why:
+        return [f"not all {'/'.join(formats)} figures were drawn: {str(why)[:300]}"]
     return []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -60,8 +61,12 @@ def test_what_is_not_written_is_said(name: str, why: str, tmp_path: Path) -> Non
     plot = go.Figure(go.Scatter(y=[1, 2]))
     with pytest.raises(NotDrawn, match=why):
         draw([Picture(plot, tmp_path / name), Picture(plot, tmp_path / "b.png")])
-    draw([Picture(plot, tmp_path / f"b c{suffix}") for suffix in (".png", ".svg", ".pdf")])
+    assert (tmp_path / "b.png").exists() == (name == "none/a.png")  # one that cannot be written costs no other
+    assert not list(tmp_path.rglob("*.part"))
+    plot.update_layout(width=1000, height=900)
+    draw([Picture(plot, tmp_path / f"b c{suffix}", scale=2) for suffix in (".png", ".svg", ".pdf")])
     begin = {path.suffix: path.read_bytes()[:5] for path in tmp_path.glob("b c*")}
+    assert struct.unpack(">II", (tmp_path / "b c.png").read_bytes()[16:24]) == (2000, 1800)
     assert begin == {".png": b"\x89PNG\r", ".svg": b"<svg ", ".pdf": b"%PDF-"}
 
 
@@ -101,4 +106,4 @@ def test_nobody_is_left_and_only_the_interruption_is_told(number: signal.Signals
         time.sleep(0.05)
     assert not of(str(tmp_path))
     assert len(list(tmp_path.glob("*.png"))) < 200
-    assert not list(place.glob("vramsweep-*"))
+    assert not list(place.iterdir())
