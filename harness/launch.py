@@ -47,7 +47,7 @@ from vramsweep.harness.configurations import Job
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.lock import Lock
 from vramsweep.harness.plan import Planned, Settings
-from vramsweep.harness.progress import Lines, Progress
+from vramsweep.harness.progress import Made, shown
 from vramsweep.harness.row import Row
 
 REPORTING = ".reporting"  # locked by the shard that writes the report
@@ -62,7 +62,7 @@ class Front:
     """
 
     suffix: str | None = None
-    progress: Callable[[int], Progress] = Lines
+    progress: Made = shown
     closing: Callable[[Sequence[Row]], int] | None = None
     instead: Callable[[Sequence[Planned], Settings, Path, Launcher], int] | None = None
 
