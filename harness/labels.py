@@ -18,6 +18,7 @@ FIRST = ("model.name", "runner.name", "device.name", "device.gpu", "sharding", "
          "allocator.name")  # fmt: skip
 LAST = ("seq_len", "micro_batch", "seed", "repeat")
 WITHIN = (*LAST, "protocol.name")  # what trials of one configuration may differ in
+FEW = 2
 NEVER = ("fingerprints",)
 ALONE = ("model.name", "runner.name", "device.name", "device.gpu", "precision", "allocator.name")
 SAID = (*ALONE, "protocol.name", "seq_len", "micro_batch")
@@ -26,16 +27,22 @@ OPTIONS = "runner.options."  # a script's own axes are called by their names alo
 
 
 class Labels:
-    """Names trials by what varies among `planned`: `fp32 · checkpointing=full · seq 512 · batch 4`."""
+    """Names trials by what varies among `planned`: `fp32 · checkpointing=full · seq 512 · batch 4`.
+
+    Where more than `FEW` settings vary that have a default, those at their default go without saying.
+    """
 
     def __init__(self, planned: Sequence[Planned], but: Sequence[str] = ()) -> None:
         self.keys = tuple(key for key in varying(planned) if key not in but)
+        shy = [key for key in self.keys if _at(key) in LEFT_OUT and key not in LAST]
+        self._shy = frozenset(shy if len(shy) > FEW else ())
 
     def __call__(self, item: Planned) -> str:
         """The trial among the others; where nothing varies, the whole of it."""
         values = flat(item.resolved, {key.partition(".")[0] for key in self.keys})
-        parts = [said(key, values[key]) for key in self.keys if values.get(key) is not None]
-        return " · ".join(parts) or whole(item)
+        known = [key for key in self.keys if values.get(key) is not None]
+        parts = [said(key, values[key]) for key in known if key not in self._shy or values[key] != LEFT_OUT[_at(key)]]
+        return " · ".join(parts) or ("defaults" if known else whole(item))
 
     def apart(self, item: Planned) -> str:
         """The same, "" where nothing varies: for a line below `common`."""
@@ -54,8 +61,12 @@ def varying(planned: Sequence[Planned]) -> list[str]:
         if key not in NEVER and p.resolved.get(key) != first.get(key)
     }
     values = [flat(p.resolved, top) for p in planned]
-    keys = [key for key in dict.fromkeys(key for one in values for key in one)
-            if len({repr(one.get(key)) for one in values}) > 1]  # fmt: skip
+    whole_ones = [p.trial is not None for p in planned]  # what cannot run may lack settings, and says nothing by that
+    keys = [
+        key
+        for key in dict.fromkeys(key for one in values for key in one)
+        if len({repr(one.get(key)) for one, has in zip(values, whole_ones, strict=True) if has or key in one}) > 1
+    ]
     keys = [key for key in keys if not _follows(key, values)]
     order = {key: n - len(FIRST) for n, key in enumerate(FIRST)} | {key: n + 1 for n, key in enumerate(LAST)}
     return sorted(keys, key=lambda key: order.get(key, 0))
@@ -76,7 +87,7 @@ def flat(resolved: Mapping[str, Any], only: set[str] | None = None) -> dict[str,
     """A trial's settings by their full keys (`runner.options.lr`), those below the keys `only`."""
 
     def below(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             for name, inner in value.items():
                 yield from below(f"{key}.{name}", inner)
         else:
@@ -95,6 +106,10 @@ def said(key: str, value: Any) -> str:
         return f"{CALLED[key]} {value}"
     name = key.removeprefix(OPTIONS).removesuffix(".name")
     return f"{name}={techniques.text(value) if isinstance(value, (str, bool, int, float)) else value}"
+
+
+def _at(key: str) -> tuple[str, ...]:
+    return tuple(key.split("."))
 
 
 def whole(item: Planned) -> str:
@@ -121,7 +136,7 @@ def _told(values: Mapping[str, Any], keys: Iterable[str]) -> str:
 
 def _tells(key: str, value: Any) -> bool:
     """Whether a setting is worth a word by itself: what a trial is of is, and what is not at its default."""
-    at = tuple(key.split("."))
+    at = _at(key)
     if value is None or key in NEVER or (key, value) == ("allocator.name", "default"):
         return False
     if key in SAID:

@@ -209,7 +209,7 @@ def found(searches: Sequence[frontier.Search], axis: str) -> None:
     if settings.action == "run":
         status = frontier.show(searches, axis, settings.output == "json")
         _session.status = max(_session.status, status)
-    elif settings.output == "text":
+    elif settings.output != "json":
         print(frontier.announced(searches, axis))
 
 
