@@ -25,6 +25,9 @@ from vramsweep.harness.techniques import AXES, DEFAULTS
 MOST = 12  # configurations on the screen
 LOOKED = 200  # groups that are looked at
 WIDTH = 100  # columns, where the output is no terminal
+NARROW = 80
+ROOM = 14  # lines of the table
+LABEL = 16  # columns that a configuration has at least
 LEAST = 0.02  # of memory: what a change must save to be told
 UNITS = {"seq_len": "tokens", "micro_batch": "samples"}
 BASES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
@@ -79,13 +82,8 @@ def summary(table: Table) -> Summary:
     if len(lines) == 1 and lines[0].label == "all rows":
         lines = [_renamed(lines[0], table)]
     shown = sorted(zip(found, lines, strict=False), key=lambda pair: _place(pair[0]))
-    findings = [
-        *_fits(lines, axis, frames),
-        *_costs(lines),
-        *_changes(found, frames, axis),
-        *_fastest(lines),
-        *_waste(lines),
-    ]
+    findings = [*_fits(lines, axis, frames), *_costs(lines), *_changes(found, frames, axis)]
+    findings += [*_fastest(lines), *_waste(lines)]
     kept = tuple(line for _, line in shown[:MOST])
     return Summary(_title(table), axis, kept, len(found) - len(kept), tuple(findings[:3]))
 
@@ -93,23 +91,13 @@ def summary(table: Table) -> Summary:
 def text(found: Summary, width: int) -> str:
     """For a terminal of so many columns."""
     console = Console(width=width, color_system=None, force_terminal=False, highlight=False)
-    what = {"seq_len": "length", "micro_batch": "batch"}[found.axis]
-    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    grid.add_column("configuration", overflow="fold")
-    for name in (f"largest\n{what} tried", f"{what}\nthat fits", "MiB per\ntoken", "reserved/\nallocated", "tokens/s"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    for line in found.lines:
-        torn = "~" if line.torn else ""
-        fits = "none" if line.fits == 0 else f"{torn}{_number(line.fits, 0)}"
-        speed = f"{'≤ ' if line.estimated else ''}{_number(line.tokens_per_s, 0)}"
-        grid.add_row(line.label, _number(line.tried, 0), fits, _number(line.mib_per_token, 3),
-                     _number(line.reserved_over_allocated, 3), speed)  # fmt: skip
+    grid, shown = _grid(found, width)
     with console.capture() as captured:
-        console.print(found.title, style="bold")
+        console.print(found.title)
         console.print()
         if found.lines:
             console.print(grid)
-        for note in _below(found):
+        for note in _below(found.lines[:shown], found.more + len(found.lines) - shown):
             console.print(note)
         console.print()
         for number, finding in enumerate(found.findings, 1):
@@ -119,13 +107,42 @@ def text(found: Summary, width: int) -> str:
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
-def _below(found: Summary) -> Iterator[str]:
-    """What marks in the table mean."""
-    if found.more:
-        yield f"and {found.more:,} more in the report"
-    if any(line.estimated for line in found.lines):
+def _grid(found: Summary, width: int) -> tuple[Grid, int]:
+    """The table, and how many configurations it shows: as many as `ROOM` lines have room for."""
+    what = {"seq_len": "length", "micro_batch": "batch"}[found.axis]
+    heads = [f"largest\n{what} tried", f"{what}\nthat fits", "MiB per\ntoken", "reserved/\nallocated", "tokens/s"]
+    if width < NARROW:
+        heads = [f"{what}\ntried", "that\nfits", "MiB/\ntoken", "res./\nalloc.", "tokens/s"]
+    rows = [_cells(line) for line in found.lines]
+    cells = [max(map(len, (*head.split("\n"), *(row[n] for row in rows)))) for n, head in enumerate(heads)]
+    room = max(width - sum(cells) - len(cells), LABEL)
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    grid.add_column("configuration", min_width=LABEL, max_width=room)
+    for head in heads:
+        grid.add_column(head, justify="right", no_wrap=True)
+    left = ROOM
+    for shown, (line, row) in enumerate(zip(found.lines, rows, strict=True)):
+        left -= -(-len(line.label) // room)
+        if left < 0 < shown:
+            return grid, shown
+        grid.add_row(line.label, *row)
+    return grid, len(rows)
+
+
+def _cells(line: Line) -> list[str]:
+    fits = "none" if line.fits == 0 else f"{'~' if line.torn else ''}{_number(line.fits, 0)}"
+    speed = f"{'≤ ' if line.estimated else ''}{_number(line.tokens_per_s, 0)}"
+    ratio = "–" if line.reserved_over_allocated is None else f"{line.reserved_over_allocated:.2f}"
+    return [_number(line.tried, 0), fits, _number(line.mib_per_token, 3), ratio, speed]
+
+
+def _below(lines: Sequence[Line], more: int) -> Iterator[str]:
+    """What is left out, and what marks in the table mean."""
+    if more:
+        yield f"and {more:,} more in the report"
+    if any(line.estimated for line in lines):
         yield "≤ at most, by the roofline: no card ran it"
-    if any(line.torn for line in found.lines):
+    if any(line.torn for line in lines):
         yield "~ a smaller one did not fit"
 
 
@@ -237,11 +254,13 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame]) -> l
     which = "" if len(ties) == len(known) else which
     if all(line.fits == line.tried and not line.torn for line in known):
         return [f"All that was tried fits{predicted}: up to {best.fits:,} {unit}{which}. More was not tried."]
-    short = [line for line in known if (line.fits or 0) < (line.tried or 0)]
-    worst = min(short, key=lambda line: line.fits or 0, default=best)
-    least = f"{worst.fits:,} {unit}" if worst.fits else "nothing"
-    text = f"What fits{predicted}: up to {best.fits:,} {unit}{which}, least with {worst.label}: {least}"
-    return [text + (f"; {nothing} of {len(known)} configurations fit nothing that was tried." if nothing > 1 else ".")]
+    text = f"What fits{predicted}: up to {best.fits:,} {unit}{which}"
+    worst = min(known, key=lambda line: line.fits or 0)
+    if worst.fits == best.fits:
+        return [f"{text}, of up to {max(line.tried or 0 for line in known):,} that were tried."]
+    if nothing > 1:
+        return [f"{text}; {nothing} of {len(known)} fit nothing that was tried."]
+    return [f"{text}, least with {worst.label}: {f'{worst.fits:,} {unit}' if worst.fits else 'nothing'}."]
 
 
 def _costs(lines: Sequence[Line]) -> list[str]:
@@ -277,7 +296,7 @@ def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) 
 
 
 def _changeable(key: str) -> bool:
-    return key in CHANGES or key.startswith(EXTRA + OPTIONS) or key.startswith(OPTIONS)
+    return key in CHANGES or key.startswith((EXTRA + OPTIONS, OPTIONS))
 
 
 def _saves(
@@ -315,9 +334,7 @@ def _waste(lines: Sequence[Line]) -> list[str]:
     if worst is None or (worst.reserved_over_allocated or 0) < 1 + LEAST:
         return []
     predicted = " (predicted)" if worst.predicted else ""
-    return [
-        f"At most {worst.reserved_over_allocated:.2f} x of what is allocated is reserved{predicted}: {worst.label}."
-    ]
+    return [f"Reserved is up to {worst.reserved_over_allocated:.2f} x allocated{predicted}: {worst.label}."]
 
 
 def _fastest(lines: Sequence[Line]) -> list[str]:
