@@ -49,48 +49,7 @@ def complete(words: Sequence[str], word: str) -> list[str]:
 def _status(argv: Sequence[str]) -> int:
     from vramsweep.harness import status
 
-    parser = argparse.ArgumentParser(prog="vramsweep status", description="How far a running or finished sweep is.")
-    parser.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
-    parser.add_argument("--json", action="store_true")
-    watching = "show it until it ends, every SECONDS (2); of several, and none named, those that run"
-    parser.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watching)
-    arguments = parser.parse_args(argv)
-    begun = {p.parent for p in Path("results").glob("*/journal*.jsonl")}
-    submitted = {p.parent.parent for p in Path("results").glob("*/cluster/jobs.json")}
-    folders = arguments.folder or sorted(begun | submitted)
-    if not folders:
-        raise UserError("no sweep under results/ yet; start one with `vramsweep sweep model=tiny`")
-    if arguments.watch is not None:
-        return _watch(folders, bool(arguments.folder), arguments.watch, arguments.json)
-    found = [status.read(folder) for folder in folders]
-    if arguments.json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
-        return 0
-    for one in found:
-        total = "?" if one.total is None else one.total
-        print(f"{one.folder}  {one.state}  {one.done}/{total}: {status.counts(one)}")
-        if one.last_row_at:
-            print(f"  last attempt began {one.last_row_at}")
-    return 0
-
-
-def _watch(folders: Sequence[Path], named: bool, text: str, as_json: bool) -> int:
-    from vramsweep.harness import lock, watch
-    from vramsweep.harness.journal import files
-
-    if as_json:
-        raise UserError("--watch is for people, --json for programs: status --json says it once; leave one out")
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise UserError(f"--watch {text}: allowed is a number of seconds; a folder comes before it") from None
-    if not 0.1 <= seconds <= 3600:
-        raise UserError(f"--watch {text}: allowed is 0.1 to 3600 seconds")
-    if not named:
-        folders = [folder for folder in folders if any(map(lock.held, files(folder)))]
-        if not folders:
-            raise UserError("no sweep runs under results/; `vramsweep status` says how far those there came")
-    return watch.watch(folders, seconds)
+    return status.main(argv)
 
 
 def _doctor(argv: Sequence[str]) -> int:

@@ -47,8 +47,8 @@ def lines(
     total: Callable[[Sequence[Planned]], Expected],
     memory: Mapping[str, Forecast],
 ) -> list[Line]:
-    """A line for each configuration, in the order in which they are first to run; `todo` are ids of trials to do, `total` says
-    what several will take."""
+    """A line for each configuration, in the order in which they are first to run; `todo` are ids of trials to do,
+    `total` says what several will take."""
     todo = set(todo)
     named = Labels(planned, WITHIN)
     axes = [key for key in WITHIN if key in varying(planned)]

@@ -25,7 +25,7 @@ from vramsweep.harness.techniques import AXES, DEFAULTS
 MOST = 12  # configurations on the screen
 LOOKED = 200  # groups that are looked at
 WIDTH = 100  # columns, where the output is no terminal
-NARROW = 80
+NARROW = 90
 ROOM = 14  # lines of the table
 LABEL = 16  # columns that a configuration has at least
 LEAST = 0.02  # of memory: what a change must save to be told
