@@ -334,7 +334,7 @@ def _finish(session: Session) -> int:
     if session.settings.action != "resolve":
         _refuse_invalid(list(session.planned.values()))
     if session.settings.action == "run" and session.settings.shard is None:
-        _refuse_invalid_rows(list(session.rows.values()))
+        _refuse_invalid_rows([session.rows.get(name) for name in session.planned])
     if session.settings.action == "run" and session.front.closing is not None:
         session.status = max(session.status, session.front.closing(list(session.rows.values())))
     _report(session)
@@ -375,10 +375,10 @@ def _refuse_invalid(planned: Sequence[Planned]) -> None:
         raise UserError(f"no trial can run: {reasons[0]}{more}")
 
 
-def _refuse_invalid_rows(rows: Sequence[Row]) -> None:
+def _refuse_invalid_rows(rows: Sequence[Row | None]) -> None:
     """The same of what came out: some trials are seen to be impossible only where they are to run."""
-    reasons = list(dict.fromkeys(str(row["reason"]) for row in rows))
-    if rows and all(row["outcome"] == Outcome.INVALID for row in rows):
+    if rows and all(row is not None and row["outcome"] == Outcome.INVALID for row in rows):
+        reasons = list(dict.fromkeys(str(row["reason"]) for row in rows if row is not None))
         more = f" (and {len(reasons) - 1} more reasons, in the rows)" if len(reasons) > 1 else ""
         raise UserError(f"no trial could run: {reasons[0]}{more}")
 
