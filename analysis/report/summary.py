@@ -22,8 +22,7 @@ from vramsweep.analysis.data.metrics import MIB, show_bytes
 from vramsweep.harness.console import Console
 from vramsweep.harness.techniques import AXES, DEFAULTS
 
-MOST = 12  # configurations on the screen
-LOOKED = 200  # groups that are looked at
+LOOKED = 200  # configurations that are looked at
 WIDTH = 100  # columns, where the output is no terminal
 NARROW = 90
 ROOM = 14  # lines of the table
@@ -63,7 +62,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished sweep. `axis` is what `tried` and `fits` of its lines are along; `more` lines are left out."""
+    """A finished sweep. `axis` is what `tried` and `fits` of its lines are along; `more` configurations were
+    not looked at."""
 
     title: str
     axis: str
@@ -84,8 +84,8 @@ def summary(table: Table) -> Summary:
     shown = sorted(zip(found, lines, strict=False), key=lambda pair: _place(pair[0]))
     findings = [*_fits(lines, axis, frames), *_costs(lines), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]
-    kept = tuple(line for _, line in shown[:MOST])
-    return Summary(_title(table), axis, kept, len(found) - len(kept), tuple(findings[:3]))
+    more = len(found) - len(lines)
+    return Summary(_title(table), axis, tuple(line for _, line in shown), more, tuple(findings[:3]))
 
 
 def text(found: Summary, width: int) -> str:
@@ -195,7 +195,7 @@ def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
     ran, failed = x[ok].dropna(), x[full].dropna()
     tried = x[~kinds.isin(["invalid", "skipped"]).fillna(False).to_numpy(bool)].dropna()
     fits = int(ran.max()) if len(ran) else 0 if len(failed) else None
-    at = frame[ok & x.eq(fits).fillna(False).to_numpy(bool)]
+    at = frame[ok & x.eq(fits or 0).fillna(False).to_numpy(bool)]
     measured, estimated = (_median(at[name]) for name in SPEEDS)
     ratio = None
     if not group.resident and len(at):

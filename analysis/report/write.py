@@ -64,8 +64,9 @@ class Written:
     def as_json(self) -> dict[str, Any]:
         """For programs; nothing is left out."""
         places = {name: str(path) for name, path in self.places.items()}
-        own = {"answer_table": self.answer.frame.to_dict("records")} if self.answer else {}
-        own |= {"screen": asdict(self.screen)} if self.screen else {}
+        own: dict[str, Any] = {"answer_table": self.answer.frame.to_dict("records")} if self.answer else {}
+        if self.screen:
+            own |= {"configurations": [asdict(line) for line in self.screen.lines], "findings": self.screen.findings}
         return {**places, **own, "summary": self.summary.splitlines(), "notes": list(self.notes)}
 
 

@@ -108,7 +108,11 @@ def test_the_end_of_a_report(
     assert [line.split()[0] for line in lines[-4:]] == ["report", "rows", "figures", "fits"]
     assert sum(line.startswith("note: ") for line in lines) <= 3 and "on top of a fixed part" not in said
     told: dict[str, Any] = json.loads(end(path, capsys, "--json"))
-    assert len(told["screen"]["lines"]) == 4 and any("on top of a fixed part" in line for line in told["summary"])
+    assert (
+        len(told["configurations"]) == 4
+        and len(told["findings"]) == 3
+        and any("on top of a fixed part" in line for line in told["summary"])
+    )
     one = synthetic.write(
         tmp_path / "o", synthetic.sweep(lengths=(128,), batches=(1,), allocators=("default",), model=evil)
     )
