@@ -232,14 +232,14 @@ class Region(Counts):
 
     def _table(self, narrow: bool) -> Table:
         """The last rows, the newest first."""
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="dim", show_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="dim", border_style="dim", show_edge=False)
         table.add_column("outcome", no_wrap=True)
         table.add_column("trial", ratio=None)
         table.add_column("allocated", justify="right", no_wrap=True)
         if not narrow:
             table.add_column("reserved", justify="right", no_wrap=True)
         table.add_column("tokens/s", justify="right", no_wrap=True)
-        for label, row in reversed(list(self._rows)):
+        for label, row in list(self._rows)[: -1 - (3 if narrow else LAST) : -1]:
             sizes = [_size(row.get("peak_allocated_bytes")), *([] if narrow else [_size(_reserved(row))])]
             outcome_text = Text(row["outcome"], style=COLOURS.get(row["outcome"], "red"))
             table.add_row(outcome_text, label, *sizes, _speed(row))

@@ -88,7 +88,7 @@ def test_it_fits_a_screen(width: int) -> None:
     found = of(rows)
     said = text(found, width)
     assert max(map(len, said.splitlines())) <= width and len(said.splitlines()) <= 30
-    assert "and 48 more in the report" in said  # of 60
+    assert "and 46 more in the report" in said  # of 60
 
 
 def end(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
