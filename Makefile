@@ -129,7 +129,7 @@ bench: $(READY)  ## overhead per trial, cold and warm, and of the instruments
 # The hashes of every file that the index serves of each version, whatever its platform. Left out: torch and what it brings,
 # and what only other systems need; torch's other requirements are named instead. tests/secure/test_locked.py compares.
 TOOLS := .venv-tools
-LEFT_OUT := torch triton colorama httpx2-jsfetch
+LEFT_OUT := torch triton colorama httpx2-jsfetch appnope cffi pycparser
 OF_TORCH := setuptools wheel filelock fsspec jinja2 networkx sympy typing-extensions
 BUILT := antlr4-python3-runtime deepspeed
 LOCK = printf '%s\n' $(OF_TORCH) | $(TOOLS)/bin/uv pip compile - pyproject.toml --extra dev --constraint constraints.txt \
