@@ -45,10 +45,13 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
+def verb_lines() -> list[tuple[str, str]]:
+    """Every verb and its line, as `vramsweep --help` has them."""
+    return list((front_door.HARNESS | front_door.ANALYSIS).items())
+
+
 def verbs() -> str:
-    """Every verb with its line, as `vramsweep --help` has them."""
-    rows = [(f"`vramsweep {name}`", line) for name, line in (front_door.HARNESS | front_door.ANALYSIS).items()]
-    return table(("verb", "what it does"), rows)
+    return table(("verb", "what it does"), [(f"`vramsweep {name}`", line) for name, line in verb_lines()])
 
 
 def _head(name: str, more: str) -> str:
