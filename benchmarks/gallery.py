@@ -2,9 +2,10 @@
 
     python benchmarks/gallery.py [--work build/gallery] [--only memory_by_length]
 
-Each command is run as the page shows it, in a folder of its own whose results/ has the reference rows; sweeps go on where they
-were, so a second time only draws. Ten minutes on two cores, no GPU; Chromium is needed (apt-get install chromium). To add a figure
-is a line in PICTURES. The machine, the versions, and whether a figure is measured or predicted are read from its rows.
+Each command is run as the page shows it, in a folder of its own whose results/ has the reference rows; sweeps go on
+where they were, so a second time only draws. Ten minutes on two cores, no GPU; Chromium is needed (apt-get install
+chromium). To add a figure is an entry in PICTURES. Machine, versions, and whether it is measured or predicted are read
+from its rows.
 
 Not covered: figures of validation.md and of the published sweep, which take hours; the page shows those that are kept.
 """
@@ -39,9 +40,8 @@ LENGTHS = (
     "\"data='lengths:lognormal(256,0.8)'\" protocol=long allocator=default,expandable,max_split_128 name=lengths"
 )
 COMPARE = "vramsweep compare results/qwen --by checkpointing=none,full --figure compare.svg"
-TIMELINE = (
-    "vramsweep timeline model=gpt2 seq_len=512 micro_batch=8 device=simulated device.gpu=rtx4090-24gb --out timeline.html"
-)
+STEP = "model=gpt2 seq_len=512 micro_batch=8 device=simulated device.gpu=rtx4090-24gb"
+TIMELINE = f"vramsweep timeline {STEP} --out timeline.html"
 RECORDING = "tests/data/snapshots/silmont2000__b61be4_mem_snapshot.pickle"
 REPLAY = f"vramsweep replay {RECORDING} --allocator expandable_segments:True --figure replay.html"
 
@@ -78,16 +78,16 @@ PICTURES = (
     Picture("frontier", "What fits", QWEN, "results/qwen/figures/frontier.svg",
             "The largest length for each setting, by the memory of a card.", "results/qwen"),
     Picture("compare", "Two settings over each other", f"{QWEN}\n{COMPARE}", "compare.svg",
-            "With and without recomputing activations, and the difference between them ([verdicts](analysis.md#compare)).",
+            "With and without recomputing activations, and the difference ([verdicts](analysis.md#compare)).",
             "results/qwen"),
     Picture("lengths", "Lengths that vary", LENGTHS, "results/lengths/figures/lengths.svg",
-            "Reserved memory over 500 steps whose samples differ in length ([more](lengths.md)): here the allocator's setting "
-            "decides.", "results/lengths"),
+            "Reserved memory over 500 steps whose samples differ in length ([more](lengths.md)): here the allocator's "
+            "setting decides.", "results/lengths"),
     Picture("timeline", "A step from event to event", TIMELINE, "timeline.html",
-            "Everything that a predicted step holds, by what it is, up to its peak ([more](explain.md#a-steps-timeline)).",
+            "All that a predicted step holds, by what it is, up to its peak ([more](explain.md#a-steps-timeline)).",
             made="Predicted for an RTX 4090, not measured"),
     Picture("replay", "A recording, replayed", REPLAY, "replay.html",
-            "Somebody's recording of PyTorch's allocator, as it was and under another setting ([more](allocator.md#replay)).",
+            "Somebody's recording of PyTorch's allocator, as it was, replayed ([more](allocator.md#replay)).",
             made="Replayed on a CPU; the recording is of a GPU (its origin: tests/data/snapshots/README.md)"),
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ make validate
 
 ## Every length of a published sweep
 
-![Active memory of 2,048 lengths, with the prediction on it; reserved memory above, with two predictions](images/published_sweep.png)
+![Active and reserved memory of 2,048 lengths, and what was predicted](images/published_sweep.png)
 
 Qwen1.5-0.5B under ZeRO-3, measured by others at every length on a 24 GB card, and predicted from 30 traces:
 [more](simulated.md#against-a-published-sweep), with versions.
@@ -152,7 +152,9 @@ def draw(wanted: Iterable[tuple[Path, Path]]) -> None:
             for scale in (2, 1.5, 1.25, 1):
                 page = browser.new_page(viewport={"width": WIDTH, "height": 700}, device_scale_factor=scale)
                 if source.suffix == ".svg":
-                    image = f'<img src="{html.escape(source.resolve().as_uri())}" style="width: {WIDTH}px; display: block">'
+                    image = (
+                        f'<img src="{html.escape(source.resolve().as_uri())}" style="width: {WIDTH}px; display: block">'
+                    )
                     frame = source.with_suffix(".frame.html")
                     frame.write_text(f'<!doctype html><body style="margin: 0; background: #fff">{image}</body>')
                     page.goto(frame.resolve().as_uri())
@@ -187,8 +189,8 @@ def made(rows: Path) -> str:
 def page(work: Path) -> str:
     parts = [
         "# Gallery",
-        "Real figures, each with the command that makes it and what it was made with. `python benchmarks/gallery.py` runs them "
-        "all, without a GPU; no card has been measured with this version yet.",
+        "Real figures, each with its command, machine and versions. `python benchmarks/gallery.py` runs "
+        "them all, without a GPU; no card has been measured with this version yet.",
     ]
     for picture in PICTURES:
         parts += [
@@ -202,7 +204,9 @@ def page(work: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "gallery", help="where commands run (build/gallery)")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "gallery", help="where commands run (build/gallery)"
+    )
     parser.add_argument("--only", action="append", help="run and draw these alone, and leave the page")
     arguments = parser.parse_args()
     known = {picture.name: picture for picture in PICTURES}

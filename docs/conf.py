@@ -1,7 +1,8 @@
-"""The documentation site, by Sphinx: `make docs` writes build/docs/index.html. Nothing is fetched, neither here nor by a reader.
+"""The documentation site, by Sphinx: `make docs` writes build/docs/index.html. Nothing is fetched, here or by a reader.
 
 The pages are plain Markdown, as a code host shows them: what only a site needs is added here. The menu is the lists of
-index.md, and a link to a file that is no page (../conf/config.yaml) becomes its path, or leads to REPOSITORY where that is given.
+index.md, and a link to a file that is no page (../conf/config.yaml) becomes its path, or leads to REPOSITORY where that
+is given.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sphinx.application import Sphinx  # noqa: E402
+from sphinx.application import Sphinx
 
-from vramsweep import __version__  # noqa: E402
+from vramsweep import __version__
 
 project = "vramsweep"
 author = "vramsweep"
@@ -34,7 +35,9 @@ myst_links_external_new_tab = False
 suppress_warnings = ["misc.highlighting_failure"]
 highlight_language = "none"
 
-REPOSITORY = os.environ.get("VRAMSWEEP_REPOSITORY", "")  # where its files can be read: https://HOST/OWNER/vramsweep/blob/main
+REPOSITORY = os.environ.get(
+    "VRAMSWEEP_REPOSITORY", ""
+)  # where its files can be read: https://HOST/OWNER/vramsweep/blob/main
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]*)(#[^)]*)?\)")
 _SECTION = re.compile(r"(?m)^## (.+)$")

@@ -1,10 +1,10 @@
 """The parts of these pages that the code writes: `python docs/reference.py` puts them in, `make docs` does so first.
 
-A part stands between `<!-- NAME -->` and `<!-- end of NAME -->` in some page; what is around it is written by hand. Pages are
-kept in git whole, so that they can be read where no site is built; tests/test_docs.py holds them to the code. To add a part is
-a line in PARTS and its two marks in a page.
+A part stands between `<!-- NAME -->` and `<!-- end of NAME -->` in some page; what is around it is written by hand.
+Pages are kept in git whole, so that they can be read where no site is built; tests/test_docs.py holds them to the code.
+To add a part is a line in PARTS and its two marks in a page.
 
-Not covered: docs/validation.md, which takes an hour (`make validate`), and docs/gallery.md (`python benchmarks/gallery.py`).
+Not covered: docs/validation.md, which takes an hour (`make validate`), and docs/gallery.md (benchmarks/gallery.py).
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _said(default: str) -> str:
 
 
 def settings() -> str:
-    """The settings of conf/config.yaml that are no group's, by its headings, with its comments or else what the column of that
-    name means. A comment that stands alone at the start of a line is a heading, further in it goes on with the one above.
+    """The settings of conf/config.yaml that are no group's, by its headings, with its comments or else what the column
+    of that name means. A comment that begins a line is a heading; one further in goes on with the one above.
     """
     found: dict[str, list[list[str]]] = {}
     lines = (CONF / "config.yaml").read_text().split("\n# the trial\n")[1].split("\nhydra:\n")[0].splitlines()
@@ -109,7 +109,7 @@ def settings() -> str:
 
 
 def groups() -> str:
-    """Each group of conf/ with its options: a file's first comment says what it is, and its keys what can be set beside it."""
+    """Each group of conf/ with its options: the comment that a file begins with says what it is."""
     parts = []
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
         rows = []

@@ -1,4 +1,4 @@
-"""The documentation says what is so: its links lead somewhere, its commands exist, its tables are the code's, it builds offline.
+"""The documentation: its links lead somewhere, its commands exist, its tables are the code's, its site builds offline.
 
 Not covered: whether what a page shows of a command's output is still what the command prints, and prose.
 """
@@ -95,14 +95,18 @@ def test_every_part_is_in_a_page() -> None:
         assert sum(f"<!-- {part.name} -->" in text for text in texts) == 1, part.name
 
 
+_COMMAND = re.compile(r"(?:^|[\s(])(?:(?:python3? -m )?(vramsweep|harness|analysis)|(make)) +[a-z]")
+_BEGINS = re.compile(r"\s*(\$ |nohup |until )?(vramsweep|python|make)")  # a line of a block that is a command
+
+
 def commands(path: Path) -> Iterator[list[str]]:
     """The words of every `vramsweep ...` and `make ...` in code, comments and what follows `--` left out."""
     for token in tokens(path):
         if token.type not in ("fence", "code_block", "code_inline"):
             continue
         for line in token.content.replace("\\\n", " ").splitlines():
-            found = re.search(r"(?:^|[\s(])(?:(?:python3? -m )?(vramsweep|harness|analysis)|(make)) +[a-z]", line)
-            if found is None or (token.type != "code_inline" and not re.match(r"\s*(\$ |nohup |until )?(vramsweep|python|make)", line)):
+            found = _COMMAND.search(line)
+            if found is None or (token.type != "code_inline" and not _BEGINS.match(line)):
                 continue
             text = re.sub(r"\s+#.*|[>&|;].*|\s--\s.*", "", line[found.start() :].strip(" (\n"))
             with contextlib.suppress(ValueError):  # a quote that goes on elsewhere
@@ -117,6 +121,10 @@ def usage(verb: str) -> str:
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         front_door.main([verb, "--help"])
     return out.getvalue()
+
+
+def knows(verb: str, option: str) -> bool:
+    return option == "--help" or re.search(rf"{re.escape(option)}\b", usage(verb)) is not None
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
@@ -137,7 +145,7 @@ def test_commands_exist(path: Path) -> None:
         wrong += [
             f"{said}: {word} is unknown"
             for word in words
-            if word.startswith("--") and word != "--help" and not re.search(rf"{re.escape(word.split('=')[0])}\b", usage(verb))
+            if word.startswith("--") and not knows(verb, word.split("=")[0])
         ]
         for key, value in re.findall(r"(?:^| )\+?([a-z_]+)=(\S*)", " ".join(words)) if verb in HYDRA else ():
             if key not in keys | set(groups) | {"experiment"} and verb != "run":  # a command may have names of its own
@@ -177,7 +185,7 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -
         assert seen.found and not [url for url in seen.found if re.match(r"(?i)(https?:)?//", url)], page.name
     for style in tmp_path.rglob("*.css"):
         assert not re.search(r"@import|url\(\s*['\"]?(https?:)?//", style.read_text()), style.name
-    assert '"nf4"' in (tmp_path / "searchindex.js").read_text()  # a word of the techniques' page: search needs no server
+    assert '"nf4"' in (tmp_path / "searchindex.js").read_text()  # search needs no server
     front = pages["index"].read_text()
     for path in PAGES:  # the menu has every page
         assert path.stem == "index" or f'href="{path.stem}.html"' in front, path.name
