@@ -41,7 +41,7 @@ REPOSITORY = os.environ.get(
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]*)(#[^)]*)?\)")
 _SECTION = re.compile(r"(?m)^## (.+)$")
-_ENTRY = re.compile(r"(?m)^- \[[^\]]+\]\(([a-z_]+)\.md\)")
+_ENTRY = re.compile(r"(?m)^- \[([^\]]+)\]\(([a-z_]+)\.md\)")
 
 
 def files(text: str) -> str:
@@ -61,7 +61,9 @@ def menu(text: str) -> str:
     heads = list(_SECTION.finditer(text))
     trees = []
     for head, after in zip(heads, [*heads[1:], None], strict=True):
-        names = _ENTRY.findall(text[head.end() : after.start() if after else None])
+        names = [
+            f"{name} <{page}>" for name, page in _ENTRY.findall(text, head.end(), after.start() if after else len(text))
+        ]
         trees.append("\n".join(["```{toctree}", f":caption: {head[1]}", ":hidden:", "", *names, "```"]))
     return "\n\n".join([text, *trees])
 

@@ -56,15 +56,17 @@ def verbs() -> str:
 
 def _head(name: str, more: str) -> str:
     """A heading and, where there is more to say, a sentence below it."""
-    return f"## {name}" + (f"\n\n{more[0].upper()}{more[1:]}." if more else "")
+    return f"## {name[0].upper()}{name[1:]}" + (f"\n\n{more[0].upper()}{more[1:]}." if more else "")
 
 
-def _headings(text: str) -> str:
-    """What the code writes in bold above a table, for terminals too, as a heading that a page can link to."""
+def _headings(text: str, mark: str = "") -> str:
+    """What the code writes in bold above a table, for terminals too, as a heading that a page can link to; `mark` goes
+    around its name.
+    """
 
     def heading(found: re.Match[str]) -> str:
         more = re.sub(r"^\((.*)\)$", r"\1", found[2].strip(" :"))
-        return _head(found[1], more)
+        return _head(f"{mark}{found[1]}{mark}", more)
 
     return re.sub(r"(?m)^\*\*(\w+)\*\*(.*)$", heading, text)
 
@@ -75,7 +77,7 @@ def columns() -> str:
 
 
 def techniques() -> str:
-    return _headings(tables.markdown_table())
+    return _headings(tables.markdown_table(), "`")
 
 
 _SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that a runner or a ds_config may change
@@ -120,7 +122,7 @@ def groups() -> str:
                     break
                 comment.append(line.lstrip("# "))
             rows.append((f"`{file.stem}`", " ".join(line for line in comment if not line.startswith("@package"))))
-        parts.append(f"## {folder.name}\n\n" + table((f"`{folder.name}=`", "what it is"), rows))
+        parts.append(f"## `{folder.name}`\n\n" + table((f"`{folder.name}=`", "what it is"), rows))
         keys = [key for key in _keys(folder) if key != "name"]
         if keys and folder.name in ("device", "protocol", "cluster"):
             parts.append(f"Beside it: {', '.join(f'`{folder.name}.{key}=`' for key in keys)}.")
