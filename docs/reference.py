@@ -146,13 +146,17 @@ PARTS = (
 )
 
 
+_PAGE = re.compile(r"\(docs/(\w+)\.md\)")  # as the code's own texts name a page
+
+
 def filled(text: str) -> str:
     """A page with every part that it has marks for as the code writes it now."""
     for part in PARTS:
         begin, end = f"<!-- {part.name} -->", f"<!-- end of {part.name} -->"
         if begin in text:
             before, rest = text.split(begin)
-            text = f"{before}{begin}\n\n{part.text().strip()}\n\n{end}{rest.split(end)[1]}"
+            linked = _PAGE.sub(r"([\1](\1.md))", part.text().strip())
+            text = f"{before}{begin}\n\n{linked}\n\n{end}{rest.split(end)[1]}"
     return text
 
 
