@@ -27,7 +27,7 @@ endif
 GRID = -m $(MODEL:%=model=%) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep plan status doctor check report paper test test-all lint format gpu-check validate bench torture lock audit
+.PHONY: help setup sweep plan status doctor check report paper test test-all lint format docs gpu-check validate bench torture lock audit
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +112,10 @@ lint: $(READY)  ## ruff and mypy --strict
 format: $(READY)  ## let ruff rewrite
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+docs: $(READY)  ## the documentation site: build/docs/index.html; needs no network, neither to build nor to read
+	$(PY) docs/reference.py
+	$(PY) -m sphinx -W --keep-going --quiet -b html docs build/docs
 
 gpu-check: $(READY)  ## prove it on a real card, in nine minutes: OUT=results/reference/NAME
 	$(PY) benchmarks/gpu_check.py $(OUT)
