@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pynvml
 
 from vramsweep import __version__
+from vramsweep.harness import extras
 from vramsweep.harness.techniques import version as version
+
+pynvml: Any
+try:
+    import pynvml
+except ModuleNotFoundError:  # a light install, which reads rows
+    pynvml = None
 
 GIB = 1 << 30
 # What is used of pynvml and the newest of it: older modules of that name lack some.
@@ -52,8 +58,10 @@ class Gpu:
 def nvml_problem() -> str | None:
     """What keeps pynvml from being NVIDIA's own module, with the cure; None when it is.
 
-    The distributions `pynvml` (before 12) and `nvidia-ml-py3` install a module of the same name with older functions.
+    Without it no GPU is seen. The distributions `pynvml` (before 12) and `nvidia-ml-py3` install a module of the same name with older functions.
     """
+    if pynvml is None:
+        return extras.missing("pynvml")
     missing = [name for name in _NEEDED if not hasattr(pynvml, name)]
     if not missing:
         return None

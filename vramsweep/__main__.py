@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from vramsweep import __version__
+from vramsweep.harness import extras
 from vramsweep.harness.terminal import escaped
 
 HARNESS = {
@@ -127,8 +128,7 @@ def _main(words: list[str]) -> int:
     except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something
         if error.name is None or error.name.split(".")[0] in ("vramsweep", "hydra_plugins"):
             raise
-        fix = f"{sys.executable} -m pip install -e . (an installed torch is kept)"
-        print(f"vramsweep: {error.name} is missing in {sys.executable}; in the checkout run: {fix}", file=sys.stderr)
+        print(f"vramsweep: {extras.missing(error.name, verb)}", file=sys.stderr)
         return 2
     print(f"vramsweep: there is no verb {verb!r}; verbs: {', '.join([*HARNESS, *ANALYSIS])}", file=sys.stderr)
     return 2
