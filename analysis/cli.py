@@ -77,7 +77,10 @@ def _parsers() -> dict[str, Parser]:
     frontier = verb("frontier")
     _input(frontier)
     frontier.add_argument(
-        "--gib", type=_sizes, metavar="SIZES", help="memory sizes in GiB, or with a unit: 24,80GB (default: common GPUs)"
+        "--gib",
+        type=_sizes,
+        metavar="SIZES",
+        help="memory sizes in GiB, or with a unit: 24,80GB (default: common GPUs)",
     )
     frontier.add_argument("--batch", action="store_true", help="largest batch per length instead of length per batch")
     frontier.add_argument("--json", action="store_true", help="print the data instead")
@@ -92,7 +95,9 @@ def _parsers() -> dict[str, Parser]:
 
     track = verb("track")
     _input(track)
-    track.add_argument("tracker", choices=["mlflow", "wandb", "trackio"], metavar="TRACKER", help="mlflow, wandb or trackio")
+    track.add_argument(
+        "tracker", choices=["mlflow", "wandb", "trackio"], metavar="TRACKER", help="mlflow, wandb or trackio"
+    )
     track.add_argument("--project", default="vramsweep", help="the project's name there (default: vramsweep)")
     track.set_defaults(verb=_track)
 
@@ -107,7 +112,9 @@ def _parsers() -> dict[str, Parser]:
         "--tolerance", type=float, default=0.001, metavar="SHARE",
         help="memory that differs by no more is EQUAL (default 0.001, of reserved at least a block of 2 MiB; 0: exact)",
     )  # fmt: skip
-    compare.add_argument("--figure", type=FIGURE, metavar="FILE", help="draw both: HTML, PNG, SVG or PDF; data beside it")
+    compare.add_argument(
+        "--figure", type=FIGURE, metavar="FILE", help="draw both: HTML, PNG, SVG or PDF; data beside it"
+    )
     compare.add_argument("--all", action="store_true", help="print every pair")
     _foreign(compare)
     compare.add_argument("--json", action="store_true", help="print the data instead")
@@ -345,7 +352,9 @@ def _frontier(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.model import frontier
 
     table = _open(arguments)
-    limits = frontier.frontier(table, arguments.gib or list(frontier.SIZES), "micro_batch" if arguments.batch else "seq_len")
+    limits = frontier.frontier(
+        table, arguments.gib or list(frontier.SIZES), "micro_batch" if arguments.batch else "seq_len"
+    )
     if not limits and varying(table.frame).all():
         raise UserError(
             "lengths vary in every row (data=lengths:...), so seq_len is only where samples are cut; see report"

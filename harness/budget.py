@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping

@@ -10,7 +10,7 @@ OPEN = ("runner.options", "model.config", "versions")
 
 
 def nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
-    """The allowed names that were probably meant, the closest first: letters that differ, capitals, a part of a name."""
+    """The allowed names that were probably meant, the closest first: letters differ, capitals, a part of a name."""
     names = list(allowed)
     lower = {full.lower(): full for full in reversed(names)}
     found = difflib.get_close_matches(name.lower(), lower, n=most, cutoff=0.6)

@@ -51,8 +51,8 @@ def parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argpar
 
 
 def today(override: str) -> str:
-    """An override by a name of version 0.1 (`runner.zero_stage=1,2`) in today's words, sizes and times as bare numbers of
-    the unit that their key is called after (device.memory_gib=24GiB); others as they are. Raises UserError."""
+    """An override by a name of version 0.1 (`runner.zero_stage=1,2`) in today's words; sizes and times as bare numbers
+    of the unit that their key is called after (device.memory_gib=24GiB); others as they are. Raises UserError."""
     key, _, value = override.partition("=")
     if key == "runner.zero_stage":
         stages = [stage.strip() for stage in value.split(",")]

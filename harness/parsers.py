@@ -1,7 +1,7 @@
 """The parsers of all verbs: argparse, whose mistakes are a line of ours, with what was probably meant.
 
-A flag is never abbreviated, so that one that is added later takes none from a script. What a verb is for, its section and
-its examples are in vramsweep/verbs.py, which also makes the whole help text.
+A flag is never abbreviated, so that one that is added later takes none from a script. What a verb is for, its section
+and its examples are in vramsweep/verbs.py, which also makes the whole help text.
 
 Not covered: settings, GROUP=OPTION and KEY=VALUE, which are Hydra's to read (overrides.py, settings.py).
 """
@@ -19,7 +19,7 @@ from vramsweep.harness import mistakes
 from vramsweep.harness.errors import UserError
 
 WIDTH = 100
-# Hydra's options, which every verb that takes settings understands, and --json, which is ours; `of_settings` describes some.
+# Hydra's options, which every verb that takes settings understands, and --json, which is ours: see `of_settings`.
 FLAGS = (
     "-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
     "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
@@ -69,7 +69,9 @@ class Parser(argparse.ArgumentParser):
 def of_settings(verb: str) -> Parser:
     """The flags of sweep and plan as a parser, for help and completion: Hydra's own reads them (overrides.py)."""
     parser = Parser(prog=f"vramsweep {verb}", usage="%(prog)s [-m] [GROUP=OPTION ...] [KEY=VALUE ...]")
-    parser.add_argument("-m", "--multirun", action="store_true", help="sweep: every combination of all lists is a trial")
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="sweep: every combination of all lists is a trial"
+    )
     parser.add_argument("--json", action="store_true", help="plan: one JSON object")
     own = "a folder of configuration files of your own: DIR/experiment/night.yaml is +experiment=night"
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help=own)

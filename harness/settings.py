@@ -1,9 +1,9 @@
-"""What can be set, read from conf/: every setting with its default, what it means and what it can be, the options of each
-group, the presets. Help texts, completion and the documentation are made from it, so there is no second list.
+"""What can be set, read from conf/: every setting with its default, what it means and what it can be, the options of
+each group, the presets. Help texts, completion and the documentation are made from it, so there is no second list.
 
-A comment behind a value, and below it further in, says what the setting means; the first lines of a file what the option
-is; a comment of its own among the settings of conf/config.yaml begins a section. Techniques and cards are described in their
-own tables.
+A comment behind a value, and below it further in, says what the setting means; the first lines of a file what the
+option is; a comment of its own among the settings of conf/config.yaml begins a section. Techniques and cards are
+described in their own tables.
 
 Not covered: which values go together (trial.py), how words are read (overrides.py).
 """

@@ -4,8 +4,8 @@ Names, reasons and files come from outside: a library's last words, a foreign jo
 could move the cursor, hide a line, set the window's title or turn the order of letters round. The front door
 (vramsweep/__main__.py) prints through `Escaped`, and tables through console.py: nothing else need think of it.
 
-A stream whose reader has gone (`| head`), or whose disk is full, ends the verb by `Unwritten`, which nothing in between takes
-for an error of a file of its own. A sweep ends so too: what has a row keeps it, and the same command goes on.
+A stream whose reader has gone (`| head`), or whose disk is full, ends the verb by `Unwritten`, which nothing in between
+takes for an error of a file of its own. A sweep ends so too: what has a row keeps it, and the same command goes on.
 
 Not covered: log files, which hold what a worker wrote, as it wrote it; line ends, which a name may hold too.
 """
@@ -19,6 +19,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TextIO, cast
 
@@ -37,7 +38,7 @@ def shown(text: str) -> str:
 
 
 class Unwritten(Exception):
-    """What was printed on the stream could not be written. No OSError, which whoever writes files handles as its own."""
+    """What was printed on the stream could not be written. No OSError, which who writes a file handles as its own."""
 
     def __init__(self, stream: IO[str], error: OSError) -> None:
         super().__init__(error.strerror or str(error))
@@ -83,13 +84,13 @@ def open_streams() -> str | None:
     closed = sys.stdout is None
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 as long as the process
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 as long as the process
     return "standard output is closed; to discard it say >/dev/null" if closed else None
 
 
 def gone(lost: Unwritten) -> int:
-    """The exit status where a stream could not be written: 141, as of a process that SIGPIPE ends, if its reader has gone;
-    else 2, and a line says why. What is left in the stream is dropped, so that the interpreter's end says nothing of it.
+    """The exit status where a stream could not be written: 141, as of a process that SIGPIPE ends, if its reader has
+    gone; else 2, and a line says why. What is left in the stream is dropped, or its end would speak of it.
     """
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)

@@ -485,9 +485,10 @@ def _device(trial: Trial) -> str | None:
 def _simulated(trial: Trial) -> str | None:
     if trial.device.gpu not in {gpu.name for gpu in GPUS}:
         names = sorted(gpu.name for gpu in GPUS)
+        near = mistakes.meant(str(trial.device.gpu), names)
         return (
-            f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of {', '.join(names)}, "
-            f"or say what it has: device.memory_gib=8 device.capability=7.5{mistakes.meant(str(trial.device.gpu), names)}"
+            f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of "
+            f"{', '.join(names)}, or say what it has: device.memory_gib=8 device.capability=7.5{near}"
         )
     if trial.device.capability is not None and trial.device.memory_gib is None:
         return f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the card has"

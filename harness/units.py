@@ -48,7 +48,7 @@ def size(text: str, said: str | None = None) -> int:
             raise UserError(f"{said} has a unit that there is not: write for example 24GiB, 512MiB or 80GB")
         unit = plain
     bytes_ = float(number) * SIZES[unit]
-    if not 1 <= bytes_:
+    if not bytes_ >= 1:
         raise UserError(f"{said} is not a size above 0: write for example 24GiB, 512MiB or 80GB")
     if bytes_ > MOST:
         raise UserError(f"{said} is more than any memory has: allowed are up to 8 EiB")
@@ -92,7 +92,8 @@ def in_its_unit(key: str, text: str) -> str:
         return text
     _, kind, unit = of
     found = size(text, f"{key}={text}") if kind == "size" else seconds(text, f"{key}={text}")
-    return f"{found / unit:.12g}"
+    number = found / unit
+    return str(int(number)) if number.is_integer() else repr(number)
 
 
 def _bare(text: str) -> bool:

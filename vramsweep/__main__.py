@@ -1,7 +1,7 @@
 """The front door: `vramsweep VERB`, also `python -m vramsweep VERB` and, in a checkout, `python -m harness VERB`.
 
-Verbs that run something are the harness's, verbs that read rows the analysis's; neither imports the other. What verbs there
-are is in verbs.py.
+Verbs that run something are the harness's, verbs that read rows the analysis's; neither imports the other. What verbs
+there are is in verbs.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from vramsweep.verbs import BY_NAME, VERBS, Verb
+from vramsweep.verbs import BY_NAME, VERBS
 
 # bash splits words at = and : as well, and wants only what follows; the whole word is what we complete.
 BASH = r"""_vramsweep() {
@@ -54,7 +54,14 @@ def candidates(line: str) -> list[str]:
         return own
     from vramsweep.harness import cli
 
-    return own + [one for one in cli.complete([*_IMPLIED.get(verb.name, []), *_settings(earlier)], word) if one not in own]
+    given = earlier[1:]
+    if verb.name not in ("sweep", "plan"):  # whose parser is Hydra's
+        try:
+            given = verb.parser().parse_known_args(given)[1]
+        except UserError:  # such as a flag whose value is being typed
+            return own
+    found = cli.complete([*_IMPLIED.get(verb.name, []), *given], word)
+    return own + [one for one in found if one not in own]
 
 
 def _own(parser: argparse.ArgumentParser, before: str, word: str) -> list[str]:
@@ -69,15 +76,3 @@ def _own(parser: argparse.ArgumentParser, before: str, word: str) -> list[str]:
     else:
         found = [str(one) for action in parser._get_positional_actions() for one in action.choices or ()]
     return [one for one in found if one.startswith(word)]
-
-
-def _settings(earlier: Sequence[str]) -> list[str]:
-    """The words before that are settings, or say that there are several of each."""
-    return [word for word in earlier[1:] if not word.startswith("-") or word in ("-m", "--multirun")] + _folder(earlier)
-
-
-def _folder(earlier: Sequence[str]) -> list[str]:
-    """--config-dir and its folder, whose options are completed too."""
-    words = list(earlier)
-    at = next((n for n, word in enumerate(words) if word.partition("=")[0] in ("--config-dir", "-cd")), None)
-    return [] if at is None else words[at : at + (1 if "=" in words[at] else 2)]

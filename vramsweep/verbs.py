@@ -1,8 +1,8 @@
-"""Every verb of `vramsweep`, as data: its name, section, one line, two examples, what its exit status 1 means, its parser.
+"""Every verb of `vramsweep`, as data: name, section, one line, two examples, what its exit status 1 means, its parser.
 
-Help texts, completion, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a verb or
-reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry here, and a function of its name
-in harness/cli.py (what runs something) or analysis/cli.py (what reads rows).
+Help texts, completion, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a
+verb or reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry here, and a function
+of its name in harness/cli.py (what runs something) or analysis/cli.py (what reads rows).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb. `no` is what status 1 says (None: it never ends so); `settings`: it takes GROUP=OPTION and KEY=VALUE."""
+    """One verb. `no` is what status 1 says (None: it never ends so); `settings`: it takes GROUP=OPTION, KEY=VALUE."""
 
     name: str
     section: str
@@ -152,8 +152,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "frontier", LOOK, "the largest length per batch, or batch per length, that fits",
-        ("vramsweep frontier results/gpt2-torch-cuda --gib 24,80", "vramsweep frontier results/gpt2-torch-cuda --batch"),
-        ANALYSIS,
+        ("vramsweep frontier results/gpt2-torch-cuda --gib 24,80", "vramsweep frontier rows.csv --batch"), ANALYSIS,
     ),
     Verb(
         "compare", LOOK, "two sets of rows: what differs, and whether that is more than chance",
@@ -184,8 +183,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "track", LOOK, "log a finished sweep to an experiment tracker",
-        ("vramsweep track results/gpt2-torch-cuda mlflow", "vramsweep track results/gpt2-torch-cuda wandb --project memory"),
-        ANALYSIS,
+        ("vramsweep track results/gpt2-torch-cuda mlflow", "vramsweep track rows.csv wandb --project memory"), ANALYSIS,
     ),
     Verb(
         "errors", LOOK, "tables and figure of what validate predicted",
@@ -232,7 +230,9 @@ def overview() -> str:
         "  vramsweep sweep -m model=gpt2 seq_len=256,512,1024\n"
         "  vramsweep predict model=llama3-8b device.gpu=h100-80gb seq_len=512..8192..512"
     )
-    parts.append("vramsweep VERB --help tells more: its options, settings, presets and cards; --version prints the version")
+    parts.append(
+        "vramsweep VERB --help tells more: its options, settings, presets and cards; --version prints the version"
+    )
     statuses = [_filled(f"  {number:<4}", meaning) for number, meaning in STATUSES.items()]
     parts.append("\n".join(["Exit status", *statuses]))
     return "\n\n".join(parts) + "\n"
