@@ -325,6 +325,20 @@ def torch_cuda() -> str | None:
     return _stated("cuda")
 
 
+def auto(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The device that `device=auto` stands for, cuda or simulated, and why, in words."""
+    seen, built = visible_gpus(environ), torch_cuda()
+    if seen and built is not None:
+        names = ", ".join(card.name or card.uuid or "unknown card" for card in seen)
+        return "cuda", f"{names}; torch is built with CUDA {built}"
+    if seen:
+        return "simulated", "torch is a build for CPUs" if torch_version() else "torch is not installed"
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is not None and gpus():
+        return "simulated", f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU"
+    return "simulated", "there is no NVIDIA driver or GPU"
+
+
 def host_load() -> float | None:
     """The load average over a minute, per core; None where there is none."""
     with contextlib.suppress(OSError):
