@@ -198,9 +198,7 @@ class Compared(Shown):
 
     def _repr_html_(self) -> str:
         c = self.comparison
-        rows = [
-            (METRICS[one.metric].label, one.verdict, verdicts_words.over_all(one, c.tolerance)) for one in c.memory
-        ]
+        rows = [(METRICS[one.metric].label, one.verdict, verdicts_words.over_all(one, c.tolerance)) for one in c.memory]
         table = pd.DataFrame([*rows, ("speed", c.speed.verdict, c.speed.reason)], columns=["", "B is", "why"])
         said = [line for one in c.memory for line in verdicts_words.sentences(self.along, one.metric)]
         differs = [f"{name}: {a} in A, {b} in B" for name, (a, b) in c.differs.items()]
@@ -226,7 +224,9 @@ class Report(Shown):
     @property
     def frame(self) -> pd.DataFrame:
         """Name and place of all that was written."""
-        return pd.DataFrame([(name, str(path)) for name, path in self.written.places.items()], columns=["what", "where"])
+        return pd.DataFrame(
+            [(name, str(path)) for name, path in self.written.places.items()], columns=["what", "where"]
+        )
 
     def _repr_html_(self) -> str:
         return html("Written", self.frame, whole=self.written.summary, notes=self.written.notes)

@@ -77,7 +77,9 @@ def predict(folder: str | os.PathLike[str] | None = None, **settings: Any) -> Ro
     Raises UserError for settings that are none, and where what predictions need is not installed.
     """
     if taken := settings.keys() & {"name", "results", "report"}:
-        raise UserError(f"{min(taken)}: predict(folder=...) says where rows are kept, and report(rows, folder) draws them")
+        raise UserError(
+            f"{min(taken)}: predict(folder=...) says where rows are kept, and report(rows, folder) draws them"
+        )
     words = _words(settings)
     with tempfile.TemporaryDirectory(prefix="vramsweep-") as place:
         kept = Path(place) / "predicted" if folder is None else Path(folder).resolve()

@@ -153,7 +153,7 @@ class Asked:
                 self.folder,
                 self._earlier,
                 self.launcher,
-                lambda total: Told(total, names, self.limit, len(self._earlier)),
+                lambda total, _: Told(total, names, self.limit, len(self._earlier)),
             )
             self._earlier += todo
         found = [rows.get(item.trial_id) for item in planned]

@@ -140,7 +140,7 @@ class Budget:
         if same is not None and work is not None:
             return self._capped(same.scaled(work), "a trial of the same configuration")
         if simulated:
-            return Expected(PREDICTED_S, "rough")
+            return Expected(PREDICTED_S, f"rough: {PREDICTED_S:g} s a prediction")
         parameters = trial.model.parameters or 0
         if self._any and work is not None and parameters > 0:
             return self._capped(self._any.scaled(work * parameters), "a trial of another configuration")
@@ -165,7 +165,9 @@ class Budget:
         traced = {configuration(p.resolved) for p in items if p.trial and p.trial.device.name == "simulated"}
         bases = list(dict.fromkeys(one.basis for one, item in zip(each, items, strict=True) if item.trial))
         if traced:
-            bases.append(f"{TRACE_S:g} s to trace each of {len(traced)} configurations")
+            bases.append(
+                f"{TRACE_S:g} s for the trace of each of {len(traced)} configurations, as of models of 0.5 to 8 billion"
+            )
         spent = sum(one.seconds or 0.0 for one in each) + TRACE_S * len(traced)
         return Expected(spent, ", ".join(bases) or "nothing to do")
 

@@ -91,7 +91,8 @@ def _finished(of: Evidence) -> Iterable[Finding]:
     if plan is not None and plan.state == "running":
         yield Finding(BOTH, "running", left, f"the sweep is still running, {left:,} trials are left")
     elif left and plan is not None:
-        text = f"{left:,} of {plan.total:,} planned trials have no answer: run the same command again"
+        planned = plan.command_total or plan.total
+        text = f"{left:,} of {planned:,} planned trials have no answer: run the same command again"
         yield Finding(BOTH, "unanswered", left, text)
 
 

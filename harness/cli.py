@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from vramsweep.harness import mistakes, units
+from vramsweep.harness import mistakes
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.parsers import Parser, of_settings
 
@@ -34,57 +34,6 @@ def complete(words: Sequence[str], word: str) -> list[str]:
         return completion.complete(words, word)
     except UserError:
         return []
-
-
-def _status_parser() -> Parser:
-    parser = Parser(prog="vramsweep status")
-    parser.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
-    parser.add_argument("--json", action="store_true", help="print the data instead")
-    watching = "show it until it ends, every SECONDS (2), or as 1m; of several, and none named, those that run"
-    parser.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watching)
-    return parser
-
-
-def _status(argv: Sequence[str]) -> int:
-    from vramsweep.harness import status
-
-    arguments = _status_parser().parse_args(argv)
-    begun = {p.parent for p in Path("results").glob("*/journal*.jsonl")}
-    submitted = {p.parent.parent for p in Path("results").glob("*/cluster/jobs.json")}
-    folders = arguments.folder or sorted(begun | submitted)
-    if not folders:
-        raise UserError("no sweep under results/ yet; start one with `vramsweep sweep model=tiny`")
-    if arguments.watch is not None:
-        return _watch(folders, bool(arguments.folder), arguments.watch, arguments.json)
-    found = [status.read(folder) for folder in folders]
-    if arguments.json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
-        return 0
-    for one in found:
-        total = "?" if one.total is None else one.total
-        print(f"{one.folder}  {one.state}  {one.done}/{total}: {status.counts(one)}")
-        if one.last_row_at:
-            print(f"  last attempt began {one.last_row_at}")
-    return 0
-
-
-def _watch(folders: Sequence[Path], named: bool, text: str, as_json: bool) -> int:
-    from vramsweep.harness import lock, watch
-    from vramsweep.harness.journal import files
-
-    if as_json:
-        raise UserError("--watch is for people, --json for programs: status --json says it once; leave one out")
-    try:
-        seconds = units.period(text)
-    except UserError:
-        raise UserError(f"--watch {text}: allowed is a number of seconds; a folder comes before it") from None
-    if not 0.1 <= seconds <= 3600:
-        raise UserError(f"--watch {text}: allowed is 0.1 to 3600 seconds")
-    if not named:
-        folders = [folder for folder in folders if any(map(lock.held, files(folder)))]
-        if not folders:
-            raise UserError("no sweep runs under results/; `vramsweep status` says how far those there came")
-    return watch.watch(folders, seconds)
 
 
 def _doctor_parser() -> Parser:
@@ -232,6 +181,7 @@ def _own(module: str) -> Callable[[Sequence[str]], int]:
 # Verbs with a module of their own, which has `main` and `parser`; those without are above.
 MODULES = {
     "run": "run",
+    "status": "status",
     "predict": "predict",
     "check": "check",
     "replay": "allocator.cli",
@@ -243,7 +193,6 @@ MODULES = {
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sweep": _sweep,
     "plan": _plan,
-    "status": _status,
     "doctor": _doctor,
     "columns": _columns,
     "techniques": _techniques,
@@ -253,7 +202,6 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
 _PARSERS: dict[str, Callable[[], Parser]] = {
     "sweep": lambda: of_settings("sweep"),
     "plan": lambda: of_settings("plan"),
-    "status": _status_parser,
     "doctor": _doctor_parser,
     "columns": _columns_parser,
     "techniques": _techniques_parser,

@@ -23,6 +23,15 @@ class Console(console.Console):
         super().__init__(markup=markup, **options)
 
     @property
+    def redraws(self) -> bool:
+        """Whether what was written can be drawn anew: a terminal, whatever FORCE_COLOR says of a file."""
+        return self.is_terminal and self.file.isatty() and not self.is_dumb_terminal
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Nothing: it is never hidden, as a process that is killed could not show it again."""
+        return False
+
+    @property
     def file(self) -> IO[str]:
         """The stream itself, however often it is wrapped: Rich's own sequences are wanted."""
         return behind(super().file)

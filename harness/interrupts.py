@@ -13,10 +13,10 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
-_ASKED = b"\nfinishing what runs, then the report; Ctrl-C again stops now\n"
+ASKED = "finishing what runs, then the report; Ctrl-C again stops now"
 
 
 class Finished(KeyboardInterrupt):
@@ -29,6 +29,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.asked = False
         self._busy = False
+        self.answer: Callable[[str], None] = to_stderr  # says something from within a signal's handler
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[Interrupts]:
@@ -67,8 +68,13 @@ class Interrupts:
         self.asked = True
         if not self._busy:
             raise Finished
-        with contextlib.suppress(OSError):  # not by print: it may be what was interrupted
-            os.write(2, _ASKED)
+        self.answer(ASKED)
+
+
+def to_stderr(text: str) -> None:
+    """Not by print: it may be what was interrupted."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
 
 
 def on_sigterm() -> None:

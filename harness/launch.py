@@ -47,8 +47,8 @@ from vramsweep.harness.configurations import Job
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.lock import Lock
 from vramsweep.harness.plan import Planned, Settings
-from vramsweep.harness.progress import Lines, Progress
-from vramsweep.harness.row import Row
+from vramsweep.harness.progress import Made, shown
+from vramsweep.harness.row import Outcome, Row
 
 REPORTING = ".reporting"  # locked by the shard that writes the report
 
@@ -62,7 +62,7 @@ class Front:
     """
 
     suffix: str | None = None
-    progress: Callable[[int], Progress] = Lines
+    progress: Made = shown
     closing: Callable[[Sequence[Row]], int] | None = None
     instead: Callable[[Sequence[Planned], Settings, Path, Launcher], int] | None = None
 
@@ -209,7 +209,7 @@ def found(searches: Sequence[frontier.Search], axis: str) -> None:
     if settings.action == "run":
         status = frontier.show(searches, axis, settings.output == "json")
         _session.status = max(_session.status, status)
-    elif settings.output == "text":
+    elif settings.output != "json":
         print(frontier.announced(searches, axis))
 
 
@@ -328,11 +328,13 @@ def _answer(rows: Sequence[Row | None], objective: str | None) -> Row | float | 
 
 
 def _finish(session: Session) -> int:
-    """After the last batch: the report, once. Raises UserError if no trial of any batch can run."""
+    """After the last batch: the report, once. Raises UserError if no trial of any batch can run, or could."""
     if session.settings is None or session.folder is None:
         return 0
     if session.settings.action != "resolve":
         _refuse_invalid(list(session.planned.values()))
+    if session.settings.action == "run" and session.settings.shard is None:
+        _refuse_invalid_rows([session.rows.get(name) for name in session.planned])
     if session.settings.action == "run" and session.front.closing is not None:
         session.status = max(session.status, session.front.closing(list(session.rows.values())))
     _report(session)
@@ -371,6 +373,14 @@ def _refuse_invalid(planned: Sequence[Planned]) -> None:
     if None not in reasons:
         more = f" (and {len(reasons) - 1} more reasons; `vramsweep plan` lists them)" if len(reasons) > 1 else ""
         raise UserError(f"no trial can run: {reasons[0]}{more}")
+
+
+def _refuse_invalid_rows(rows: Sequence[Row | None]) -> None:
+    """The same of what came out: some trials are seen to be impossible only where they are to run."""
+    if rows and all(row is not None and row["outcome"] == Outcome.INVALID for row in rows):
+        reasons = list(dict.fromkeys(str(row["reason"]) for row in rows if row is not None))
+        more = f" (and {len(reasons) - 1} more reasons, in the rows)" if len(reasons) > 1 else ""
+        raise UserError(f"no trial could run: {reasons[0]}{more}")
 
 
 @cache

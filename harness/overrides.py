@@ -37,7 +37,8 @@ def parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argpar
     parser = get_args_parser()
     parser.prog = f"vramsweep {'plan' if action == 'plan' else verb}"
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
-    args = parser.parse_intermixed_args(["output=json" if word == "--json" else word for word in argv])
+    short = {"--json": "output=json"} | ({"--all": "output=all"} if action == "plan" else {})
+    args = parser.parse_intermixed_args([short.get(word, word) for word in argv])
     given = {word.partition("=")[0] for word in args.overrides}
     words = [today(word) for word in args.overrides]
     for old, new in zip(args.overrides, words, strict=True):
@@ -72,7 +73,7 @@ def today(override: str) -> str:
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    raise UserError(f"{parsers.refusal(parser, message, ['--json'])}; {parser.prog} --help lists the options")
+    raise UserError(f"{parsers.refusal(parser, message, ['--json', '--all'])}; {parser.prog} --help lists the options")
 
 
 def loader(args: argparse.Namespace) -> ConfigLoaderImpl:

@@ -23,7 +23,7 @@ WIDTH = 100
 FLAGS = (
     "-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
     "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
-    "--experimental-rerun", "-i", "--info", "--json",
+    "--experimental-rerun", "-i", "--info", "--json", "--all",
 )  # fmt: skip
 
 
@@ -73,6 +73,8 @@ def of_settings(verb: str) -> Parser:
         "-m", "--multirun", action="store_true", help="sweep: every combination of all lists is a trial"
     )
     parser.add_argument("--json", action="store_true", help="plan: one JSON object")
+    if verb == "plan":
+        parser.add_argument("--all", action="store_true", help="every trial, not a line for each configuration")
     own = "a folder of configuration files of your own: DIR/experiment/night.yaml is +experiment=night"
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help=own)
     parser.add_argument("-c", "--cfg", choices=("job",), metavar="job", help="print the configuration and do nothing")

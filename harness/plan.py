@@ -65,7 +65,11 @@ class Settings:
     cluster: Mapping[str, Any] = field(default_factory=lambda: {"name": "none"})
 
     def __post_init__(self) -> None:
-        allowed = {"isolation": ("warm", "cold"), "action": ("run", "plan", "resolve"), "output": ("text", "json")}
+        allowed = {
+            "isolation": ("warm", "cold"),
+            "action": ("run", "plan", "resolve"),
+            "output": ("text", "all", "json"),
+        }
         for key, values in allowed.items():
             if getattr(self, key) not in values:
                 value = getattr(self, key)

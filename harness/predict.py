@@ -22,7 +22,7 @@ from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.parsers import Parser
 from vramsweep.harness.plan import Planned, Settings, settings_of
-from vramsweep.harness.progress import Few, bar
+from vramsweep.harness.progress import few
 from vramsweep.harness.row import Outcome, Row
 from vramsweep.harness.trial import Trial
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         show(rows)
         return beyond(rows, most)
 
-    front = launch.Front("predicted", bar if Console().is_terminal else Few, closing)
+    front = launch.Front("predicted", few, closing)
     return launch.main(words(rest), front=front, verb="predict")
 
 

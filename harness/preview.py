@@ -15,13 +15,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import gpus, machine, outcome, plan, pool, registry, techniques
+from vramsweep.harness import gpus, machine, outcome, outline, plan, pool, registry, techniques
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import Launcher, environment
 from vramsweep.harness.budget import Budget, Expected, words
+from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.forecast import Forecast, Known, forecasts, measured
 from vramsweep.harness.journal import files, read
+from vramsweep.harness.labels import Labels
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import duration
 from vramsweep.harness.row import Outcome
@@ -31,6 +33,7 @@ PREDICTIONS = 8  # configurations whose largest trial is predicted, the largest 
 PREDICTION_S = 180.0  # for all of them together; a trace takes 1 to 30 s
 CARD = "h100-80gb"  # the card to predict for where the machine has none, as device=simulated does
 GIB = 1 << 30
+WIDTH = 140  # columns, where the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Prediction:
 
 
 def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
-    """Print the trials, the impossible ones with reasons, what the largest are predicted to need, and a time."""
+    """Print the configurations (output=all: every trial), what cannot run and why, what the largest are predicted to
+    need, and a time."""
     rows = read(folder)[0] if any(file.exists() for file in files(folder)) else []
     finished, others = known(rows, planned, settings.any_system)
     pending = placed(plan.pending(planned, finished, settings.retry_failed))
@@ -92,10 +96,14 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
         }
         print(json.dumps(summary, indent=1))
         return
-    for p in planned:
-        label = p.trial.label() if p.trial else str((p.resolved.get("model") or {}).get("name"))
-        said = p.reason or _said(expected.get(p.trial_id), memory.get(p.trial_id))
-        print(f"{p.trial_id}  {_state(p, todo):<8}  {label}{f'  {said}' if said else ''}")
+    if settings.output == "all":
+        labels = Labels(planned)
+        for p in planned:
+            said = p.reason or _said(expected.get(p.trial_id), memory.get(p.trial_id))
+            print(f"{p.trial_id}  {_state(p, todo):<8}  {labels(p)}{f'  {said}' if said else ''}")
+    else:
+        console = Console() if Console().is_terminal else Console(width=WIDTH)
+        console.print(outline.shown(planned, outline.lines(planned, todo, budget.total, memory)), highlight=False)
     counts = Counter(_state(p, todo) for p in planned)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
     unproven = sorted({name for p in pending if p.trial for name in techniques.unproven(p.trial)})
@@ -195,7 +203,8 @@ def predict(largest: Sequence[Planned], settings: Settings) -> list[Prediction]:
     """Simulate the first `PREDICTIONS` of the trials on this machine's card, each in a process as a sweep would."""
     if not largest:
         return []
-    labels = _labels(largest)
+    named = Labels(largest)
+    labels = {p.trial_id: named(p) for p in largest}
     on, problem = card(settings)
     if on is None:
         return [Prediction(p.trial_id, labels[p.trial_id], "this GPU", reason=problem) for p in largest[:1]]
@@ -246,29 +255,6 @@ def _predict(
     return Prediction(item.trial_id, label, card.name, values["peak_reserved_bytes"], limit, True)
 
 
-def _labels(items: Sequence[Planned]) -> dict[str, str]:
-    """Each trial's label, and after it the settings that the label leaves out and that tell these trials apart."""
-    flat = {p.trial_id: dict(plan.settings_of(p.resolved)) for p in items}
-    said = {
-        "model",
-        "seq_len",
-        "micro_batch",
-        "precision",
-        "allocator",
-        "protocol",
-        "runner.name",
-        "sharding",
-        "world_size",
-    }
-    keys = [k for k in dict.fromkeys(k for one in flat.values() for k in one) if not {k, k.partition(".")[0]} & said]
-    varied = [k for k in keys if len({json.dumps(one.get(k)) for one in flat.values()}) > 1]
-    return {
-        p.trial_id: " · ".join([p.trial.label(), *(f"{k}={json.dumps(flat[p.trial_id].get(k))}" for k in varied)])
-        for p in items
-        if p.trial
-    }
-
-
 def card(settings: Settings) -> tuple[gpus.Gpu | None, str]:
     """The card to predict for: the named one, this machine's, or `CARD`; None and why if it is not in our table."""
     if isinstance(settings.predict, str):
@@ -289,8 +275,8 @@ def _state(p: Planned, todo: set[str]) -> str:
 
 def _speed(planned: Sequence[Planned]) -> float | None:
     """FLOP/s to reckon with: a third of the GPU's published peak, or what numpy reaches on this CPU."""
-    trial = next((p.trial for p in planned if p.trial), None)
-    if trial is None or trial.device.name == "simulated":
+    trial = next((p.trial for p in planned if p.trial and p.trial.device.name != "simulated"), None)
+    if trial is None:
         return None
     if trial.device.name == "cuda":
         cards = machine.visible_gpus(os.environ)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from vramsweep.harness.journal import Journal, finished, plan_name, plans, read,
 from vramsweep.harness.occupancy import Taken
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.pool import Pool, Slot
-from vramsweep.harness.progress import Lines, Progress
+from vramsweep.harness.progress import Lines, Made, Progress
 from vramsweep.harness.row import Outcome, Row, system
 from vramsweep.harness.trial import ID_VERSION
 
@@ -63,16 +63,16 @@ def run(
     folder: Path,
     earlier: Sequence[Planned] = (),
     launcher: Launcher | None = None,
-    progress: Callable[[int], Progress] = Lines,
+    progress: Made = Lines,
     began_s: float | None = None,
 ) -> tuple[dict[str, Row], int]:
     """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status.
 
     Of a shard, only its share of them. `earlier` are the trials of the same command's batches before this one: they
     stay in the folder's plan. `launcher` is theirs too, with its templates; without one it is made, and ended, here.
-    `progress` is made with the number of trials to do. `began_s`: when the command began, by time.monotonic(), from
-    where the budget counts; without it, now. The status of a sweep that its budget has stopped is that of the trials
-    which ran. Raises Interrupted and UserError.
+    `progress` is made with the number of trials to do and all of the command's. `began_s`: when the command began, by
+    time.monotonic(), from where the budget counts; without it, now. The status of a sweep that its budget has stopped
+    is that of the trials which ran. Raises Interrupted and UserError.
     """
     budget = Budget(settings, began_s=began_s)
     refuse_links(folder)
@@ -137,7 +137,7 @@ def _resumed(
     journal: Journal,
     whole: Sequence[Planned],
     launcher: Launcher,
-    progress: Callable[[int], Progress],
+    progress: Made,
     interrupts: Interrupts,
     budget: Budget,
 ) -> dict[str, Row]:
@@ -154,7 +154,7 @@ def _resumed(
     _end_leftovers(folder, launcher.run)
     _write_plan(folder, whole, settings, launcher.run, {p.trial_id for p in planned})
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
-    shown = progress(len(todo))
+    shown = progress(len(todo), whole)
     shown.began(f"{_of(settings)}{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
     if others:
         print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
@@ -164,6 +164,7 @@ def _resumed(
     for row in rows:
         tried[row["trial_id"]] = max(tried[row["trial_id"]], row.get("attempt") or 0)
     budget.learn_all(known(rows, whole, settings.any_system)[0].values())
+    interrupts.answer = shown.note
     with contextlib.closing(shown):
         return mine | _run_all(todo, tried, settings, folder, journal, launcher, shown, interrupts, budget, dominators)
 
@@ -267,6 +268,7 @@ def _run_all(
     room = pool.places(todo, settings.slots)
 
     def run(item: Planned, slot: Slot) -> Row:
+        progress.starts(item)
         return run_trial(item, settings, folder, journal, launcher, slot, tried.get(item.trial_id, 0))
 
     while todo:

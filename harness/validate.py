@@ -19,12 +19,11 @@ from typing import Any
 
 from vramsweep.harness import ask_others, differences, launch, machine, reference, sweep
 from vramsweep.harness import trial as trials
-from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CONTEXT_BYTES
 from vramsweep.harness.parsers import FIGURE, TABLES, Parser
 from vramsweep.harness.plan import Planned, Settings
-from vramsweep.harness.progress import Few, bar
+from vramsweep.harness.progress import few
 from vramsweep.harness.reference import PHASES, Reading, Run
 from vramsweep.harness.row import Outcome, Row
 from vramsweep.harness.trial import Trial
@@ -209,7 +208,7 @@ def _plain(item: Planned) -> Planned | None:
 def predict(asked: Sequence[Asked], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
     """The rows of all that is to be predicted, by trial id, and the status of the sweep that it is."""
     wanted = {item.trial_id: item for one in asked for item in (one.item, one.plain) if item is not None}
-    return sweep.run(list(wanted.values()), settings, folder, progress=bar if Console().is_terminal else Few)
+    return sweep.run(list(wanted.values()), settings, folder, progress=few)
 
 
 def why(one: Asked, rows: Mapping[str, Row]) -> str | None:

@@ -194,7 +194,9 @@ def table(seen: Seen) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     counts = Table.grid(padding=(0, 1))
-    counts.add_row(ProgressBar(total=of.total or 1, completed=of.done if of.total else 0, width=32), _counts(of))
+    counts.add_row(
+        ProgressBar(total=of.total or 1, completed=of.done if of.total else 0, width=32), status.progress(of)
+    )
     grid.add_row("trials", counts)
     grid.add_row("speed", _speed(seen))
     if (cost := _cost(seen)) is not None:
@@ -215,7 +217,7 @@ def line(seen: Seen) -> str:
     """For a log: a line that changes when something has happened, not as time goes by."""
     of = seen.status
     failed = f"; last failure: {seen.failures[0].outcome}: {seen.failures[0].label}" if seen.failures else ""
-    return f"{of.folder}  {of.state}  {_counts(of)}{failed}"
+    return f"{of.folder}  {of.state}  {status.progress(of)}{failed}"
 
 
 def when(text: Any) -> datetime | None:
@@ -224,11 +226,6 @@ def when(text: Any) -> datetime | None:
         found = datetime.fromisoformat(text)
         return found if found.tzinfo else found.replace(tzinfo=UTC)
     return None
-
-
-def _counts(of: Status) -> str:
-    total = "?" if of.total is None else of.total
-    return f"{of.done}/{total}: {status.counts(of)}"
 
 
 def _speed(seen: Seen) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.export import guarded_frame, write_csv
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import files
-from vramsweep.analysis.report import page
+from vramsweep.analysis.report import page, summary
 from vramsweep.analysis.report.content import Content, collect
+from vramsweep.analysis.report.summary import Summary
 from vramsweep.harness import journal
+from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 
+NOTES = 3  # that the end of a sweep shows; the report has all
 # Files and folders of files.
 WRITTEN = (
     "rows.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "methods.txt", "environment.json", "figures",
@@ -32,25 +36,36 @@ WRITTEN = (
 
 @dataclass(frozen=True)
 class Written:
-    """Where things are (name to path), the fitted models in words, and notes."""
+    """Where things are (name to path), the fitted models in words, notes, and what is shown on a screen."""
 
     places: dict[str, Path]
     summary: str
     notes: tuple[str, ...]
     answer: Answered | None = None
+    screen: Summary | None = None
 
-    def text(self, said: Collection[str] = ()) -> str:
-        """For a terminal, without the notes that were `said` there before."""
-        lines = [self.summary or "no curve could be fitted", ""]
-        lines += [f"note: {note}" for note in self.notes if note not in said]
-        lines += ["", self.answer.text(), ""] if self.answer else []
-        lines += [f"{name:<8} {path}" for name, path in self.places.items()]
-        return "\n".join(lines)
+    def text(self, said: Collection[str] = (), width: int | None = None) -> str:
+        """For a terminal of so many columns (as wide as it is), without the notes that were `said` there before.
+
+        What a preset's question comes to stands in place of the table. Fits are in the report.
+        """
+        wide = width or (Console().width if Console().is_terminal else summary.WIDTH)
+        parts = [self.answer.text() if self.answer else summary.text(self.screen, wide) if self.screen else ""]
+        notes = [note for note in self.notes if note not in said]
+        shown = [textwrap.shorten(f"note: {note}", max(wide, 40), placeholder=" …") for note in notes[:NOTES]]
+        more = [f"and {len(notes) - NOTES} more notes in the report"] if len(notes) > NOTES else []
+        places = {name: str(path) for name, path in self.places.items()}
+        if "report" in places:
+            places = {"report": places["report"]} | places
+            places |= {"fits": f"vramsweep fit {self.places['report'].parent}"} if self.summary else {}
+        lines = [f"{name:<9} {place}" for name, place in places.items()]
+        return "\n\n".join(filter(None, [*parts, "\n".join([*shown, *more]), "\n".join(lines)]))
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """For programs; nothing is left out."""
         places = {name: str(path) for name, path in self.places.items()}
         own = {"answer_table": self.answer.frame.to_dict("records")} if self.answer else {}
+        own |= {"screen": asdict(self.screen)} if self.screen else {}
         return {**places, **own, "summary": self.summary.splitlines(), "notes": list(self.notes)}
 
 
@@ -68,7 +83,8 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
         notes = files.write(content.figures, places["figures"], formats)
     except OSError as error:
         raise _unwritable(error, folder) from None
-    return Written(places, content.summary, (*content.warnings, *notes), content.answer)
+    screen = summary.summary(table)
+    return Written(places, content.summary, (*content.warnings, *notes), content.answer, screen)
 
 
 def write_paper(table: Table, folder: Path, answer: str | None = None) -> Written:

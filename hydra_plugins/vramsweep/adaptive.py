@@ -123,7 +123,7 @@ class AdaptiveSweeper(BasicSweeper):
         alone = dataclasses.replace(settings, predict=False)
         first = [of_one[at] for of_one in groups for at in self._search(planned, of_one, alone).ask()]
         returns = [self.launcher.launch([jobs[n] for n in (*impossible, *first)], initial_job_idx=0)]
-        if settings.output == "text":
+        if settings.output != "json":
             points = max(map(len, groups), default=0)
             print(
                 f"hydra/sweeper=adaptive measures at most {min(self.most, points):,} of {points:,} points of each of "

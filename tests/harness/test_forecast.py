@@ -76,6 +76,9 @@ def test_what_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (found["estimated_s"], found["estimate_basis"]) == (160.0, "a trial of the same configuration")
     assert front_door.main(["plan", *words]) == 0
     said = capsys.readouterr().out
-    assert "~ 2 min 40 s, expected to run out of memory (seq 64 · batch 1 runs out of memory, measured)" in said
+    assert "1 expected to run out of memory (seq 64 · batch 1 runs out of memory, measured)" in " ".join(said.split())
     assert "estimated time: 2:40, cost: 1.60 at 36 an hour (a trial of the same configuration)" in said
     assert "1 of 1 trials to do are expected to run out of memory" in said
+    assert front_door.main(["plan", *words, "--all"]) == 0
+    said = capsys.readouterr().out
+    assert "~ 2 min 40 s, expected to run out of memory (seq 64 · batch 1 runs out of memory, measured)" in said

@@ -288,7 +288,8 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     assert status.read(tmp_path / "t").done == 2
     run_sweep(*values[:1], isolation="warm")
     now = status.read(tmp_path / "t")
-    assert (now.done, now.total) == (1, 1)
+    assert (now.done, now.total, now.command_done, now.command_total, now.state) == (2, 2, 1, 1, "finished")
+    assert status.progress(now) == "2/2: 2 ok; the last command: 1/1"
     monkeypatch.setattr(machine, "facts", lambda: {"cpu_name": "three", "torch_version": "2.13.0"})
     sweep._write_plan(tmp_path / "t", plan.order(plan.expand(values, 1)), plan.Settings(**SETTINGS), "a run", set())
     assert (status.read(tmp_path / "t").done, status.read(tmp_path / "t").state) == (0, "stopped")

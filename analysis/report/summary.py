@@ -1,0 +1,344 @@
+"""What a finished sweep comes to, on one screen: a row for each configuration, three findings, where things are.
+
+From rows alone, at the largest length (or batch) of each configuration that fitted; – is unknown. Not covered: curves
+and their intervals, which the report and `vramsweep fit` have; what a question's preset answers (analysis/answers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich import box
+from rich.table import Table as Grid
+
+from vramsweep.analysis.compare import sizes
+from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
+from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.metrics import MIB, show_bytes
+from vramsweep.harness.console import Console
+from vramsweep.harness.techniques import AXES, DEFAULTS
+
+MOST = 12  # configurations on the screen
+LOOKED = 200  # groups that are looked at
+WIDTH = 100  # columns, where the output is no terminal
+NARROW = 90
+ROOM = 14  # lines of the table
+LABEL = 16  # columns that a configuration has at least
+LEAST = 0.02  # of memory: what a change must save to be told
+UNITS = {"seq_len": "tokens", "micro_batch": "samples"}
+BASES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
+SPEEDS = ("tokens_per_s", "estimated_tokens_per_s")
+COLUMNS = ("outcome", "seq_len", "micro_batch", *BASES, *SPEEDS, "unlimited_peak_reserved_bytes")
+# What a user may change and still train the same model: no model, card, data or version.
+CHANGES = (
+    "precision", "allocator", "allocator_conf", "sharding", "offload_optimizer", "offload_param", "zero_init",
+    *(axis.name for axis in AXES if axis.name != "precision"),
+)  # fmt: skip
+PLAIN = DEFAULTS | {"allocator": "default", "sharding": "none", "precision": "fp32"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One configuration. `tried` and `fits` are its largest length or batch: null where it is not known, and 0 where
+    nothing that was tried fits; `torn` where a smaller one did not fit.
+
+    `mib_per_token` is what peak allocated grows by, in MiB, with a token of a rank's micro-batch, over the upper half
+    of what fitted. The others are those of the largest that fits. `estimated` is a speed by the roofline, an upper end.
+    """
+
+    label: str
+    tried: int | None
+    fits: int | None
+    torn: bool
+    mib_per_token: float | None
+    reserved_over_allocated: float | None
+    tokens_per_s: float | None
+    estimated: bool
+    predicted: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A finished sweep. `axis` is what `tried` and `fits` of its lines are along; `more` lines are left out."""
+
+    title: str
+    axis: str
+    lines: tuple[Line, ...]
+    more: int
+    findings: tuple[str, ...]
+
+
+def summary(table: Table) -> Summary:
+    """What the rows come to."""
+    lengths, batches = (table.frame[axis].dropna().nunique() for axis in ("seq_len", "micro_batch"))
+    axis = "micro_batch" if batches > 1 and lengths < 2 else "seq_len"
+    found = groups(table, axis)
+    frames = [group.take(*COLUMNS) for group in found[:LOOKED]]
+    lines = [_line(group, frame, axis) for group, frame in zip(found, frames, strict=False)]
+    if len(lines) == 1 and lines[0].label == "all rows":
+        lines = [_renamed(lines[0], table)]
+    shown = sorted(zip(found, lines, strict=False), key=lambda pair: _place(pair[0]))
+    findings = [*_fits(lines, axis, frames), *_costs(lines), *_changes(found, frames, axis)]
+    findings += [*_fastest(lines), *_waste(lines)]
+    kept = tuple(line for _, line in shown[:MOST])
+    return Summary(_title(table), axis, kept, len(found) - len(kept), tuple(findings[:3]))
+
+
+def text(found: Summary, width: int) -> str:
+    """For a terminal of so many columns."""
+    console = Console(width=width, color_system=None, force_terminal=False, highlight=False)
+    grid, shown = _grid(found, width)
+    with console.capture() as captured:
+        console.print(found.title)
+        console.print()
+        if found.lines:
+            console.print(grid)
+        for note in _below(found.lines[:shown], found.more + len(found.lines) - shown):
+            console.print(note)
+        console.print()
+        for number, finding in enumerate(found.findings, 1):
+            bullet = Grid.grid(padding=(0, 1, 0, 0))
+            bullet.add_row(f"{number}.", finding)
+            console.print(bullet)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def _grid(found: Summary, width: int) -> tuple[Grid, int]:
+    """The table, and how many configurations it shows: as many as `ROOM` lines have room for."""
+    what = {"seq_len": "length", "micro_batch": "batch"}[found.axis]
+    heads = [f"largest\n{what} tried", f"{what}\nthat fits", "MiB per\ntoken", "reserved/\nallocated", "tokens/s"]
+    if width < NARROW:
+        heads = [f"{what}\ntried", "that\nfits", "MiB/\ntoken", "res./\nalloc.", "tokens/s"]
+    rows = [_cells(line) for line in found.lines]
+    cells = [max(map(len, (*head.split("\n"), *(row[n] for row in rows)))) for n, head in enumerate(heads)]
+    room = max(width - sum(cells) - len(cells), LABEL)
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    grid.add_column("configuration", min_width=LABEL, max_width=room)
+    for head in heads:
+        grid.add_column(head, justify="right", no_wrap=True)
+    left = ROOM
+    for shown, (line, row) in enumerate(zip(found.lines, rows, strict=True)):
+        left -= -(-len(line.label) // room)
+        if left < 0 < shown:
+            return grid, shown
+        grid.add_row(line.label, *row)
+    return grid, len(rows)
+
+
+def _cells(line: Line) -> list[str]:
+    fits = "none" if line.fits == 0 else f"{'~' if line.torn else ''}{_number(line.fits, 0)}"
+    speed = f"{'≤ ' if line.estimated else ''}{_number(line.tokens_per_s, 0)}"
+    ratio = "–" if line.reserved_over_allocated is None else f"{line.reserved_over_allocated:.2f}"
+    return [_number(line.tried, 0), fits, _number(line.mib_per_token, 3), ratio, speed]
+
+
+def _below(lines: Sequence[Line], more: int) -> Iterator[str]:
+    """What is left out, and what marks in the table mean."""
+    if more:
+        yield f"and {more:,} more in the report"
+    if any(line.estimated for line in lines):
+        yield "≤ at most, by the roofline: no card ran it"
+    if any(line.torn for line in lines):
+        yield "~ a smaller one did not fit"
+
+
+def _number(value: float | None, digits: int) -> str:
+    """A number with so many significant digits; with 0, or from 100 on, with all before the point."""
+    if value is None:
+        return "–"
+    return f"{value:,.{digits}f}" if digits == 0 or abs(value) >= 100 else f"{value:.{digits}g}"
+
+
+def _title(table: Table) -> str:
+    """Which sweep, how its trials ended, where it ran or what it is predicted for."""
+    frame = table.frame
+    sweeps = frame["sweep"].dropna().unique()
+    name = Path(str(sweeps[0] if len(sweeps) == 1 else table.source)).name
+    ended = frame["outcome"].fillna("unknown").value_counts()
+    came = " · ".join(f"{count:,} {kind}" for kind, count in ended.items())
+    predicted = frame["device"].eq("simulated").fillna(False)
+    cards = [f"predicted for {_names(frame['simulated_gpu'][predicted])}"] if predicted.any() else []
+    measured = frame[~predicted & frame["foreign"].isna()]
+    on = _names(measured["gpu_name"]) or _names(measured["cpu_name"])
+    if len(measured) and on:
+        cards.insert(0, f"measured on {on}")
+    return "\n".join([f"{name}: {came}", *(["; ".join(cards)] if cards else [])])
+
+
+def _names(values: pd.Series[Any], most: int = 3) -> str:
+    unique = sorted({str(value) for value in values.dropna()})
+    return ", ".join(unique[:most]) + (f" and {len(unique) - most} more" if len(unique) > most else "")
+
+
+def _place(group: Group) -> list[Any]:
+    """By settings in their order; numbers by size."""
+    return [
+        (0, value, "") if isinstance(value, (int, float)) else (1, 0, str(value)) for value in group.settings.values()
+    ]
+
+
+def _renamed(line: Line, table: Table) -> Line:
+    """The only configuration, by what it is."""
+    first = table.frame.iloc[0]
+    known = [str(first[name]) for name in ("model", "runner", "precision") if not pd.isna(first[name])]
+    return Line(**(vars(line) | {"label": " · ".join(known) or line.label}))
+
+
+def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
+    kinds, x = frame["outcome"], frame[axis]
+    ok = kinds.eq("ok").fillna(False).to_numpy(bool)
+    full = kinds.isin(["oom", "host_oom"]).fillna(False).to_numpy(bool)
+    ran, failed = x[ok].dropna(), x[full].dropna()
+    tried = x[~kinds.isin(["invalid", "skipped"]).fillna(False).to_numpy(bool)].dropna()
+    fits = int(ran.max()) if len(ran) else 0 if len(failed) else None
+    at = frame[ok & x.eq(fits).fillna(False).to_numpy(bool)]
+    measured, estimated = (_median(at[name]) for name in SPEEDS)
+    ratio = None
+    if not group.resident and len(at):
+        reserved, allocated = _median(at["peak_reserved_bytes"]), _median(at["peak_allocated_bytes"])
+        ratio = reserved / allocated if reserved and allocated else None
+    return Line(
+        group.label,
+        int(tried.max()) if len(tried) else None,
+        fits,
+        bool(fits and len(failed) and failed.min() < fits),
+        None if group.varies else _per_token(group, frame[ok], axis),
+        ratio,
+        estimated if measured is None else measured,
+        measured is None and estimated is not None,
+        bool(group.take("device")["device"].eq("simulated").fillna(False).all()),
+    )
+
+
+def _median(values: pd.Series[Any]) -> float | None:
+    known = values.dropna()
+    return float(known.median()) if len(known) else None
+
+
+def _per_token(group: Group, ran: pd.DataFrame, axis: str) -> float | None:
+    """What memory grows by with a token, in MiB, between the largest that ran and the largest up to half of it, or the
+    next smaller one where there is none. Of several bases the first that is known."""
+    base = next((b for b in BASES if ran[b].notna().any()), None)
+    if base is None or (base == "peak_reserved_bytes" and group.resident):
+        return None
+    known = ran.dropna(subset=[base, "seq_len", "micro_batch"])
+    at = known.groupby(axis)[base].median().sort_index()
+    if len(at) < 2:
+        return None
+    high = at.index[-1]
+    below = at.index[at.index <= high / 2]
+    low = below[-1] if len(below) else at.index[-2]
+    other = known["micro_batch" if axis == "seq_len" else "seq_len"].astype(float).median()
+    return float(at[high] - at[low]) / float((high - low) * other) / MIB
+
+
+def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame]) -> list[str]:
+    """What fits: the largest, and whether anything did not."""
+    known = [line for line in lines if line.fits is not None and line.tried is not None]
+    best = max(known, key=lambda line: line.fits or 0, default=None)
+    if best is None:
+        return []
+    unit = UNITS[axis]
+    predicted = " (predicted)" if all(line.predicted for line in known) else ""
+    nothing = sum(line.fits == 0 for line in known)
+    if not best.fits:
+        needs = min((v for frame in frames for v in frame["unlimited_peak_reserved_bytes"].dropna()), default=None)
+        least = "" if needs is None else f"; the smallest would reserve {show_bytes(float(needs))}"
+        return [f"Nothing that was tried fits{predicted}{least}."]
+    ties = [line for line in known if line.fits == best.fits]
+    which = f" ({best.label})" if len(ties) == 1 else f" ({len(ties)} of {len(known)} configurations)"
+    which = "" if len(ties) == len(known) else which
+    if all(line.fits == line.tried and not line.torn for line in known):
+        return [f"All that was tried fits{predicted}: up to {best.fits:,} {unit}{which}. More was not tried."]
+    text = f"What fits{predicted}: up to {best.fits:,} {unit}{which}"
+    worst = min(known, key=lambda line: line.fits or 0)
+    if worst.fits == best.fits:
+        return [f"{text}, of up to {max(line.tried or 0 for line in known):,} that were tried."]
+    if nothing > 1:
+        return [f"{text}; {nothing} of {len(known)} fit nothing that was tried."]
+    return [f"{text}, least with {worst.label}: {f'{worst.fits:,} {unit}' if worst.fits else 'nothing'}."]
+
+
+def _costs(lines: Sequence[Line]) -> list[str]:
+    """What a token costs: the least and the most."""
+    known = sorted((line for line in lines if line.mib_per_token is not None), key=lambda one: one.mib_per_token or 0)
+    if not known:
+        return []
+    low, high = known[0], known[-1]
+    predicted = " (predicted)" if all(line.predicted for line in known) else ""
+    texts = [f"{_number(one.mib_per_token, 3)} MiB" for one in (low, high)]
+    if texts[0] == texts[1]:
+        return [f"A token costs {texts[0]} of peak memory{predicted}, at the longest that fitted."]
+    return [f"A token costs {texts[0]} ({low.label}) to {texts[1]} ({high.label}) of peak memory{predicted}."]
+
+
+def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) -> list[str]:
+    """The one setting that saves most memory where all others are equal, at the largest that both ran."""
+    best: tuple[float, str] | None = None
+    names = [key for key in dict.fromkeys(key for group in found for key in group.settings) if _changeable(key)]
+    for name in names:
+        alike: dict[Any, list[int]] = {}
+        for n, group in enumerate(found[: len(frames)]):
+            rest = tuple((k, v) for k, v in group.settings.items() if k != name)
+            alike.setdefault(rest, []).append(n)
+        for rest, members in alike.items():
+            plain = PLAIN.get(name)
+            first = next((n for n in members if found[n].settings.get(name) == plain), members[0])
+            for other in (n for n in members if n != first):
+                told = _saves(found, frames, (first, other), name, dict(rest), axis)
+                if told is not None and (best is None or told[0] > best[0]):
+                    best = told
+    return [best[1]] if best else []
+
+
+def _changeable(key: str) -> bool:
+    return key in CHANGES or key.startswith((EXTRA + OPTIONS, OPTIONS))
+
+
+def _saves(
+    found: Sequence[Group], frames: Sequence[pd.DataFrame], pair: tuple[int, int], name: str, rest: Mapping[str, Any],
+    axis: str,
+) -> tuple[float, str] | None:  # fmt: skip
+    """What share of memory the second of two groups saves, and how to say it; None where that is little or unknown."""
+    sides = [frames[n][frames[n]["outcome"].eq("ok").fillna(False).to_numpy(bool)] for n in pair]
+    resident = any(found[n].resident for n in pair)
+    base = next((b for b in ("peak_reserved_bytes", *BASES[:2]) if not (resident and b == "peak_reserved_bytes")
+                 and all(side[b].notna().any() for side in sides)), None)  # fmt: skip
+    if base is None:
+        return None
+    common = set.intersection(*(set(side.dropna(subset=[base, axis])[axis]) for side in sides))
+    if not common:
+        return None
+    at = [side[side[axis].eq(max(common)).fillna(False).to_numpy(bool)] for side in sides]
+    before, after = (float(side[base].median()) for side in at)
+    if not before or 1 - after / before < LEAST:
+        return None
+    was, now = (label({name: found[n].settings[name]}) for n in pair)
+    ends = " to ".join(sizes.in_bytes(before, after, signed=False))
+    where = label({axis: int(max(common))} | dict(rest))
+    kind = base.removeprefix("peak_").removesuffix("_bytes")
+    speeds = [_median(side["tokens_per_s"]) for side in at]
+    said = f"; {100 * (speeds[1] / speeds[0] - 1):+.0f} % tokens/s" if speeds[0] and speeds[1] else ""
+    predicted = ", predicted" if found[pair[1]].take("device")["device"].eq("simulated").fillna(False).all() else ""
+    saved = 1 - after / before
+    return saved, f"{now} instead of {was} saves {100 * saved:.0f} %: {ends} {kind}{predicted} at {where}{said}."
+
+
+def _waste(lines: Sequence[Line]) -> list[str]:
+    """Where most is reserved beyond what is allocated."""
+    worst = max(lines, key=lambda line: line.reserved_over_allocated or 0, default=None)
+    if worst is None or (worst.reserved_over_allocated or 0) < 1 + LEAST:
+        return []
+    predicted = " (predicted)" if worst.predicted else ""
+    return [f"Reserved is up to {worst.reserved_over_allocated:.2f} x allocated{predicted}: {worst.label}."]
+
+
+def _fastest(lines: Sequence[Line]) -> list[str]:
+    """Where nothing can be changed for another: the highest measured speed."""
+    known = [line for line in lines if line.tokens_per_s is not None and not line.estimated]
+    best = max(known, key=lambda line: line.tokens_per_s or 0, default=None)
+    return [f"Fastest at the largest that fits: {best.tokens_per_s:,.0f} tokens/s ({best.label})."] if best else []
