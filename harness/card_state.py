@@ -1,6 +1,6 @@
 """How a sweep's cards are while it runs: use, memory and temperature as NVML has them, in a line.
 
-A card is looked at once a second at most, by three cheap questions; NVML is kept open meanwhile, as opening it is not
+A card is looked at every few seconds, by three cheap questions; NVML is kept open meanwhile, as opening it is not
 cheap. Not covered: what a row says of clocks and power (the workers read those), a CPU.
 """
 
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 from vramsweep.harness import machine
 
-EVERY_S = 1.0
+EVERY_S = 5.0  # whether more often would be seen in a step is not known: no card has been asked
 GIB = 1 << 30
 
 

@@ -257,7 +257,9 @@ def test_one_sweep_from_command_to_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "one"
     assert "4 trials, 0 finished before, 4 to do" in done.stdout
-    assert "bytes per token" in done.stdout
+    assert "largest     length  MiB per" in done.stdout and "tiny · torch · fp32" in done.stdout
+    assert "1. All that was tried fits: up to 64 tokens." in done.stdout and "2. A token costs 0.0" in done.stdout
+    assert f"fits      vramsweep fit {folder}" in done.stdout
     for name in ("journal.jsonl", "rows.csv", "report.html"):
         assert (folder / name).is_file()
     assert list((folder / "figures").glob("*.html"))
@@ -265,7 +267,9 @@ def test_one_sweep_from_command_to_report(tmp_path: Path) -> None:
     assert "4 trials, 4 finished before, 0 to do" in again.stdout
     (state,) = json.loads(call("status", str(folder), "--json").stdout)
     assert (state["state"], state["done"], state["total"], state["ok"]) == ("finished", 4, 4, 4)
-    assert "one" in call("status", str(folder)).stdout
+    some = [*words[:4], "seq_len=16", *words[5:], f"results={tmp_path}", "report=false"]
+    assert "1 trial, 1 finished before" in call("sweep", *some).stdout
+    assert "finished  4/4: 4 ok; the last command: 1/1" in call("status", str(folder)).stdout
     assert not list(ROOT.glob("multirun*"))
 
 
@@ -405,3 +409,20 @@ def test_values_of_version_0_1_are_understood_on_the_command_line() -> None:
     old = planned(*same, "optimizer=adamw,adamw_fused", "gradient_checkpointing=true")
     new = planned(*same, "optimizer=adamw_torch,adamw_torch_fused", "checkpointing=full")
     assert [t["trial_id"] for t in old] == [t["trial_id"] for t in new] and len(new) == 2
+
+
+@pytest.mark.slow
+def test_a_sweep_of_which_nothing_could_run_does_not_end_well(tmp_path: Path) -> None:
+    """What is seen to be impossible only where it is to run, also by a sweeper that comes in batches."""
+    words = ["model=tiny", "device=cuda", "world_size=2", "sharding=ddp", "report=false", f"results={tmp_path}"]
+    code = (
+        "import sys\nfrom vramsweep.harness import machine\nfrom vramsweep import __main__ as front_door\n"
+        "card = machine.Gpu(0, 'NVIDIA H100 80GB HBM3', 'GPU-0', '580', 80 << 30, 0, ())\n"
+        "machine.visible_gpus = lambda environ: [card]\nsys.exit(front_door.main(sys.argv[1:]))"
+    )
+    for more in (["-m", "seq_len=8,16"], ["-m", "seq_len=8,16", "hydra.sweeper.max_batch_size=1"],
+                 ["-m", "sweep=frontier", "seq_len=range(8,33,8)", "predict=false"]):  # fmt: skip
+        command = [sys.executable, "-c", code, "sweep", *more, *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2, (more, done.stdout, done.stderr)
+        assert "world_size=2 needs 2 GPUs and 1 is visible" in done.stderr and "Traceback" not in done.stderr
