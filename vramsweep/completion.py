@@ -9,6 +9,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
+from vramsweep.harness.errors import UserError
 from vramsweep.verbs import BY_NAME, VERBS
 
 # bash splits words at = and : as well, and wants only what follows; the whole word is what we complete.
