@@ -49,7 +49,10 @@ def _parsers() -> dict[str, Parser]:
     _input(fit)
     fit.add_argument("--from", dest="start", type=_tokens, metavar="TOKENS", help="shortest x to use")
     fit.add_argument("--to", dest="stop", type=_tokens, metavar="TOKENS", help="longest x to use")
-    fit.add_argument("--metric", action="append", choices=list(METRICS), help="default: all that the rows have")
+    fit.add_argument(
+        "--metric", action="append", choices=list(METRICS), metavar="COLUMN",
+        help=f"one of {', '.join(METRICS)} (default: all that the rows have); may be repeated",
+    )  # fmt: skip
     fit.add_argument("--axis", choices=list(FREE), default="seq_len", help="what curves are along (default: seq_len)")
     fit.add_argument(
         "--prediction", type=Path, metavar="ROWS", help="predicted rows of the same settings, whose shape is taken"

@@ -78,6 +78,16 @@ def groups() -> tuple[Group, ...]:
     return tuple(map(_group, chosen))
 
 
+def every() -> tuple[Setting, ...]:
+    """All settings, those of groups too."""
+    return (*settings(), *(one for group in groups() for one in group.settings))
+
+
+def defaults() -> dict[str, str]:
+    """Every key that can be given as KEY=VALUE, with its default as it is written."""
+    return {one.key: one.default for one in every()}
+
+
 def presets() -> tuple[Option, ...]:
     """The options of sweep=."""
     return next(group.options for group in groups() if group.name == "sweep")

@@ -37,8 +37,8 @@ def shown(text: str) -> str:
     return text if text.isascii() and text.isprintable() else text.translate(_WRITTEN)
 
 
-class Unwritten(Exception):
-    """What was printed on the stream could not be written. No OSError, which who writes a file handles as its own."""
+class Unwritten(BaseException):
+    """What was printed on the stream could not be written. As a KeyboardInterrupt it is nobody's in between."""
 
     def __init__(self, stream: IO[str], error: OSError) -> None:
         super().__init__(error.strerror or str(error))

@@ -14,7 +14,7 @@ from vramsweep import __version__, verbs
 from vramsweep.harness import extras, mistakes, terminal
 from vramsweep.harness.errors import UserError
 
-HARNESS = {verb.name: verb.line for verb in verbs.VERBS if verb.side == verbs.HARNESS}
+HARNESS = {verb.name: verb.line for verb in verbs.VERBS if verb.side != verbs.ANALYSIS}
 ANALYSIS = {verb.name: verb.line for verb in verbs.VERBS if verb.side == verbs.ANALYSIS}
 
 

@@ -87,17 +87,17 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "sweep", SWEEP, "run a sweep: every combination of the settings' values is a trial",
         ("vramsweep sweep model=gpt2 seq_len=512",
-         "vramsweep sweep -m model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,expandable"),
+         "vramsweep sweep -m model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc"),
         HARNESS, _FAILED, settings=True,
     ),
     Verb(
         "run", SWEEP, "sweep a training command of your own, as it is",
-        ("vramsweep run seq_len=512,1024 micro_batch=1,2 -- python train.py --max_len {seq_len} --bs {micro_batch}",
+        ("vramsweep run seq_len=512,1024 micro_batch=1,2 -- python t.py --len {seq_len} --bs {micro_batch}",
          "vramsweep run world_size=2 seq_len=512 -- torchrun --nproc-per-node {world_size} train.py"),
         HARNESS, _FAILED, settings=True,
     ),
     Verb(
-        "plan", SWEEP, "what a sweep would run, what is impossible and why, what it needs, and how long it takes",
+        "plan", SWEEP, "what a sweep would run, what cannot run and why, what it needs, how long it takes",
         ("vramsweep plan -m model=gpt2 seq_len=512,1024,2048", "vramsweep plan -m sweep=auto model=qwen0.5b --json"),
         HARNESS, settings=True,
     ),
@@ -213,7 +213,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "completion", ABOUT, "a shell script that completes verbs, settings and values",
-        ('eval "$(vramsweep completion bash)"', "vramsweep completion bash > ~/.vramsweep.bash"), FRONT,
+        ('eval "$(vramsweep completion bash)"', "vramsweep completion bash"), FRONT,
     ),
     Verb("help", ABOUT, "this, or what VERB --help says", ("vramsweep help", "vramsweep help sweep"), FRONT),
 )  # fmt: skip
@@ -230,9 +230,7 @@ def overview() -> str:
         "  vramsweep sweep -m model=gpt2 seq_len=256,512,1024\n"
         "  vramsweep predict model=llama3-8b device.gpu=h100-80gb seq_len=512..8192..512"
     )
-    parts.append(
-        "vramsweep VERB --help tells more: its options, settings, presets and cards; --version prints the version"
-    )
+    parts.append("vramsweep VERB --help tells more: options, settings, presets, cards; --version prints the version")
     statuses = [_filled(f"  {number:<4}", meaning) for number, meaning in STATUSES.items()]
     parts.append("\n".join(["Exit status", *statuses]))
     return "\n\n".join(parts) + "\n"
