@@ -66,9 +66,6 @@ PICTURES = (
             "results/reference/gpt2-cpu"),
     Picture("memory_by_phase", "Memory by phase", TINY, "results/tiny-torch-cpu/figures/memory_by_phase.svg",
             "Which phase of a step makes the peak, at each length.", "results/tiny-torch-cpu"),
-    Picture("throughput", "Throughput", TINY, "results/tiny-torch-cpu/figures/throughput.svg",
-            "Tokens per second against length. The machine was shared, so these are no speeds of its own.",
-            "results/tiny-torch-cpu"),
     Picture("memory_by_category", "Memory by what it is", QWEN, "results/qwen/figures/memory_by_category.svg",
             "What the peak is made of: weights, gradients, optimizer state, activations and what is short-lived.",
             "results/qwen"),
@@ -122,20 +119,22 @@ def prepared(work: Path) -> None:
 
 
 def run(command: str, work: Path) -> None:
-    """One command as the page shows it, and the figures of its sweep as SVG. Raises CalledProcessError."""
+    """One command as the page shows it, and the figures of its sweep as SVG. Raises SystemExit where one fails."""
     words = shlex.split(command)[1:]
-    if words[0] == "sweep":
-        words = [*words, "report=false"]
-    if words[0] == "report":
-        words = [*words, "--images", "svg"]
     print(f"$ {command}", flush=True)
-    call = [sys.executable, "-m", "vramsweep"]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([*call, *words], cwd=work, env=environ, check=True, stdout=subprocess.DEVNULL)
     if words[0] == "sweep":
-        name = next((word[5:] for word in words if word.startswith("name=")), "tiny-torch-cpu")
-        again = [*call, "report", f"results/{name}", "--images", "svg"]
-        subprocess.run(again, cwd=work, env=environ, check=True, stdout=subprocess.DEVNULL)
+        name = next((word.removeprefix("name=") for word in words if word.startswith("name=")), "tiny-torch-cpu")
+        _call([*words, "report=false"], work)
+        words = ["report", f"results/{name}"]
+    _call([*words, "--images", "svg"] if words[0] == "report" else words, work)
+
+
+def _call(words: list[str], work: Path) -> None:
+    call = [sys.executable, "-m", "vramsweep", *words]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(call, cwd=work, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"vramsweep {shlex.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
 
 
 def draw(wanted: Iterable[tuple[Path, Path]]) -> None:
