@@ -275,11 +275,15 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _paper(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.report.write import write_paper
+    from vramsweep.analysis.report.paper import write_paper
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
-    _print_written(write_paper(table, folder, asked(arguments.rows)), arguments.json, table)
+    given = [f"--ranks={arguments.ranks}"] if arguments.ranks != "worst" else []
+    given += [f"--columns={arguments.columns}"] if arguments.columns else []
+    given += ["--mapping", str(arguments.mapping)] if arguments.mapping else []
+    given += [f"--set={one}" for one in arguments.settings]
+    _print_written(write_paper(table, folder, asked(arguments.rows), given), arguments.json, table)
     return 0
 
 
