@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.metrics import show_bytes
@@ -17,6 +18,7 @@ from vramsweep.harness.gpus import memory_limit, smallest
 
 NEAR = 1.35  # times the largest peak: a limit so far up still is in the figure
 OTHERS = 3
+APART = 0.09  # of the axis
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,19 @@ def card_limit(group: Group, most: float) -> CardLimit | None:
     return CardLimit(str(names[0]), size, True, size <= NEAR * most)
 
 
-def other_limits(own: CardLimit | None, top: float) -> list[CardLimit]:
-    """Cards of other sizes that lie within a figure that reaches to `top` bytes: the largest few, not too near."""
-    found = [CardLimit(f"{size:g} GiB card", float(memory_limit(one)), False, True)
+def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list[CardLimit]:
+    """Other cards that lie within a figure that reaches to `top` bytes, not too near to each other: those that the rows
+    are of, then the largest few of other sizes."""
+    mine = frame.assign(card=card(frame), limit=allocator_limits(frame)).dropna(subset=["card"])
+    limits = mine.groupby("card")["limit"].max().dropna()
+    swept = [CardLimit(str(name), float(size), False, True) for name, size in limits.items()]
+    sizes = [CardLimit(f"{size:g} GiB card", float(memory_limit(one)), False, True)
              for size in SIZES if (one := smallest(size)) is not None]  # fmt: skip
     taken = [own.size] if own is not None else []
     kept: list[CardLimit] = []
-    for one in sorted(found, key=lambda one: -one.size):
-        apart = all(abs(one.size - other) > 0.07 * top for other in taken)
-        if 0.15 * top < one.size < 0.97 * top and apart and len(kept) < OTHERS:
+    for one in (*sorted(swept, key=lambda one: -one.size), *sorted(sizes, key=lambda one: -one.size)):
+        apart = all(abs(one.size - other) > APART * top for other in taken)
+        if 0.15 * top < one.size < 0.97 * top and apart and len(kept) < max(OTHERS, len(swept)):
             kept.append(one)
             taken.append(one.size)
     return kept

@@ -40,6 +40,7 @@ OF_PEAK = {part: f"peak_{part}_bytes" for part in PARTS}
 BEYOND = "reserved beyond"
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 AXES = {"seq_len": LENGTH, "micro_batch": "micro-batch (samples)"}
+AHEAD = 1.5  # times the largest that fits: what runs out of memory is drawn as far as that
 CONFIGURATIONS = 16  # of which the page's reader can choose one; bars: as many are shown
 THIN = 300  # of the axis: a part less than this is not looked for
 STRIP = 0.05  # of the height: the phases
@@ -58,6 +59,7 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
     for axis in AXES:
         found = view.groups if axis == "seq_len" else groups(view.table, axis)
         known = [group for group in found if not group.varies and _rows(group, axis)[axis].nunique() > 1]
+        known.sort(key=lambda group: -len(_rows(group, axis)))  # of several cards, the one that most fits
         if known:
             return [_stacked(view, known[:CONFIGURATIONS], axis, len(known), beside, measured)]
     known = [group for group in view.groups if len(_rows(group, "seq_len"))][:CONFIGURATIONS]
@@ -100,25 +102,26 @@ def _stacked(
         yaxis2={"domain": [1 - STRIP, 1], "range": [0, 1], "visible": False, "fixedrange": True},
         hovermode="x unified", showlegend=True, legend=plots.ABOVE | {"traceorder": "normal"}, meta={"most": 1},
     )  # fmt: skip
+    places = np.concatenate([rows[axis].to_numpy(float), out[axis].to_numpy(float), ran[axis].to_numpy(float)])
+    last = min(places.max(), max(AHEAD * rows[axis].max(), out[axis].min() if len(out) else 0.0))
     ends: list[End] = []
     data = []
     for number, group in enumerate(known):
         look, mine = view.look(group, hidden=number > 0), _rows(group, axis)
         _areas(plot, mine, axis, look, unit, top, ends)
-        _strip(plot, mine, axis, look)
+        _strip(plot, mine, axis, look, last - places.min())
         data.append(_frame(mine, axis, group).assign(shown=number == 0))
     _crosses(plot, out, axis, own, view.look(first), unit)
     _measured(plot, ran, axis, view.look(first), unit)
-    for limit in [*([own] if own is not None and own.size <= top else []), *other_limits(own, top)]:
+    for limit in [*([own] if own is not None and own.size <= top else []), *other_limits(own, top, view.table.frame)]:
         add_card_limit(plot, limit, unit)
     finish(plot, ends, [0.0, top / unit], zero=True, share=1 - STRIP)
-    places = np.concatenate([rows[axis].to_numpy(float), out[axis].to_numpy(float), ran[axis].to_numpy(float)])
-    plot.update_xaxes(range=[places.min(), places.max() + 0.02 * np.ptp(places)])
+    plot.update_xaxes(range=[places.min(), last + 0.02 * (last - places.min())])
     caption = sentence(
         _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "",
         _phases(rows, axis),
         f"Points: {len(ran):,} rows measured with these settings; filled: allocated, open: reserved." if len(ran) else "",
-        f"Crosses: {len(out):,} that run out of memory." if len(out) else "",
+        f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
         "" if own is None or own.size <= top else own.told(),
     )  # fmt: skip
     found = pd.concat([*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True)
@@ -146,8 +149,11 @@ def _areas(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top:
         base += size
 
 
-def _strip(plot: Any, rows: pd.DataFrame, axis: str, look: Look) -> None:
-    """Above the stack, which phase holds the peak; it changes somewhere between two rows, drawn in their middle."""
+def _strip(plot: Any, rows: pd.DataFrame, axis: str, look: Look, reach: float) -> None:
+    """Above the stack, which phase holds the peak; it changes somewhere between two rows, drawn in their middle.
+
+    `reach` is how much of the axis is seen: what has no room for its name goes without.
+    """
     x, held = rows[axis].to_numpy(float), highest(rows)
     edges = [x[0], *((x[1:] + x[:-1]) / 2), x[-1]]
     begin = 0
@@ -161,7 +167,7 @@ def _strip(plot: Any, rows: pd.DataFrame, axis: str, look: Look) -> None:
                 x=[left, right, right, left], y=[0, 0, 1, 1], yaxis="y2", fill="toself", mode="lines",
                 fillcolor=shades[begin % 2], line={"width": 0}, hoverinfo="skip", showlegend=False, **look.trace,
             )  # fmt: skip
-            if (right - left) / (x[-1] - x[0]) * NARROW > 7 * len(held[begin]):
+            if (right - left) / reach * NARROW > 7 * len(held[begin]):
                 own = Look(INK, settings=look.settings, hidden=look.hidden)
                 plots.add_text(plot, [(left + right) / 2], [0.5], [held[begin]], own, "middle center", 11, yaxis="y2")
         begin = number
@@ -287,7 +293,7 @@ def _lying(
     plot.update_layout(barmode="stack", bargap=0.3, showlegend=True, legend=plots.ABOVE | {"traceorder": "normal"})
     plot.update_xaxes(tickformat=",~g", range=[0, top / unit * 1.04])
     plot.update_yaxes(type="category", autorange="reversed", tickformat=None, showgrid=False)
-    for limit in [*([own] if own is not None and own.near else []), *other_limits(own, top)][:3]:
+    for limit in [*([own] if own is not None and own.near else []), *other_limits(own, top, view.table.frame)][:3]:
         add_card_limit(plot, limit, unit, upright=True)
     data = rows.assign(group=[group.label for group in known], **stack).drop(columns=["oom_parts_bytes"], errors="ignore")
     return Figure(name, title, sentence(caption, "" if own is None else own.told()), plot, data)

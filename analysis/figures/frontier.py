@@ -6,17 +6,23 @@ and cards are headings. A bar is solid as far as rows ran, hatched as far as a n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from vramsweep.analysis.data.groups import Group
+from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import INK, Figure, escape, faint, new_plot, sentence
 from vramsweep.analysis.figures.view import Look, View, baseline, names
 from vramsweep.analysis.model.frontier import REACH, Limit, as_frame
+from vramsweep.analysis.model.observe import allocator_limits
 
-CARDS, LINES = 3, 18  # at most: cards, and rows in all
+CARDS, LINES = 3, 18  # at most: cards where there are several settings, and rows in all
+_CARD = ("simulated_gpu", "gpu_name", "trial.device.gpu")
 APART = 1.4  # times as large: cards nearer to each other say nearly the same
 AROUND = 90  # px of the figure that are not rows
 ROW = 26  # px
@@ -26,47 +32,79 @@ ROOM = 0.2  # of the width: the numbers behind the longest bar
 def frontier_chart(view: View) -> list[Figure]:
     """Rows of the cards that this sweep is about, and of those around them that have something to say."""
     every = [one for one in view.limits if one.axis == "seq_len" and one.multiples_of is None]
-    said = [one for one in every if _reach(one) > 0]
-    having = {one.group for one in said}
-    shown, note = baseline([group for group in view.groups if group.id in having], ("micro_batch", "allocator"))
+    said = {(one.gib, one.group): one for one in every if _reach(one) > 0}
+    having = {group for _, group in said}
+    alike = _alike([group for group in view.groups if group.id in having])
+    shown, note = baseline([first for first, *_ in alike], ("micro_batch", "allocator"))
     if not shown:
         return []
-    sizes = _cards(view, [one for one in said if one.group in {group.id for group in shown}])
+    of = {first.id: [first, *others] for first, *others in alike}
+    best = {(size, group.id): found for size in sorted({size for size, _ in said}) for group in shown
+            if (found := _nearest(said, size, of[group.id])) is not None}  # fmt: skip
+    sizes = _cards(view, best, LINES if len(shown) == 1 else CARDS)
     if len(shown) > (most := max(1, LINES // len(sizes))):
-        shown, note = shown[:most], f"{most} of {len(having):,} groups."
-    told = names(shown) if len(shown) > 1 else ["" for _ in shown]
+        shown, note = shown[:most], f"{most} of {len(alike):,} groups."
     plot = new_plot("sequence length (tokens)", "")
-    at, ticks, top, endless = 0.0, [], 0.0, False
+    at, ticks, top = 0.0, [], 0
     for size in sizes:
-        heading = next(one for one in said if one.gib == size)
-        plot.add_annotation(
-            x=0, xref="paper", y=at, text=f"<b>{size:g} GiB card</b>, {heading.usable_gib:.1f} usable", xanchor="left",
-            yanchor="middle", showarrow=False, font={"size": 12, "color": INK}, name="card",
-        )  # fmt: skip
-        at += 1
-        for group, name in zip(shown, told, strict=True):
-            one = next((one for one in said if one.gib == size and one.group == group.id), None)
-            ticks.append((at, name if one is not None else f"{name}: nothing known"))
-            if one is not None:
-                beyond = _beyond(view, one)
-                _row(plot, at, one, view.look(group), name or group.label, view.predicted, beyond)
-                top, endless = max(top, _reach(one), one.high or 0, beyond or 0), endless or bool(beyond)
+        usable = next(one.usable_gib for (gib, _), (one, _) in best.items() if gib == size)
+        heading = f"<b>{size:g} GiB card</b>, {usable:.1f} usable"
+        if len(shown) > 1:
+            plot.add_annotation(
+                x=0, xref="paper", y=at, text=heading, xanchor="left", yanchor="middle", showarrow=False,
+                font={"size": 12, "color": INK}, name="card",
+            )  # fmt: skip
             at += 1
-        at += 0.4
+        for group, name in zip(shown, names(shown), strict=True):
+            one, whose = best.get((size, group.id), (None, group))
+            told = name if len(shown) > 1 else f"{size:g} GiB card"
+            ticks.append((at, escape(plots.short(told, 40)) + ("" if one is not None else ": nothing known")))
+            if one is not None:
+                look = replace(view.look(group), settings=view.look(whose).settings)
+                top = max(top, _row(plot, at, one, look, told, view.predicted, _beyond(view, one)))
+            at += 1
+        at += 0.4 if len(shown) > 1 else 0
     plot.update_layout(barmode="overlay", bargap=0.35, height=AROUND + ROW * at, margin={"t": 16})
     plot.update_yaxes(
-        tickvals=[where for where, _ in ticks], ticktext=[escape(plots.short(name, 40)) for _, name in ticks],
-        range=[at - 0.6, -0.7], showgrid=False, ticks="", tickformat=None, showline=False,
+        tickvals=[where for where, _ in ticks], ticktext=[text for _, text in ticks], range=[at - 0.5, -0.7],
+        showgrid=False, ticks="", tickformat=None, showline=False,
     )  # fmt: skip
-    plot.update_xaxes(range=[0, top / (1 - ROOM)], rangemode="tozero", tickformat=",~d")
-    solid = "Hatched: predicted to fit" if view.predicted else "Solid: ran; hatched: a new run is safe (97.5 %)"
+    plot.update_xaxes(range=[0, top / (1 - ROOM)], tickformat=",~d")
+    drawn = [one for one, _ in best.values() if one.gib in sizes]
     caption = sentence(
-        f"{solid}; tick: the estimate, line: as far as one may fit (95 %).",
-        "Arrow: more than the fit can say." if endless else "",
-        "° and paler: beyond the lengths that the fit has seen." if any(one.extrapolated for one in said) else "",
+        "Hatched: predicted to fit" if view.predicted else "Solid: ran; hatched: a new run is safe (97.5 %)",
+        "tick: the estimate, line: as far as one may fit (95 %).",
+        "Arrow: more than the fit can say." if any(_beyond(view, one) for one in drawn) else "",
+        "° and paler: beyond the lengths that the fit has seen." if any(one.extrapolated for one in drawn) else "",
         note,
-    )  # fmt: skip
+    ).replace(") tick", "); tick").replace("fit tick", "fit; tick")  # fmt: skip
     return [Figure("frontier", "How long one can go on which card", caption, plot, as_frame(every))]
+
+
+def _alike(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups that differ in their card alone stand for one setting: of each card its own rows say most."""
+    found: dict[Any, list[Group]] = {}
+    for group in groups:
+        rest = {key: value for key, value in group.settings.items() if key not in _CARD}
+        found.setdefault(tuple(sorted(rest.items(), key=str)), []).append(group)
+    return list(found.values())
+
+
+def _nearest(said: Mapping[tuple[float, str], Limit], size: float, groups: Sequence[Group]) -> tuple[Limit, Group] | None:
+    """What is said of a size by the group whose own card is nearest to it."""
+    known = [(one, group) for group in groups if (one := said.get((size, group.id))) is not None]
+
+    def away(one: tuple[Limit, Group]) -> float:
+        own = _own(one[1].take("memory_limit_bytes", "device_total_bytes"))
+        return min((abs(np.log(limit / one[0].usable_gib)) for limit in own), default=0.0)
+
+    return min(known, key=away, default=None)
+
+
+def _own(frame: pd.DataFrame) -> list[float]:
+    """What the cards of these rows have for the allocator, GiB."""
+    limits = allocator_limits(frame)
+    return [float(one) / GIB for one in np.unique(limits[np.isfinite(limits)])]
 
 
 def _reach(one: Limit) -> int:
@@ -74,18 +112,15 @@ def _reach(one: Limit) -> int:
     return max(one.largest_ok or 0, one.low or 0, one.value or 0)
 
 
-def _cards(view: View, said: Sequence[Limit]) -> list[float]:
-    """The sizes of the rows' own cards, then those nearest below and above; of sizes that say the same only one."""
-    own = view.table.frame["memory_limit_bytes"].fillna(view.table.frame["device_total_bytes"]).dropna().unique()
-    sizes = sorted({one.gib for one in said})
-    usable = {one.gib: one.usable_gib for one in said}
-    mine = {min(sizes, key=lambda size: abs(usable[size] - float(limit) / 2**30)) for limit in own} & set(sizes)
-    known = {size: tuple((one.group, one.largest_ok, one.value) for one in said if one.gib == size) for size in sizes}
-    kept = sorted(mine)[:CARDS]
-    middle = kept[0] if kept else sizes[len(sizes) // 2]
-    for size in sorted(sizes, key=lambda size: abs(np.log(size / middle))):
-        new = all(known[size] != known[other] and abs(np.log(size / other)) > np.log(APART) for other in kept)
-        if len(kept) < CARDS and new:
+def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], most: int) -> list[float]:
+    """The sizes of the rows' own cards, then those nearest below and above, not too near to each other."""
+    usable = {size: one.usable_gib for (size, _), (one, _) in best.items()}
+    own = _own(view.table.frame[["memory_limit_bytes", "device_total_bytes"]])
+    kept = sorted({min(usable, key=lambda size: abs(usable[size] - limit)) for limit in own})[:most]
+    middle = kept[0] if kept else sorted(usable)[len(usable) // 2]
+    for size in sorted(usable, key=lambda size: abs(np.log(size / middle))):
+        new = all(abs(np.log(size / other)) > np.log(APART) for other in kept)
+        if new and len(kept) < min(most, CARDS):
             kept.append(size)
     return sorted(kept)
 
@@ -98,7 +133,8 @@ def _beyond(view: View, one: Limit) -> int | None:
     return None if fit is None else int(REACH * fit.range[1])
 
 
-def _row(plot: Any, at: float, one: Limit, look: Look, name: str, predicted: bool, beyond: int | None) -> None:
+def _row(plot: Any, at: float, one: Limit, look: Look, name: str, predicted: bool, beyond: int | None) -> int:
+    """One setting on one card; how far it reaches on the axis."""
     proven, low = one.largest_ok or 0, max(one.low or 0, one.largest_ok or 0)
     if predicted:
         proven, low = 0, max(low, proven)
@@ -140,5 +176,4 @@ def _row(plot: Any, at: float, one: Limit, look: Look, name: str, predicted: boo
         guess = f"≈ {one.value:,}{'°' * one.extrapolated}"
     text = ", ".join(filter(None, (ran, guess)))
     plots.add_text(plot, [end], [at], [f" {text}"], Look(INK, settings=look.settings), "middle right", 11)
-
-
+    return end

@@ -41,7 +41,7 @@ def column(figure: Figure) -> go.Figure:
     for axis in (*plot.select_xaxes(), *plot.select_yaxes()):
         axis.title.update(standoff=4, font={"size": TEXT})
     for note in plot.layout.annotations:
-        note.font.size = max(SMALL, min(note.font.size or TEXT, TEXT))
+        note.font.size = SMALL if note.name in ("card", "limit") else max(SMALL, min(note.font.size or TEXT, TEXT))
     for trace in plot.select_traces(selector={"type": "scatter"}):
         if trace.mode == "text":
             trace.textfont.size = SMALL
@@ -76,13 +76,14 @@ def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "xref": "paper",
                    "itemwidth": 30, "font": {"size": TEXT}},
         "margin": {"l": 44, "r": round(right), "t": 22 if world else 8, "b": 42 + 20 * lines},
-        "xaxis": {"nticks": 5, "tickangle": 0},
+        "xaxis": {"tickangle": 0},
         "yaxis": _wrapped(plot.layout.yaxis, height - 20 * lines),
     }  # fmt: skip
     if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
         layout["yaxis2"] = _wrapped(plot.layout.yaxis2, height - 20 * lines)
     ticks = plot.layout.yaxis.ticktext or ()
-    across = width - layout["margin"]["r"] - max(44, size * max((len(str(one)) for one in ticks), default=0))
+    across = width - layout["margin"]["r"] - max(60, size * max((len(str(one)) for one in ticks), default=0))
+    layout["xaxis"]["nticks"] = max(3, min(5, int(across / 55)))
     if (reach := _reach(plot, across)) is not None:
         layout["xaxis"]["range"] = [plot.layout.xaxis.range[0], reach]
     return {"layout": layout, "traces": traces}
@@ -92,8 +93,9 @@ def _wrapped(axis: Any, height: float) -> dict[str, Any]:
     """Fewer ticks, and the title in as many lines as it needs."""
     low, high = axis.domain or (0.0, 1.0)
     words = str(axis.title.text or "").replace("<br>", " ")
-    told = "<br>".join(textwrap.wrap(words, max(8, int(height * (high - low) / (0.56 * TEXT)))))
-    return {"title": {"text": told}} | ({"nticks": 5} if axis.tickvals is None else {})
+    told = "<br>".join(textwrap.wrap(words, max(9, int(height * (high - low) / (0.56 * TEXT)))))
+    few = 5 if high - low > 0.5 else 3
+    return {"title": {"text": told}} | ({"nticks": few} if axis.tickvals is None else {})
 
 
 def _reach(plot: Any, across: float) -> float | None:

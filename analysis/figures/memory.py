@@ -29,8 +29,9 @@ FAINT = 0.45
 def by_length(view: View) -> list[Figure]:
     """Peak allocated (else active) and reserved memory of a few groups that differ in batch."""
     fitted = {fit.group for fit in view.fits if fit.metric.memory}
-    known = [group for group in view.groups if group.id in fitted]
-    drawn = known[:TOGETHER] if len(known) <= TOGETHER else others_equal(known, ("micro_batch",))[:TOGETHER]
+    most = {fit.group: fit.lengths for fit in view.fits}
+    known = sorted((group for group in view.groups if group.id in fitted), key=lambda group: -most[group.id])
+    drawn = known if len(known) <= TOGETHER else others_equal(known, ("micro_batch",))[:TOGETHER]
     if not drawn:
         return []
     others = [group for group in known if all(group is not one for one in drawn)]

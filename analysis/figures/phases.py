@@ -39,10 +39,11 @@ def highest(rows: pd.DataFrame) -> list[str]:
 
 def phases(view: View) -> list[Figure]:
     """Peak allocated of each phase of a step against length, over what is allocated and reserved in all."""
-    group = next((g for g in having(view.groups, *COLUMNS[1:]) if len(g.ok(*COLUMNS[1:], "seq_len"))), None)
-    group = group or next((g for g in view.groups if _known(g)), None)
-    if group is None:
+    known = [g for g in having(view.groups, *COLUMNS[1:]) if len(g.ok(*COLUMNS[1:], "seq_len"))]
+    known = known or [g for g in view.groups if _known(g)]
+    if not known:
         return []
+    group = max(known, key=lambda one: one.ok("seq_len")["seq_len"].nunique())  # the first of equals
     top = _known(group)
     columns = [*top, *([] if group.resident else ["peak_reserved_bytes"]), *COLUMNS]
     rows = group.ok("seq_len", also=[*columns, "micro_batch"]).dropna(subset=columns, how="all")

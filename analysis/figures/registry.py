@@ -66,26 +66,27 @@ def rows_of(figure: Figure, frame: pd.DataFrame) -> pd.DataFrame:
 def source(frame: pd.DataFrame) -> str:
     """In small print: whether these rows are measured, on which card, with which versions, of which sweep."""
     predicted = frame["device"].eq("simulated").fillna(False)
+    sweep = _few("sweeps", frame["sweep"])
     foreign = frame["foreign"].dropna().unique()
     kinds = ["measured"] * bool((~predicted).any()) + ["predicted"] * bool(predicted.any())
-    cards = _few(frame["simulated_gpu"].fillna(frame["gpu_name"]).fillna(frame["cpu_name"]))
+    cards = _few("cards", frame["simulated_gpu"].fillna(frame["gpu_name"]).fillna(frame["cpu_name"]))
     on = ("for " if kinds == ["predicted"] else "on ") + cards if cards else "card unknown"
     versions = [
         f"{name} {told}"
         for name in ("torch", "transformers", "deepspeed", "vramsweep")
-        if (told := _few(frame[f"{name}_version"], 2)) and (name != "deepspeed" or frame["runner"].eq(name).any())
+        if (told := _few("versions", frame[f"{name}_version"], 2)) and (name != "deepspeed" or frame["runner"].eq(name).any())
     ]
-    of = f"from {_few(frame['foreign'])}" if len(foreign) else f"sweep {_few(frame['sweep'])}" if _few(frame["sweep"]) else ""
+    of = f"from {_few('files', frame['foreign'])}" if len(foreign) else f"sweep {sweep}" if sweep else ""
     rows = f"{len(frame):,} row{'s' * (len(frame) != 1)}"
     return f"{' and '.join(kinds).capitalize()} {on} · {', '.join(versions) or 'versions unknown'} · {of}, {rows}".replace(
         " · , ", " · "
     )
 
 
-def _few(column: pd.Series[str], most: int = 3) -> str:
+def _few(what: str, column: pd.Series[str], most: int = 3) -> str:
     """Its values, or how many there are."""
     found = [str(one) for one in column.dropna().unique()]
-    return ", ".join(found) if len(found) <= most else f"{len(found)} of them"
+    return ", ".join(found) if len(found) <= most else f"{len(found)} {what}"
 
 
 def by_name(figures: Sequence[Figure], name: str) -> Figure | None:
