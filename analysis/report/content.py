@@ -17,10 +17,9 @@ from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import inferred as figures_inferred
-from vramsweep.analysis.figures import lengths as figures_lengths
-from vramsweep.analysis.figures import parts as figures_parts
-from vramsweep.analysis.figures import plots, rows, timelines
+from vramsweep.analysis.figures import plots, registry, timelines
 from vramsweep.analysis.figures import residuals as figures_residuals
+from vramsweep.analysis.figures.view import View
 from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import Fit, fit_table
 from vramsweep.analysis.model.frontier import Limit, frontier
@@ -65,7 +64,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
     asked_for = answered(table, answer)
     fits: list[Fit] = []
     limits: list[Limit] = []
-    drawn: list[plots.Figure] = []
+    views: list[tuple[str, View]] = []
     found: list[str] = []
     leading: list[str] = []  # said before the fits, also in the terminal
     notes: list[str] = []
@@ -82,14 +81,11 @@ def collect(table: Table, answer: str | None = None) -> Content:
         jobs = parts.jobs(own)
         own_limits = frontier(part, fits=own_fits, found=own, most=most)
         over_lengths = lengths.runs(own)
-        own_plots = [
-            *plots.of_fits(own_fits, own),
-            *figures_lengths.of_lengths(over_lengths),
-            *figures_parts.of_jobs(jobs),
-            *rows.of_rows(own, own_limits),
-        ]
-        alone, predicted = len(worlds) == 1, name == PREDICTED
-        drawn += own_plots if alone and not predicted else [plots.of_world(f, name, alone) for f in own_plots]
+        predicted = name == PREDICTED
+        still, varied = ([group for group in own if group.varies is side] for side in (False, True))
+        views.append(
+            (name, View(part, still, varied, own_fits, own_limits, over_lengths, jobs, predicted=predicted))
+        )
         first = [*parts.sentences(jobs), *lengths.sentences(over_lengths)]
         leading += [f"{PREDICTED.capitalize()}: {s}" for s in first] if predicted else first
         said = [*first, *findings.findings(part, own, own_fits)]
@@ -100,7 +96,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
         limits += own_limits
     replays, replay_notes = what_if_tables(table)
     over_steps, peaks, step_notes = timelines.of_table(table)
-    drawn += [*over_steps, *figures_inferred.of_inferred(table)]
+    drawn = [*registry.draw(views, beside), *over_steps, *figures_inferred.of_inferred(table)]
     notes += [*replay_notes, *step_notes]
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
