@@ -1,49 +1,99 @@
-"""report.html: one self-contained page. Everything from rows is escaped; nothing is fetched, the page forbids it."""
+"""report.html: one self-contained page. Everything from rows is escaped; nothing is fetched, the page forbids it.
+
+What is large (plotly, figures, rows) is deflated and in base64, and report.js unpacks it: a page of 20,000 rows stays a
+few megabytes. The page needs a browser of 2023 or later for that (DecompressionStream).
+
+Not covered: what is said (content.py), how it looks and reacts (templates/, report.css, report.js, rows.js).
+"""
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from vramsweep.analysis.data import markup
-from vramsweep.analysis.data.load import Table, trials
 from vramsweep.analysis.figures import files
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report.content import Content
-from vramsweep.analysis.report.findings import COMMAND, reproduce
+from vramsweep.analysis.report.findings import COMMAND
+from vramsweep.analysis.report.picker import KIND, Picker, claim_of, forbidding, in_words
+from vramsweep.analysis.report.row_data import MOST, row_data
 from vramsweep.harness.terminal import shown
 
-MOST_ROWS = 400
-_ADDRESS = re.compile(r"https://[\w./:#?=&;%~+-]*\w")
+BEHIND = 40  # rows of the data behind a figure; its CSV has all
 HOLDS = "What holds the peak"
+_ADDRESS = re.compile(r"https://[\w./:#?=&;%~+-]*\w")
 _SECTIONS = (
-    ("findings", "Findings"), ("warnings", "Warnings"), ("figures", "Figures"), ("tables", "Tables"),
-    ("fits", "Fits in words"), ("asked", "What was asked"), ("machine", "Machine and versions"), ("methods", "Methods"),
-    ("rows", "Rows and how to reproduce them"),
+    ("findings", "Findings"), ("warnings", "Before you rely on it"), ("figures", "Figures"), ("tables", "Tables"),
+    ("rows", "Rows"), ("fits", "Fits in words"), ("asked", "What was asked"), ("machine", "Machine and versions"),
+    ("methods", "Methods"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its heading, and whether it holds numbers, which stand to the right."""
+
+    name: str
+    number: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell's text, and the flags of the rows that its number is of, in words; "" where there are none."""
+
+    text: str
+    flags: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table, and the group that it is of, where it is of one."""
+
+    group: int | None
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as a template sets it."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[Line, ...]
 
 
 def render(content: Content) -> str:
     """The whole page as text."""
-    named = (("answer", content.answer.title), *_SECTIONS) if content.answer else _SECTIONS
-    rows, more = _rows(content.table)
+    picker = content.picker
+    kinds = list(dict.fromkeys(own[KIND] for own in picker.settings if KIND in own))
+
+    def kind(figure: Figure) -> str:
+        ends = {name: re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for name in kinds}
+        return next((name for name, end in ends.items() if figure.name.endswith(f"_{end}")), "")
+
     return page(
-        "report", title=content.title, content=content, sections=named, rows=rows, more=more, code=(COMMAND,),
-        plotly=_plotly(bool(content.figures)),
+        "report", title=content.title, content=content, sections=_SECTIONS, picker=picker, code=(COMMAND,), kind=kind,
+        file=lambda figure: f"figures/{figure.name}.csv", drawn=bool(content.figures),
+        rows=packed(json.dumps(row_data(content.table, picker), separators=(",", ":"))),
+        more=max(0, len(content.table.frame) - MOST), choices=_choices(picker),
     )  # fmt: skip
 
 
 def of_figures(title: str, parts: Sequence[tuple[Figure, pd.DataFrame]]) -> str:
     """A page of figures alone, each with its table below."""
-    return page("figures", title=title, parts=parts, holds=HOLDS, plotly=_plotly(True))
+    return page("figures", title=title, parts=parts, holds=HOLDS, drawn=bool(parts), choices=_choices(Picker()))
 
 
 def page(template: str, **values: Any) -> str:
@@ -56,28 +106,71 @@ def part(macro: str, *values: Any) -> str:
     return str(getattr(_environment().get_template("macros.html.j2").module, macro)(*values))
 
 
+def packed(text: str) -> Markup:
+    """Deflated and in base64: no character of it is markup."""
+    return Markup(base64.b64encode(zlib.compress(text.encode(), 9)).decode())
+
+
+def grid(frame: pd.DataFrame, picker: Picker | None = None) -> Grid:
+    """A frame as a table; where its index names groups of the picker, with their flags beside the first number that
+    each flag is about."""
+    columns = tuple(Column(str(name), markup.numeric(frame[name])) for name in frame.columns)
+    lines = []
+    for group, row in zip(frame.index, frame.to_numpy(), strict=True):
+        number = picker.number(group) if picker else None
+        left = {"memory", "speed"} if picker and number is not None else set()
+        cells = []
+        for column, value in zip(columns, row, strict=True):
+            claim = claim_of(column.name) if column.number else None
+            flags = ""
+            if picker and number is not None and claim in left:
+                left.discard(claim)
+                of = forbidding(picker.flags[number], claim)
+                flags = in_words(of) if of else ""
+            cells.append(Cell(str(value), flags))
+        lines.append(Line(number, tuple(cells)))
+    return Grid(columns, tuple(lines))
+
+
+def _choices(picker: Picker) -> dict[str, Any]:
+    return {"axes": [axis.key for axis in picker.axes], "groups": picker.settings, "kind": KIND}
+
+
 @cache
 def _environment() -> Environment:
     """Whatever a template shows is text, and what would turn the direction of writing is written out in it."""
     made = Environment(
         loader=FunctionLoader(lambda name: _read(f"templates/{name}")), autoescape=True, undefined=StrictUndefined,
-        finalize=lambda value: value if isinstance(value, Markup) else shown(str(value)), trim_blocks=True,
+        finalize=_shown, trim_blocks=True,
     )  # fmt: skip
-    made.globals |= {"resource": lambda name: Markup(_read(name)), "numeric": markup.numeric, "as_div": _as_div}
+    made.globals |= {
+        "resource": lambda name: Markup(_read(name)), "library": _library, "spec": _spec, "grid": grid,
+        "beginning": _beginning, "json": _json, "count": lambda number: f"{number:,}",
+    }  # fmt: skip
     made.filters["links"] = _links
     return made
+
+
+def _shown(value: Any) -> Any:
+    return value if isinstance(value, Markup) else shown(str(value))
 
 
 def _read(name: str) -> str:
     return resources.files("vramsweep.analysis.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _plotly(wanted: bool) -> Markup:
-    return Markup(files.plotly_script() if wanted else "")
+@cache
+def _library() -> Markup:
+    return packed(files.plotly_script())
 
 
-def _as_div(figure: Figure, number: int) -> Markup:
-    return Markup(files.as_div(figure, number))
+def _spec(figure: Figure) -> Markup:
+    return packed(str(figure.plot.to_json()))
+
+
+def _json(value: Any) -> Markup:
+    """JSON for a script element, which `</script>` would end."""
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", r"\u003c"))
 
 
 def _links(text: str) -> Markup:
@@ -85,15 +178,15 @@ def _links(text: str) -> Markup:
     return Markup(_ADDRESS.sub(lambda found: f'<a href="{found[0]}">{found[0]}</a>', str(escape(shown(text)))))
 
 
-def _rows(table: Table) -> tuple[list[dict[str, str]], int]:
-    frame = table.frame
-    first = frame.head(MOST_ROWS)
-    known = trials(Path(table.source), set(first["trial_id"].dropna()))
-    lines = []
-    for _, row in first.iterrows():
-        speed = "–" if pd.isna(row["tokens_per_s"]) else f"{float(row['tokens_per_s']):,.0f}"
-        memory = "–" if pd.isna(row["peak_reserved_bytes"]) else f"{int(row['peak_reserved_bytes']) / 2**30:,.2f}"
-        what = str(row["outcome"]) + ("" if pd.isna(row["reason"]) else f": {row['reason']}")
-        line = {"trial": str(row["trial_id"]), "outcome": what, "reserved": memory, "speed": speed}
-        lines.append(line | {"command": reproduce(row, known.get(row["trial_id"]))})
-    return lines, len(frame) - len(first)
+def _beginning(frame: pd.DataFrame) -> pd.DataFrame:
+    """The first rows of the data behind a figure, as text."""
+    return frame.head(BEHIND).astype(object).map(_cell).reset_index(drop=True)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float | np.floating) and np.isfinite(value):
+        return f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:,.6g}"
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return f"{value:,}"
+    missing = value is None or (not isinstance(value, list | tuple | dict | np.ndarray) and pd.isna(value))
+    return "–" if missing else str(value)
