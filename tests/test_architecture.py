@@ -60,6 +60,7 @@ def test_imports(path: Path) -> None:
     if package == "analysis":
         allowed = {
             "allocator",
+            "check",
             "command",
             "console",
             "efficiencies",

@@ -23,7 +23,9 @@ from vramsweep.analysis.figures.view import View
 from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import Fit, fit_table
 from vramsweep.analysis.model.frontier import Limit, frontier
+from vramsweep.analysis.report import answer as answers
 from vramsweep.analysis.report import findings, tables
+from vramsweep.analysis.report.picker import Picker, picker
 
 FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
 SHOWN = 200  # groups that figures, findings and warnings look at
@@ -53,6 +55,8 @@ class Content:
     asked: dict[str, str]
     machine: dict[str, str]
     methods: str
+    card: answers.Card
+    picker: Picker
     answer: Answered | None = None
 
 
@@ -71,10 +75,12 @@ def collect(table: Table, answer: str | None = None) -> Content:
     worlds = split_worlds(table)
     beside = Beside(table)
     all_groups = []
+    by_world = []
     all_jobs: list[parts.Job] = []
     for name, part in worlds:
         own = groups(part)
         all_groups += own
+        by_world.append((name, own))
         most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
         own_fits, own_notes = fit_table(part, limit=most, found=own, beside=beside.of)
         own = own[:SHOWN]
@@ -113,7 +119,8 @@ def collect(table: Table, answer: str | None = None) -> Content:
     kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""
     sweep = findings.values(table.frame, "sweep") or table.source
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
-    when = "" if pd.isna(first) else f", {first} to {last}"
+    days = [] if pd.isna(first) else list(dict.fromkeys(str(one)[:10] for one in (first, last)))
+    when = f", {' to '.join(days)}" if days else ""
     return Content(
         table=table,
         title=f"Memory and throughput: {Path(sweep).name}",
@@ -150,6 +157,8 @@ def collect(table: Table, answer: str | None = None) -> Content:
         asked=findings.asked(table),
         machine=findings.machine(table),
         methods=findings.methods(table, fits),
+        card=answers.card(table, all_groups, fits, limits, answers.verdict(table)),
+        picker=picker(table, by_world),
         answer=asked_for,
     )
 
