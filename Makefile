@@ -27,7 +27,7 @@ endif
 GRID = -m $(MODEL:%=model=%) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sweep plan status doctor check report paper test test-all lint format gpu-check validate bench torture lock audit
+.PHONY: help setup sweep plan status doctor check report paper test test-all lint format docs gpu-check validate bench torture lock audit
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -113,6 +113,10 @@ format: $(READY)  ## let ruff rewrite
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
+docs: $(READY)  ## the documentation site: build/docs/index.html; needs no network, neither to build nor to read
+	$(PY) docs/reference.py
+	$(PY) -m sphinx -W --keep-going --quiet -b html docs build/docs
+
 gpu-check: $(READY)  ## prove it on a real card, in nine minutes: OUT=results/reference/NAME
 	$(PY) benchmarks/gpu_check.py $(OUT)
 
@@ -129,7 +133,7 @@ bench: $(READY)  ## overhead per trial, cold and warm, and of the instruments
 # The hashes of every file that the index serves of each version, whatever its platform. Left out: torch and what it brings,
 # and what only other systems need; torch's other requirements are named instead. tests/secure/test_locked.py compares.
 TOOLS := .venv-tools
-LEFT_OUT := torch triton colorama httpx2-jsfetch
+LEFT_OUT := torch triton colorama httpx2-jsfetch appnope cffi pycparser
 OF_TORCH := setuptools wheel filelock fsspec jinja2 networkx sympy typing-extensions
 BUILT := antlr4-python3-runtime deepspeed
 LOCK = printf '%s\n' $(OF_TORCH) | $(TOOLS)/bin/uv pip compile - pyproject.toml --extra dev --constraint constraints.txt \

@@ -1,4 +1,4 @@
-"""The verbs of `python -m analysis`: from rows to fits, figures, tables and a report."""
+"""The verbs that read rows: fits, figures, tables, a report. What each is for is in vramsweep/verbs.py."""
 
 from __future__ import annotations
 
@@ -16,72 +16,95 @@ from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.data.ranks import HOW, LISTS, over_ranks
+from vramsweep.harness import mistakes, units
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.parsers import FIGURE, PAGE, TABLES, OutFile, Parser
+
+IMAGES = ("png", "svg", "pdf")
 
 
 def main(argv: list[str]) -> int:
     """Run one verb. Exit status 0, 2 for what the user can mend, or what the verb says (compare)."""
-    arguments = _parser().parse_args(argv)
-    verb: Callable[[argparse.Namespace], int] = arguments.verb
     try:
+        arguments = parser(argv[0]).parse_args(argv[1:])
+        verb: Callable[[argparse.Namespace], int] = arguments.verb
         return verb(arguments)
     except UserError as error:
         print(f"vramsweep: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vramsweep", description="From rows to fits, figures and a report.")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+def parser(name: str) -> Parser:
+    """The parser of one verb; nothing is run. Raises KeyError for another name."""
+    return _parsers()[name]
 
-    fit = verbs.add_parser("fit", help="how memory and speed depend on length, batch or tokens")
+
+def _parsers() -> dict[str, Parser]:
+    found: dict[str, Parser] = {}
+
+    def verb(name: str) -> Parser:
+        return found.setdefault(name, Parser(prog=f"vramsweep {name}"))
+
+    fit = verb("fit")
     _input(fit)
-    fit.add_argument("--from", dest="start", type=float, metavar="TOKENS", help="shortest x to use")
-    fit.add_argument("--to", dest="stop", type=float, metavar="TOKENS", help="longest x to use")
-    fit.add_argument("--metric", action="append", choices=list(METRICS), help="default: all that the rows have")
+    fit.add_argument("--from", dest="start", type=_tokens, metavar="TOKENS", help="shortest x to use")
+    fit.add_argument("--to", dest="stop", type=_tokens, metavar="TOKENS", help="longest x to use")
+    fit.add_argument(
+        "--metric", action="append", choices=list(METRICS), metavar="COLUMN",
+        help=f"one of {', '.join(METRICS)} (default: all that the rows have); may be repeated",
+    )  # fmt: skip
     fit.add_argument("--axis", choices=list(FREE), default="seq_len", help="what curves are along (default: seq_len)")
     fit.add_argument(
         "--prediction", type=Path, metavar="ROWS", help="predicted rows of the same settings, whose shape is taken"
     )
     fit.add_argument("--robust", action="store_true", help="Huber's weights: outliers count less")
-    fit.add_argument("--json", action="store_true")
+    fit.add_argument("--json", action="store_true", help="print the data instead")
     fit.set_defaults(verb=_fit)
 
-    report = verbs.add_parser("report", help="rows.csv, figures and report.html of a sweep")
+    report = verb("report")
     _input(report)
     report.add_argument("--out", type=Path, help="default: the results folder itself")
     report.add_argument("--answer", choices=NAMES, help="begin with this table (default: what the sweep was run for)")
-    report.add_argument("--images", default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)")
-    report.add_argument("--json", action="store_true")
+    report.add_argument(
+        "--images", type=_images, default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)"
+    )
+    report.add_argument("--json", action="store_true", help="print the data instead")
     report.set_defaults(verb=_report)
 
-    paper = verbs.add_parser("paper", help="folder with PDF figures, LaTeX tables, CSV, methods text, environment")
+    paper = verb("paper")
     _input(paper)
     paper.add_argument("--out", type=Path, help="default: paper/ in the results folder")
-    paper.add_argument("--json", action="store_true")
+    paper.add_argument("--json", action="store_true", help="print the data instead")
     paper.set_defaults(verb=_paper)
 
-    frontier = verbs.add_parser("frontier", help="the largest length per batch, or batch per length, that fits")
+    frontier = verb("frontier")
     _input(frontier)
-    frontier.add_argument("--gib", default="", help="memory sizes, comma separated (default: common GPUs)")
+    frontier.add_argument(
+        "--gib",
+        type=_sizes,
+        metavar="SIZES",
+        help="memory sizes in GiB, or with a unit: 24,80GB (default: common GPUs)",
+    )
     frontier.add_argument("--batch", action="store_true", help="largest batch per length instead of length per batch")
-    frontier.add_argument("--json", action="store_true")
+    frontier.add_argument("--json", action="store_true", help="print the data instead")
     frontier.set_defaults(verb=_frontier)
 
-    export = verbs.add_parser("export", help="the tidy table as CSV or Parquet, by the suffix; also imports")
+    export = verb("export")
     _input(export)
-    export.add_argument("out", type=Path, metavar="FILE", help="something.csv or something.parquet")
+    export.add_argument(
+        "out", type=OutFile((".csv", ".parquet")), metavar="FILE", help="something.csv or something.parquet"
+    )
     export.set_defaults(verb=_export)
 
-    track = verbs.add_parser("track", help="log a finished sweep to an experiment tracker")
+    track = verb("track")
     _input(track)
-    track.add_argument("tracker", choices=["mlflow", "wandb", "trackio"])
-    track.add_argument("--project", default="vramsweep")
+    track.add_argument(
+        "tracker", choices=["mlflow", "wandb", "trackio"], metavar="TRACKER", help="mlflow, wandb or trackio"
+    )
+    track.add_argument("--project", default="vramsweep", help="the project's name there (default: vramsweep)")
     track.set_defaults(verb=_track)
 
-    compare = verbs.add_parser("compare", help="two sets of rows; exit status 1 if B is slower or needs more memory")
+    compare = verb("compare")
     compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
     compare.add_argument(
@@ -92,32 +115,35 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, default=0.001, metavar="SHARE",
         help="memory that differs by no more is EQUAL (default 0.001, of reserved at least a block of 2 MiB; 0: exact)",
     )  # fmt: skip
-    compare.add_argument("--figure", type=Path, metavar="FILE", help="draw both: HTML, PNG, SVG or PDF; data beside it")
+    compare.add_argument(
+        "--figure", type=FIGURE, metavar="FILE", help="draw both: HTML, PNG, SVG or PDF; data beside it"
+    )
     compare.add_argument("--all", action="store_true", help="print every pair")
     _foreign(compare)
-    compare.add_argument("--json", action="store_true")
+    compare.add_argument("--json", action="store_true", help="print the data instead")
     compare.set_defaults(verb=_compare)
 
-    calibrate = verbs.add_parser(
-        "calibrate", help="estimated speed of simulated rows, corrected by measured rows of equal settings"
-    )
+    calibrate = verb("calibrate")
     calibrate.add_argument("rows", type=Path, metavar="MEASURED", help="rows measured on CUDA")
     calibrate.add_argument("simulated", type=Path, metavar="SIMULATED", help="simulated rows; may be the same")
-    calibrate.add_argument("--json", action="store_true")
+    calibrate.add_argument("--json", action="store_true", help="print the data instead")
     calibrate.set_defaults(verb=_calibrate, columns=None, mapping=None, settings=())
 
-    errors = verbs.add_parser("errors", help="tables and figure of what validate predicted")
+    errors = verb("errors")
     errors.add_argument("readings", type=Path, help="readings.json of vramsweep validate")
-    errors.add_argument("--out", type=Path, help="write all tables as Markdown")
-    errors.add_argument("--figure", type=Path, help="draw it: PNG, SVG, PDF or HTML")
-    errors.add_argument("--efficiencies", type=Path, help="write factors of speed, as harness/efficiencies.json")
+    errors.add_argument("--out", type=TABLES, metavar="OUT.md", help="write all tables as Markdown")
+    errors.add_argument("--figure", type=FIGURE, metavar="FILE", help="draw it: HTML, PNG, SVG or PDF")
+    errors.add_argument(
+        "--efficiencies", type=OutFile((".json",)), metavar="OUT.json",
+        help="write factors of speed, as harness/efficiencies.json",
+    )  # fmt: skip
     errors.set_defaults(verb=_errors)
 
-    draw = verbs.add_parser("draw", help="draw the data of timeline --json as a page")
+    draw = verb("draw")
     draw.add_argument("data", type=Path, help="what timeline --json printed")
-    draw.add_argument("out", type=Path, help="the HTML page to write")
+    draw.add_argument("out", type=PAGE, help="the HTML page to write")
     draw.set_defaults(verb=_draw)
-    return parser
+    return found
 
 
 def _input(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +167,29 @@ def _foreign(parser: argparse.ArgumentParser) -> None:
         "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE",
         help="a value of all lines of a foreign file, such as seq_len=2048; may be repeated",
     )  # fmt: skip
+
+
+def _tokens(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"takes a number such as 1024; not {text}")
+    return number
+
+
+def _images(text: str) -> list[str]:
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    if unknown := sorted(set(names) - set(IMAGES)):
+        near = mistakes.meant(unknown[0], IMAGES)
+        raise UserError(f"takes {', '.join(IMAGES)} or none, not {', '.join(unknown)}{near}")
+    return names
+
+
+def _sizes(text: str) -> list[float]:
+    """Sizes in GiB."""
+    return [units.gib(size, f"{size or text!r}") for size in text.split(",")]
 
 
 def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
@@ -185,9 +234,6 @@ def _fit(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.model import words
     from vramsweep.analysis.model.fit import fit_table
 
-    for flag, end in (("--from", arguments.start), ("--to", arguments.stop)):
-        if end is not None and not math.isfinite(end):
-            raise UserError(f"{flag} takes a number such as 1024; not {end}")
     table = _open(arguments)
     beside: Beside | Chosen = Beside(table)
     if arguments.prediction is not None:
@@ -223,20 +269,21 @@ def _report(arguments: argparse.Namespace) -> int:
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
-    images = [] if arguments.images == "none" else [name.strip() for name in arguments.images.split(",")]
-    if unknown := sorted(set(images) - {"png", "svg", "pdf"}):
-        raise UserError(f"--images takes png, svg, pdf or none, not {', '.join(unknown)}")
-    written = write_report(table, folder, images, arguments.answer or asked(arguments.rows))
+    written = write_report(table, folder, arguments.images, arguments.answer or asked(arguments.rows))
     _print_written(written, arguments.json, table)
     return 0
 
 
 def _paper(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.report.write import write_paper
+    from vramsweep.analysis.report.paper import write_paper
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
-    _print_written(write_paper(table, folder, asked(arguments.rows)), arguments.json, table)
+    given = [f"--ranks={arguments.ranks}"] if arguments.ranks != "worst" else []
+    given += [f"--columns={arguments.columns}"] if arguments.columns else []
+    given += ["--mapping", str(arguments.mapping)] if arguments.mapping else []
+    given += [f"--set={one}" for one in arguments.settings]
+    _print_written(write_paper(table, folder, asked(arguments.rows), given), arguments.json, table)
     return 0
 
 
@@ -311,15 +358,10 @@ def _frontier(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.data.load import varying
     from vramsweep.analysis.model import frontier
 
-    try:
-        sizes = [float(size) for size in arguments.gib.split(",")] if arguments.gib else list(frontier.SIZES)
-        usable = all(0 < size < math.inf for size in sizes)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise UserError(f"--gib takes sizes above 0 such as 24,80; not {arguments.gib}")
     table = _open(arguments)
-    limits = frontier.frontier(table, sizes, "micro_batch" if arguments.batch else "seq_len")
+    limits = frontier.frontier(
+        table, arguments.gib or list(frontier.SIZES), "micro_batch" if arguments.batch else "seq_len"
+    )
     if not limits and varying(table.frame).all():
         raise UserError(
             "lengths vary in every row (data=lengths:...), so seq_len is only where samples are cut; see report"
@@ -336,10 +378,7 @@ def _frontier(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.data import export
 
-    writers = {".csv": export.write_csv, ".parquet": export.write_parquet}
-    writer = writers.get(arguments.out.suffix)
-    if writer is None:
-        raise UserError(f"export writes .csv or .parquet, not {arguments.out.name}")
+    writer = {".csv": export.write_csv, ".parquet": export.write_parquet}[arguments.out.suffix]
     table = _open(arguments)
     try:
         writer(table.frame, arguments.out)

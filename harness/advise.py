@@ -6,7 +6,6 @@ covered: the changes (remedies.py), how combinations are chosen (advice.py).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -26,8 +25,8 @@ from vramsweep.harness.advice import Advice, Option
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import CARDS
 from vramsweep.harness.largest import MOST_BATCH
+from vramsweep.harness.parsers import Parser
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Counts
 from vramsweep.harness.remedies import ACCEPTED, LEVELS, METHOD, ROUNDING, Remedy, applicable, changed, too_old, words
@@ -39,19 +38,12 @@ GOALS = {"fastest": None, "longest": "seq_len", "largest-batch": "micro_batch"} 
 MOST_POSITIONS = 1 << 17  # of a model that does not say how many it has
 SECONDS = ("calibrated_step_s", "estimated_step_s")  # times that are compared are of one kind: the run's as it is
 BYTES_A_PARAMETER = 16  # fp32 weights, gradients and two values of Adam's: Rajbhandari et al., arXiv:1910.02054, 3.1
-HELP = """\
-which changes make a run fit on a card, from predictions: each alone, then together, and what to take
-
-  vramsweep advise model=gpt2 runner=trainer seq_len=512 micro_batch=8 precision=fp32 device.gpu=rtx2070-8gb
-  vramsweep advise model=qwen0.5b seq_len=4096 device.memory_gib=12 device.capability=8.6 device.headroom_gib=0.5
-  vramsweep advise --goal longest model=llama3-8b runner=torch precision=bf16 device.gpu=h100-80gb
-
-Recommended is what changes least of the result (same, but for rounding, less precision, another training), and of
-those the fastest that fits; with --goal longest or largest-batch what gets furthest with rounding changed at most, if
-that fits at all, in steps of 3 %. --accept rounding leaves out what changes more. Other words are those of
-`vramsweep sweep --help`; rows and traces are kept, so the same command is quick the second time.
-gpu=NAME is short for device.gpu=NAME.
-Status: 0, there is something that fits; 1, nothing does; 2, a mistake; 130, interrupted."""
+DETAILS = """\
+Recommended is what changes least of the result (same, but for rounding, less precision, another training),
+and of those the fastest that fits; with --goal longest or largest-batch what gets furthest with rounding
+changed at most, if that fits at all, in steps of 3 %. --accept rounding leaves out what changes more.
+Rows and traces are kept, so the same command is quick the second time. gpu=NAME is short for
+device.gpu=NAME."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +54,12 @@ class Reached:
     value: int | None
 
 
-def main(argv: Sequence[str]) -> int:
-    """The verb; returns the exit status. Raises UserError for what the user can mend."""
-    parser = argparse.ArgumentParser(
+def parser() -> Parser:
+    """The verb's own options; its other words are settings."""
+    parser = Parser(
         prog="vramsweep advise",
         usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]",
-        description=HELP,
-        epilog=CARDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=DETAILS,
     )
     parser.add_argument("--goal", choices=tuple(GOALS), default="fastest", help="what is to be best (default: fastest)")
     parser.add_argument("--accept", choices=ACCEPTED, help="the most of the result that may change")
@@ -78,7 +67,12 @@ def main(argv: Sequence[str]) -> int:
         "--most", type=int, default=advice.MOST, metavar="N", help=f"combinations to predict (default: {advice.MOST})"
     )
     parser.add_argument("--json", action="store_true", help="print the data instead of tables")
-    options, given = parser.parse_known_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb; returns the exit status. Raises UserError for what the user can mend."""
+    options, given = parser().parse_settings(argv)
     if options.most < 0:
         raise UserError(f"--most {options.most}: allowed is 0 or more")
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)
@@ -102,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 
     named = any(word.partition("=")[0] == "device" for word in given)
     front = launch.Front("advice", instead=instead)
-    return launch.main([*([] if named else ["device=simulated"]), *look.spelled(given)], front=front)
+    return launch.main([*([] if named else ["device=simulated"]), *look.spelled(given)], front=front, verb="advise")
 
 
 class Asked:

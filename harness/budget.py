@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from vramsweep.harness import lengths
+from vramsweep.harness import lengths, units
 from vramsweep.harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,9 +29,6 @@ TRACE_S = 10.0  # of a configuration that is simulated: docs/simulated.md has so
 PREDICTED_S = 0.1  # of each of its trials, once that is traced
 # Two trials that differ in nothing else are of one configuration.
 AXES = ("seq_len", "micro_batch", "grad_accum", "seed", "repeat", "protocol", "fingerprints")
-NUMBER = r"\d+(?:\.\d+)?"
-_TIME = re.compile(rf"(?:({NUMBER})d)?(?:({NUMBER})h)?(?:({NUMBER})m)?(?:({NUMBER})s)?", re.ASCII | re.IGNORECASE)
-UNITS = (86400, 3600, 60, 1)
 
 
 @dataclass(frozen=True)
@@ -43,30 +39,13 @@ class Expected:
     basis: str
 
 
-def seconds(value: object) -> float:
-    """A time as it is typed: 90m, 8h, 1h30m, 3600s, or plain seconds. Raises UserError for what is none above 0."""
-    text = "".join(str(value).split())
-    found = _TIME.fullmatch(text)
-    if isinstance(value, bool):
-        spent = math.nan
-    elif found and text:
-        spent = sum(float(number or 0) * unit for number, unit in zip(found.groups(), UNITS, strict=True))
-    else:
-        try:
-            spent = float(text)
-        except ValueError:
-            spent = math.nan
-    if not 0 < spent < math.inf:
-        raise UserError(f"budget={value}: allowed is a time above 0, such as 90m, 8h, 1h30m, 3600s or plain seconds")
-    return spent
-
-
 def limit(budget: object, max_cost: object, price_per_hour: object) -> tuple[float, str] | None:
     """The seconds that a sweep may take and the setting that says so, in words; None where there is no limit.
 
     Of a time and a cost the tighter one counts. Raises UserError for values that are none.
     """
-    limits = [] if budget is None else [(seconds(budget), f"budget of {words(seconds(budget))}")]
+    given = None if budget is None else units.seconds(str(budget), f"budget={budget}")
+    limits = [] if given is None else [(given, f"budget of {words(given)}")]
     for name, value in (("max_cost", max_cost), ("price_per_hour", price_per_hour)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and 0 < float(str(value)) < math.inf):

@@ -9,7 +9,6 @@ those are seen as foreign processes (occupancy.py).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +69,8 @@ def _taken(
 
 def _locked(descriptor: int) -> bool:
     """Whether a lock was had; True too where the file system has none."""
+    import fcntl  # here: who only reads rows (status) imports this module too, and Windows has none
+
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,7 +9,6 @@ Not covered: whether what is claimed follows from the rows (analysis/), whether 
 
 from __future__ import annotations
 
-import argparse
 import json
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from vramsweep.harness import journal, repeats, status
 from vramsweep.harness.flags import BOTH, FLAGS, MEMORY, SPEED, Flag
 from vramsweep.harness.outcome import is_answer
+from vramsweep.harness.parsers import Parser
 from vramsweep.harness.row import SYSTEM, Outcome, Row, system
 
 FEWEST_STEPS = 10  # nvbench's --min-samples
@@ -256,13 +256,18 @@ def _said(verdict: Verdict) -> str:
     return f"{' and '.join(may)} may be published, {' and '.join(may_not)} may not"
 
 
-def main(argv: Sequence[str]) -> int:
-    """`vramsweep check RESULTS ...`: exit status 0 where all may be published, 1 where something may not."""
-    parser = argparse.ArgumentParser(prog="vramsweep check", description="May these results be published, and why not?")
+def parser() -> Parser:
+    """The verb's options and words."""
+    parser = Parser(prog="vramsweep check")
     parser.add_argument("folder", nargs="+", type=Path, help="results/SWEEP, or a journal")
     parser.add_argument("--claim", choices=BOTH, help="only this claim counts for the exit status (default: both)")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--json", action="store_true", help="print the data instead")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """`vramsweep check RESULTS ...`: exit status 0 where all may be published, 1 where something may not."""
+    arguments = parser().parse_args(argv)
     verdicts = [judged(folder) for folder in arguments.folder]
     if arguments.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))

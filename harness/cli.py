@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from vramsweep.harness import mistakes
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.parsers import Parser, of_settings
 
 
 def _sweep(argv: Sequence[str]) -> int:
@@ -18,22 +20,10 @@ def _sweep(argv: Sequence[str]) -> int:
     return launch.main(argv)
 
 
-def _run(argv: Sequence[str]) -> int:
-    from vramsweep.harness import run
-
-    return run.main(argv)
-
-
 def _plan(argv: Sequence[str]) -> int:
     from vramsweep.harness import launch
 
     return launch.main(argv, action="plan")
-
-
-def _predict(argv: Sequence[str]) -> int:
-    from vramsweep.harness import predict
-
-    return predict.main(argv)
 
 
 def complete(words: Sequence[str], word: str) -> list[str]:
@@ -46,10 +36,11 @@ def complete(words: Sequence[str], word: str) -> list[str]:
         return []
 
 
-def _status(argv: Sequence[str]) -> int:
-    from vramsweep.harness import status
-
-    return status.main(argv)
+def _doctor_parser() -> Parser:
+    parser = Parser(prog="vramsweep doctor")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="where rows will be written")
+    parser.add_argument("--json", action="store_true", help="print the data instead")
+    return parser
 
 
 def _doctor(argv: Sequence[str]) -> int:
@@ -59,10 +50,7 @@ def _doctor(argv: Sequence[str]) -> int:
     from vramsweep.harness.console import Console
     from vramsweep.harness.doctor import doctor
 
-    parser = argparse.ArgumentParser(prog="vramsweep doctor", description="Is this machine fit for a night's sweep?")
-    parser.add_argument("--results", type=Path, default=Path("results"), help="where rows will be written")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(argv)
+    arguments = _doctor_parser().parse_args(argv)
     checks = doctor(arguments.results)
     if arguments.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))
@@ -75,26 +63,29 @@ def _doctor(argv: Sequence[str]) -> int:
     return int(any(check.level == "problem" for check in checks))
 
 
-def _check(argv: Sequence[str]) -> int:
-    from vramsweep.harness import check
-
-    return check.main(argv)
+def _columns_parser() -> Parser:
+    parser = Parser(prog="vramsweep columns", description="Also of runners and ways of sharding.")
+    parser.add_argument("--json", action="store_true", help="print the data instead")
+    return parser
 
 
 def _columns(argv: Sequence[str]) -> int:
     from vramsweep.harness import flags, outcome, registry
     from vramsweep.harness.row import COLUMNS, markdown_table
 
-    parser = argparse.ArgumentParser(
-        prog="vramsweep columns",
-        description="What the columns of a row, outcomes, flags, runners and ways of sharding mean.",
-    )
-    parser.add_argument("--json", action="store_true")
-    if parser.parse_args(argv).json:
+    if _columns_parser().parse_args(argv).json:
         print(json.dumps([asdict(column) | {"type": column.type.__name__} for column in COLUMNS], indent=1))
     else:
         print("\n".join((markdown_table(), *(of.markdown_table() for of in (outcome, flags, registry)))), end="")
     return 0
+
+
+def _techniques_parser() -> Parser:
+    parser = Parser(prog="vramsweep techniques")
+    parser.add_argument("axis", nargs="?", help="only the values of this setting, such as optimizer")
+    parser.add_argument("--json", action="store_true", help="print the data instead")
+    parser.add_argument("--markdown", action="store_true", help="as in the documentation")
+    return parser
 
 
 def _techniques(argv: Sequence[str]) -> int:
@@ -105,17 +96,10 @@ def _techniques(argv: Sequence[str]) -> int:
     from vramsweep.harness.console import Console
     from vramsweep.harness.techniques import tables
 
-    parser = argparse.ArgumentParser(
-        prog="vramsweep techniques",
-        description="Settings that trade memory, time or exactness: their values, needs, and how far each is proven.",
-    )
-    parser.add_argument("axis", nargs="?", help="only the values of this setting, such as optimizer")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", action="store_true", help="as in the documentation")
-    arguments = parser.parse_args(argv)
+    arguments = _techniques_parser().parse_args(argv)
     names = [axis.name for axis in techniques.AXES]
     if arguments.axis is not None and arguments.axis not in names:
-        raise UserError(f"techniques {arguments.axis}: there is no such setting; settings: {', '.join(names)}")
+        raise UserError(mistakes.no_such(f"techniques {arguments.axis}", "setting", arguments.axis, names))
     if arguments.markdown:
         print(tables.markdown_table(), end="")
         return 0
@@ -141,12 +125,16 @@ def _techniques(argv: Sequence[str]) -> int:
     return 0
 
 
+def _cards_parser() -> Parser:
+    parser = Parser(prog="vramsweep cards")
+    parser.add_argument("--json", action="store_true", help="with sources; bytes, bytes/s and FLOP/s")
+    return parser
+
+
 def _cards(argv: Sequence[str]) -> int:
     from vramsweep.harness.gpus import GIB, GPUS, TERA, memory_limit
 
-    parser = argparse.ArgumentParser(prog="vramsweep cards", description="The cards that device.gpu can name.")
-    parser.add_argument("--json", action="store_true", help="with sources; bytes, bytes/s and FLOP/s")
-    if parser.parse_args(argv).json:
+    if _cards_parser().parse_args(argv).json:
         print(json.dumps([asdict(gpu) | {"memory_limit_bytes": memory_limit(gpu)} for gpu in GPUS], indent=1))
         return 0
     from rich.table import Table
@@ -180,53 +168,53 @@ def _cards(argv: Sequence[str]) -> int:
     return 0
 
 
-def _replay(argv: Sequence[str]) -> int:
-    from vramsweep.harness.allocator.cli import main as replay
+def _own(module: str) -> Callable[[Sequence[str]], int]:
+    """The verb of a module of its own, which is imported when it is run."""
 
-    return replay(list(argv))
+    def run(argv: Sequence[str]) -> int:
+        status: int = importlib.import_module(f"vramsweep.harness.{module}").main(argv)
+        return status
 
-
-def _timeline(argv: Sequence[str]) -> int:
-    from vramsweep.harness import timeline
-
-    return timeline.main(argv)
+    return run
 
 
-def _advise(argv: Sequence[str]) -> int:
-    from vramsweep.harness import advise
-
-    return advise.main(argv)
-
-
-def _explain(argv: Sequence[str]) -> int:
-    from vramsweep.harness import explain
-
-    return explain.main(argv)
-
-
-def _validate(argv: Sequence[str]) -> int:
-    from vramsweep.harness import validate
-
-    return validate.main(argv)
-
-
+# Verbs with a module of their own, which has `main` and `parser`; those without are above.
+MODULES = {
+    "run": "run",
+    "status": "status",
+    "predict": "predict",
+    "check": "check",
+    "replay": "allocator.cli",
+    "advise": "advise",
+    "explain": "explain",
+    "timeline": "timeline",
+    "validate": "validate",
+}
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "sweep": _sweep,
-    "run": _run,
     "plan": _plan,
-    "predict": _predict,
-    "status": _status,
     "doctor": _doctor,
-    "check": _check,
     "columns": _columns,
     "techniques": _techniques,
     "cards": _cards,
-    "replay": _replay,
-    "advise": _advise,
-    "explain": _explain,
-    "timeline": _timeline,
-    "validate": _validate,
+    **{name: _own(module) for name, module in MODULES.items()},
 }
+_PARSERS: dict[str, Callable[[], Parser]] = {
+    "sweep": lambda: of_settings("sweep"),
+    "plan": lambda: of_settings("plan"),
+    "doctor": _doctor_parser,
+    "columns": _columns_parser,
+    "techniques": _techniques_parser,
+    "cards": _cards_parser,
+}
+
+
+def parser(name: str) -> Parser:
+    """The parser of a verb; nothing is run. Raises KeyError for another name."""
+    if name in _PARSERS:
+        return _PARSERS[name]()
+    found: Parser = importlib.import_module(f"vramsweep.harness.{MODULES[name]}").parser()
+    return found
 
 
 def main(words: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from vramsweep.harness import trial as trials
 from vramsweep.harness import upgrade
@@ -72,7 +72,7 @@ def _composed(options: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    node = OmegaConf.to_container(OmegaConf.load(file))
+    node = yaml.safe_load(file.read_text(encoding="utf-8")) or {}  # as Hydra's reader says it; a test compares
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
 

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args, get_origin
 
 import hydra.version
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
-from vramsweep.harness import overrides, techniques
-from vramsweep.harness.trial import Trial
+from vramsweep.harness import overrides, settings
 
 
 def complete(words: Sequence[str], word: str) -> list[str]:
@@ -25,11 +23,9 @@ def complete(words: Sequence[str], word: str) -> list[str]:
         return [flag for flag in flags if flag.startswith(word)]
     key, equals, value = word.partition("=")
     done, comma, last = value.rpartition(",")  # a list is completed at its last value: allocator=default,ex
-    kind = Trial.model_fields[key].annotation if key in Trial.model_fields else None
-    named = get_args(kind) if get_origin(kind) is Literal else techniques.values(key)
-    if equals and (kind is bool or named) and key not in overrides.options():
-        values = ["true", "false"] if kind is bool else [str(value) for value in named]
-        found = [f"{key}={value}" for value in values if value.startswith(last)]
+    named = settings.values(key)
+    if equals and named and key not in overrides.options():
+        found = [f"{key}={value}" for value in named if value.startswith(last)]
     else:
         line = " ".join([*(["-m"] if args.multirun else []), *args.overrides, f"{key}={last}" if comma else word])
         with overrides.explained(args.overrides):

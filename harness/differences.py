@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vramsweep.harness import machine
+from vramsweep.harness import techniques
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -430,7 +430,7 @@ def holding(trial: Trial) -> list[Difference]:
 
 
 def _differs(one: Difference, asked: str | None) -> bool:
-    installed = machine.version(one.package)
+    installed = techniques.version(one.package)
     held, holds = (
         version is not None and SpecifierSet(one.versions).contains(version, prereleases=True)
         for version in (installed, asked)
@@ -452,7 +452,7 @@ def rule(trial: Trial) -> str | None:
             asked = Version(version)
         except InvalidVersion:
             return f"versions.{package}={version} is no version; write it as 0.14.2"
-        installed = machine.version(package)
+        installed = techniques.version(package)
         if installed is not None and asked > Version(installed):
             return (
                 f"versions.{package}={version} is later than {installed}, which is installed and traced; "

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from vramsweep.harness import machine, variables
+from vramsweep.harness import machine, settings, variables
 from vramsweep.harness.machine import GIB, Gpu
 
 
@@ -44,7 +44,7 @@ def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check
         checks.append(Check("nvml", "problem", shadowed))
     cards = machine.gpus()
     if not cards:
-        checks.append(Check("gpu", "note", "no NVIDIA driver or GPU: sweeps run on device=simulated"))
+        checks.append(Check("gpu", "note", "no NVIDIA driver or GPU"))
     for card in cards:
         checks += _card(card)
     if cards:
@@ -52,10 +52,26 @@ def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check
         with machine.nvml():
             driver_cuda, _ = machine.ask("nvmlSystemGetCudaDriverVersion_v2")
         checks += compatible(cards[0].driver, driver_cuda, machine.torch_version(), machine.torch_cuda(), cards)
+    checks += _auto(environ)
     checks += [Check("environment", "note", line) for line in variables.dropped(environ)]
     checks.append(_disk(results))
     checks += _host()
     return checks
+
+
+def _auto(environ: Mapping[str, str]) -> list[Check]:
+    """What device=auto and sweep=auto stand for here, and why."""
+    device, why = machine.auto(environ)
+    if device == "cuda":
+        said = f"device=cuda, measured: {why}"
+    else:
+        card = settings.of_option("device", device)["device.gpu"]
+        said = f"device=simulated, predicted for {card} (device.gpu=NAME for another): {why}"
+    preset = settings.option("sweep", device)
+    return [
+        Check("device=auto", "ok" if device == "cuda" else "note", said),
+        Check("sweep=auto", "ok", f"sweep={device}: {preset.line}"),
+    ]
 
 
 def _card(card: Gpu) -> list[Check]:

@@ -5,7 +5,6 @@ Not covered: how it is found (runners/explain.py), every event of a step (timeli
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,36 +17,32 @@ from rich.table import Table
 from vramsweep.harness import look
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import CARDS, CONTEXT_BYTES
+from vramsweep.harness.gpus import CONTEXT_BYTES
+from vramsweep.harness.parsers import Parser
 from vramsweep.harness.trial import Trial
 
 MIB = 1 << 20
 GIB = 1 << 30
 STATES = ("parameters", "buffers", "gradients", "optimizer_state")
 _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
-HELP = """\
-what takes the memory of a predicted run: its parts in each phase, the largest storages with module and operator, and
-what lies between weights and card. Of a run that does not fit: the request for which there was no room.
+DETAILS = """\
+Its parts in each phase, the largest storages with module and operator, and what lies between weights and
+card. Of a run that does not fit: the request for which there was no room. Of a sweep's folder whose trials
+are not named: for each model the largest that fits and the smallest that does not. Of a trial that is named
+in settings device=simulated is understood, and gpu=NAME is short for device.gpu=NAME."""
 
-  vramsweep explain model=gpt2 runner=trainer seq_len=512 precision=fp32 device.gpu=l4-24gb
-  vramsweep explain results/SWEEP                      # of each model the largest that fits, the smallest that does not
-  vramsweep explain results/SWEEP TRIAL_ID --json      # bytes
 
-Words are those of `vramsweep sweep --help`; device=simulated is understood."""
+def parser() -> Parser:
+    """The verb's own options; its other words are settings, or a folder and trials of it."""
+    usage = "%(prog)s [OPTION ...] KEY=VALUE ... | %(prog)s [OPTION ...] results/SWEEP [TRIAL_ID ...]"
+    parser = Parser(prog="vramsweep explain", usage=usage, description=DETAILS)
+    parser.add_argument("--json", action="store_true", help="print the data, in bytes")
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """The verb; returns the exit status. Raises UserError for what the user can mend."""
-    parser = argparse.ArgumentParser(
-        prog="vramsweep explain",
-        usage=_USAGE,
-        description=HELP,
-        epilog=CARDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", action="store_true", help="print the data, in bytes")
-    arguments, words = parser.parse_known_args(argv)
+    arguments, words = parser().parse_settings(argv)
     if not words:
         raise UserError(f"explain what? {_USAGE}")
     if look.name_a_trial(words):

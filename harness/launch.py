@@ -386,8 +386,7 @@ def _refuse_invalid_rows(rows: Sequence[Row | None]) -> None:
 @cache
 def detect() -> str:
     """The device that `device=auto` stands for on this machine: cuda or simulated."""
-    cuda = bool(machine.visible_gpus(os.environ)) and machine.torch_cuda() is not None
-    return "cuda" if cuda else "simulated"
+    return machine.auto(os.environ)[0]
 
 
 def _detected() -> str:

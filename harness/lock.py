@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from vramsweep.harness import identity
 from vramsweep.harness.errors import UserError
+
+fcntl: Any
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows, where rows are only read
+    fcntl = None
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _TRIES = 5  # at a claim, each time that another one has just gone
@@ -50,9 +56,16 @@ def _flocked(descriptor: int) -> bool:
     for wait in (0.0, 0.01, 0.05, 0.1):
         time.sleep(wait)
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(descriptor, "LOCK_EX")
             return True
     return False
+
+
+def _flock(descriptor: int, kind: str) -> None:
+    """Raises BlockingIOError where another process has it, OSError where there are no such locks."""
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    fcntl.flock(descriptor, getattr(fcntl, kind) | fcntl.LOCK_NB)
 
 
 def claim(path: Path) -> Path:
@@ -64,7 +77,7 @@ def held(path: Path) -> bool:
     """Whether a process is writing the journal at `path`; False too where a machine cannot tell of another one's."""
     with path.open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _flock(file.fileno(), "LOCK_SH")
         except BlockingIOError:
             return True
         except OSError:

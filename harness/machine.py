@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pynvml
 
 from vramsweep import __version__
+from vramsweep.harness import extras
 from vramsweep.harness.techniques import version as version
+
+pynvml: Any
+try:
+    import pynvml
+except ModuleNotFoundError:  # a light install, which reads rows
+    pynvml = None
 
 GIB = 1 << 30
 # What is used of pynvml and the newest of it: older modules of that name lack some.
@@ -52,8 +58,10 @@ class Gpu:
 def nvml_problem() -> str | None:
     """What keeps pynvml from being NVIDIA's own module, with the cure; None when it is.
 
-    The distributions `pynvml` (before 12) and `nvidia-ml-py3` install a module of the same name with older functions.
+    Without it no GPU is seen. The distributions `pynvml` (before 12) and `nvidia-ml-py3` install a module of the same name with older functions.
     """
+    if pynvml is None:
+        return extras.missing("pynvml")
     missing = [name for name in _NEEDED if not hasattr(pynvml, name)]
     if not missing:
         return None
@@ -315,6 +323,20 @@ def torch_version() -> str | None:
 def torch_cuda() -> str | None:
     """The CUDA version that torch was built with ("12.8"), without importing it; None for a CPU build or no torch."""
     return _stated("cuda")
+
+
+def auto(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The device that `device=auto` stands for, cuda or simulated, and why, in words."""
+    seen, built = visible_gpus(environ), torch_cuda()
+    if seen and built is not None:
+        names = ", ".join(card.name or card.uuid or "unknown card" for card in seen)
+        return "cuda", f"{names}; torch is built with CUDA {built}"
+    if seen:
+        return "simulated", "torch is a build for CPUs" if torch_version() else "torch is not installed"
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is not None and gpus():
+        return "simulated", f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU"
+    return "simulated", "there is no NVIDIA driver or GPU"
 
 
 def host_load() -> float | None:

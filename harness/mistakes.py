@@ -9,24 +9,44 @@ from collections.abc import Iterable, Mapping, Sequence
 OPEN = ("runner.options", "model.config", "versions")
 
 
+def nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
+    """The allowed names that were probably meant, the closest first: letters differ, capitals, a part of a name."""
+    names = list(allowed)
+    lower = {full.lower(): full for full in reversed(names)}
+    found = difflib.get_close_matches(name.lower(), lower, n=most, cutoff=0.6)
+    if not found and len(name) > 2:
+        found = sorted((full for full in lower if name.lower() in full), key=len)[:most]
+    return [lower[one] for one in found]
+
+
 def closest(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that was probably meant, or None: for `warmup_steps` also `protocol.warmup_steps`."""
     names = list(allowed)
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if found:
+    if found := nearest(name, names):
         return found[0]
     tails = {full.rpartition(".")[2]: full for full in reversed(names)}
-    found = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.8)
-    return tails[found[0]] if found else None
+    last = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.8)
+    return tails[last[0]] if last else None
+
+
+def meant(name: str, allowed: Iterable[str]) -> str:
+    """`; did you mean NAME?`, to end a sentence with, or nothing where no allowed name is close."""
+    near = closest(name, allowed)
+    return f"; did you mean {near}?" if near else ""
+
+
+def no_such(said: str, kind: str, name: object, allowed: Iterable[object]) -> str:
+    """`said` names a `kind` that there is not: what is allowed, and which was meant."""
+    names = list(map(str, allowed))
+    return f"{said}: there is no such {kind}; allowed: {', '.join(names)}{meant(str(name), names)}"
 
 
 def unknown_option(group: str, option: str, allowed: Iterable[str]) -> str:
     """`model=llama9`: a config group has no such option."""
     names = sorted(set(allowed))
-    listed = f"allowed: {', '.join(names)}"
     if not option:
-        return f"{group}= names no {group}; {listed}"
-    return f"{group}={option}: there is no such {group}; {listed}{_meant(option, names)}"
+        return f"{group}= names no {group}; allowed: {', '.join(names)}"
+    return no_such(f"{group}={option}", group, option, names)
 
 
 def unknown_key(key: str, override: str | None, beside: Iterable[str], everywhere: Iterable[str]) -> str:
@@ -39,16 +59,16 @@ def unknown_key(key: str, override: str | None, beside: Iterable[str], everywher
     if any(f"{key}.".startswith(f"{place}.") for place in OPEN):
         question = f"did you mean {parent}.{near}? Or " if near else ""
         return f"{said}: {parent} has no {name!r} yet; {question}type +{key}={value or 'VALUE'} to add it"
-    meant: str | None
+    wanted: str | None
     if parent:
-        meant = f"{parent}.{near}" if near else closest(name, everywhere)
+        wanted = f"{parent}.{near}" if near else closest(name, everywhere)
         what = f"{parent} has no {name!r}" if names else f"{parent} is one value, it has no {name!r}"
         listed = f"; allowed: {', '.join(names)}" if names else ""
     else:
-        meant = near or closest(name, everywhere)
+        wanted = near or closest(name, everywhere)
         what = f"there is no setting {name!r}"
-        listed = "" if meant else f"; allowed: {', '.join(names)}"
-    return f"{said}: {what}{listed}" + (f"; did you mean {meant}?" if meant else "")
+        listed = "" if wanted else f"; allowed: {', '.join(names)}"
+    return f"{said}: {what}{listed}" + (f"; did you mean {wanted}?" if wanted else "")
 
 
 def unreadable(override: str, options: Mapping[str, Sequence[str]]) -> str:
@@ -56,8 +76,8 @@ def unreadable(override: str, options: Mapping[str, Sequence[str]]) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         group = next((group for group, names in options.items() if override in names), None)
-        meant = f"; did you mean {group}={override}?" if group else ""
-        return f"{override}: settings are given as KEY=VALUE{meant}"
+        wanted = f"; did you mean {group}={override}?" if group else ""
+        return f"{override}: settings are given as KEY=VALUE{wanted}"
     if not key.strip("+~"):
         return f"{override}: there is no key before the ="
     if _open(value):
@@ -87,11 +107,6 @@ def quoted(key: str, value: str) -> str:
     """The override as one types it in a shell, the value one text."""
     inner = value.replace("\\", "\\\\").replace('"', '\\"')
     return f"'{key}=\"{inner}\"'"
-
-
-def _meant(name: str, allowed: Iterable[str]) -> str:
-    near = closest(name, allowed)
-    return f"; did you mean {near}?" if near else ""
 
 
 def _open(value: str) -> bool:

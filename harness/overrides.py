@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from vramsweep.harness import config_files, credentials, mistakes, upgrade
+from vramsweep.harness import config_files, credentials, mistakes, parsers, units, upgrade
 from vramsweep.harness.command import CONF
 from vramsweep.harness.errors import UserError
 
@@ -36,7 +36,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of p
 def parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser = get_args_parser()
     parser.prog = f"vramsweep {'plan' if action == 'plan' else verb}"
-    parser.error = partial(_refuse, parser.prog)  # type: ignore[method-assign]
+    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     short = {"--json": "output=json"} | ({"--all": "output=all"} if action == "plan" else {})
     args = parser.parse_intermixed_args([short.get(word, word) for word in argv])
     given = {word.partition("=")[0] for word in args.overrides}
@@ -52,7 +52,8 @@ def parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argpar
 
 
 def today(override: str) -> str:
-    """An override by a name of version 0.1 (`runner.zero_stage=1,2`) in today's words; others as they are."""
+    """An override by a name of version 0.1 (`runner.zero_stage=1,2`) in today's words; sizes and times as bare numbers
+    of the unit that their key is called after (device.memory_gib=24GiB); others as they are. Raises UserError."""
     key, _, value = override.partition("=")
     if key == "runner.zero_stage":
         stages = [stage.strip() for stage in value.split(",")]
@@ -65,15 +66,14 @@ def today(override: str) -> str:
         )
     if key == "optimizer":
         return "optimizer=" + ",".join(upgrade.OPTIMIZERS.get(v.strip(), v) for v in value.split(","))
-    moved = key.removeprefix("runner.") in upgrade.MOVED and key.startswith("runner.")
-    return override.removeprefix("runner.") if moved else override
+    if key.startswith("runner.") and key.removeprefix("runner.") in upgrade.MOVED:
+        return override.removeprefix("runner.")
+    named = [units.in_its_unit(key.lstrip("+"), one.strip()) for one in value.split(",")]
+    return f"{key}={','.join(named)}" if named != [one.strip() for one in value.split(",")] else override
 
 
-def _refuse(command: str, message: str) -> NoReturn:
-    unknown, _, words = message.partition("unrecognized arguments: ")
-    if not unknown and words:  # argparse lists what follows them too
-        message = f"{unknown}unrecognized arguments: {' '.join(word for word in words.split() if word.startswith('-'))}"
-    raise UserError(f"{message}; {command} --help lists the options")
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    raise UserError(f"{parsers.refusal(parser, message, ['--json', '--all'])}; {parser.prog} --help lists the options")
 
 
 def loader(args: argparse.Namespace) -> ConfigLoaderImpl:

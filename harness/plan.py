@@ -72,7 +72,8 @@ class Settings:
         }
         for key, values in allowed.items():
             if getattr(self, key) not in values:
-                raise UserError(f"{key}={getattr(self, key)}: allowed is {' or '.join(values)}")
+                value = getattr(self, key)
+                raise UserError(f"{key}={value}: allowed is {' or '.join(values)}{mistakes.meant(str(value), values)}")
         for key in ("retry_failed", "report", "any_system", "others", "exclusive", "skip_dominated"):
             if not isinstance(getattr(self, key), bool):
                 raise UserError(f"{key}={getattr(self, key)}: allowed is true or false")
@@ -105,18 +106,19 @@ class Settings:
                 "name=night; elsewhere is results=DIR"
             )
         if self.edge_of not in (None, "seq_len", "micro_batch"):
-            raise UserError(f"edge_of={self.edge_of}: allowed is null, seq_len or micro_batch")
+            meant = mistakes.meant(str(self.edge_of), ("seq_len", "micro_batch"))
+            raise UserError(f"edge_of={self.edge_of}: allowed is null, seq_len or micro_batch{meant}")
         if self.answer is not None and self.answer not in registry.ANSWERS:
             raise UserError(mistakes.unknown_option("answer", str(self.answer), registry.ANSWERS))
         if self.objective is not None and self.objective not in OBJECTIVES:
-            near = mistakes.closest(str(self.objective), OBJECTIVES)
-            meant = f"; did you mean {near}?" if near else ""
+            meant = mistakes.meant(str(self.objective), OBJECTIVES)
             some = "such as peak_reserved_bytes, peak_allocated_bytes, tokens_per_s or step_median_s"
             columns = f"allowed is null or a column of numbers, {some} (`vramsweep columns` lists all)"
             raise UserError(f"objective={self.objective}: {columns}{meant}")
         cards = [gpu.name for gpu in GPUS]
         if not isinstance(self.predict, bool) and self.predict not in cards:
-            raise UserError(f"predict={self.predict}: allowed is true, false or a card: {', '.join(cards)}")
+            meant = mistakes.meant(str(self.predict), ("true", "false", *cards))
+            raise UserError(f"predict={self.predict}: allowed is true, false or a card: {', '.join(cards)}{meant}")
         shards.parse(self.shard)
         if self.shards > shards.MOST:
             raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")

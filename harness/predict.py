@@ -5,7 +5,6 @@ Everything else is a sweep's: its words (launch.py), its rows and folder (sweep.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -17,45 +16,34 @@ from typing import Any
 from pydantic import BaseModel
 from rich.table import Table
 
-from vramsweep.harness import largest, launch
-from vramsweep.harness.allocator.cli import size_in_bytes
+from vramsweep.harness import largest, launch, units
 from vramsweep.harness.attempt import Launcher
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import CARDS
+from vramsweep.harness.parsers import Parser
 from vramsweep.harness.plan import Planned, Settings, settings_of
 from vramsweep.harness.progress import few
 from vramsweep.harness.row import Outcome, Row
 from vramsweep.harness.trial import Trial
 
 MIB = 1 << 20
-HELP = """\
-predict memory on a card that need not be here: a sweep with -m and device=simulated
-
-  vramsweep predict model=qwen0.5b device.gpu=a100-80gb seq_len=1..2048 allocator=default,expandable
-  vramsweep predict model=llama3-8b runner=deepspeed sharding=zero3 world_size=8 seq_len=512..8192..512 micro_batch=1..4
-  vramsweep predict --largest seq_len model=gpt2 micro_batch=8 device.gpu=l4-24gb,rtx4090-24gb
-  vramsweep predict --max-reserved 22GiB model=gpt2 seq_len=1024 micro_batch=8
-
-FIRST..LAST and FIRST..LAST..STEP are all whole numbers between, both ends included, also within lists (1..4,8,16).
-Every other word is one of `vramsweep sweep --help`. Rows, traces and report are in results/MODEL-RUNNER-predicted, or
-what name= says; the same command goes on where one was interrupted. report=false leaves figures and report out.
-Status: 0, every trial has an answer; 1, some failed, or went over --max-reserved; 2, a mistake; 130, interrupted."""
+DETAILS = """\
+It is a sweep with -m and device=simulated. FIRST..LAST and FIRST..LAST..STEP are all whole numbers between,
+both ends included, also within lists (1..4,8,16). Rows, traces and report are in
+results/MODEL-RUNNER-predicted, or what name= says; the same command goes on where one was interrupted.
+report=false leaves figures and report out."""
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 # What tells no configuration apart: where in it a trial is, and what hangs on other settings.
 _WITHIN = {"seq_len", "repeat", "seed"}
 
 
-def main(argv: Sequence[str]) -> int:
-    """`predict`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
-    parser = argparse.ArgumentParser(
+def parser() -> Parser:
+    """The verb's own options; its other words are settings."""
+    parser = Parser(
         prog="vramsweep predict",
         usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]",
-        description=HELP,
-        epilog=CARDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=DETAILS,
     )
     parser.add_argument(
         "--largest",
@@ -65,9 +53,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--every", action="store_true", help="with --largest: replay also what fits by a margin")
     parser.add_argument("--json", action="store_true", help="with --largest: as JSON")
-    parser.add_argument("--max-reserved", metavar="SIZE", help="exit with 1 if any reserves more, as 22GiB")
-    options, rest = parser.parse_known_args(argv)
-    most = None if options.max_reserved is None else size_in_bytes(options.max_reserved)
+    parser.add_argument(
+        "--max-reserved", type=units.size, metavar="SIZE", help="exit with 1 if any reserves more, as 22GiB"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """`predict`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
+    options, rest = parser().parse_settings(argv)
+    most = options.max_reserved
     if options.largest is not None:
         if most is not None:
             raise UserError("--largest and --max-reserved do not go together: the first goes by the cards' memory")
@@ -80,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         return beyond(rows, most)
 
     front = launch.Front("predicted", few, closing)
-    return launch.main(words(rest), front=front)
+    return launch.main(words(rest), front=front, verb="predict")
 
 
 def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
@@ -95,7 +90,7 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
         found = largest.find(planned, settings, folder, launcher, axis, values, every)
         return largest.show(found, axis, as_json)
 
-    return launch.main(words([*others, first]), front=launch.Front("predicted", instead=instead))
+    return launch.main(words([*others, first]), front=launch.Front("predicted", instead=instead), verb="predict")
 
 
 def beyond(rows: Sequence[Row], most: int | None) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vramsweep.harness import ds_config, techniques
+from vramsweep.harness import ds_config, mistakes, techniques
 from vramsweep.harness.errors import UserError
 
 if TYPE_CHECKING:
@@ -433,7 +433,7 @@ def rules(trial: Trial) -> Iterator[str | None]:
     """What the tables say against a trial, reason by reason; None where they say nothing."""
     entry = _RUNNERS.get(trial.runner.name)
     if entry is None:
-        yield f"runner {trial.runner.name}: there is no such runner; runners: {', '.join(_RUNNERS)}"
+        yield mistakes.no_such(f"runner {trial.runner.name}", "runner", trial.runner.name, _RUNNERS)
         return
     if entry.starts:
         return

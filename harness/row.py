@@ -1,7 +1,7 @@
 """Row and Outcome: the one schema of a result.
 
 A row is the record of one attempt, a flat JSON object. `COLUMNS` gives each of its keys a type, a unit and a
-meaning; the README's column table, the CSV export and the checks below all come from it. A value that is not
+meaning; the columns' page of the documentation, the CSV export and the checks below all come from it. A value that is not
 known is null, never 0. A column ends in its unit (`_bytes`, `_s`, `_w`, ...) wherever it has one.
 
 Not covered here: how rows are stored (journal.py), how an outcome is decided (outcome.py).
@@ -383,7 +383,7 @@ def _shallow(value: Any, levels: int) -> bool:
 
 
 def markdown_table() -> str:
-    """The column table of the README, one section a group."""
+    """The columns as tables for the documentation, one a group."""
     lines: list[str] = []
     for group in dict.fromkeys(column.group for column in COLUMNS):
         lines += [f"**{group}**", "", "| column | type | unit | meaning |", "|---|---|---|---|"]

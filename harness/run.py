@@ -6,7 +6,6 @@ Everything else is a sweep's: its words (launch.py), its rows and folder (sweep.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import sys
@@ -18,23 +17,20 @@ from pathlib import Path
 from vramsweep.harness import launch, overrides, plan, script
 from vramsweep.harness.command import value
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.parsers import Parser
 from vramsweep.harness.plan import Planned
 from vramsweep.harness.trial import Trial
 
-HELP = """\
-measure a training command of your own, as it is: every combination of the settings before -- is a trial of it
+DETAILS = """\
+Every combination of the settings before -- is a trial of it. A {name} in the command is a setting
+(seq_len, micro_batch, grad_accum, precision, world_size, ...), a name of your own given before --, or
+{output_dir}, a folder for what the script writes, or {steps}. {name:value=TEXT:...} writes TEXT for a value,
+as in python train.py {precision:bf16=--bf16:fp32=}. What the command is not told is unknown in the rows,
+whatever it does.
 
-  vramsweep run seq_len=512,1024 micro_batch=1,2 allocator=default,expandable -- \\
-      python train.py --max_len {seq_len} --bs {micro_batch}
-  vramsweep run precision=bf16,fp32 lr=1e-4,1e-5 -- python train.py {precision:bf16=--bf16:fp32=} --lr {lr}
-  vramsweep run world_size=2 seq_len=512 -- torchrun --nproc-per-node {world_size} train.py --max_len {seq_len}
-
-A {name} in the command is a setting (seq_len, micro_batch, grad_accum, precision, world_size, ...), a name of your own
-given before --, or {output_dir}, a folder for what the script writes, or {steps}. {name:value=TEXT:...} writes TEXT
-for a value. What the command is not told is unknown in the rows, whatever it does.
-
-The script needs no change. It is watched from inside: optimizer steps, forward and backward passes, the allocator's
-counters. Once the protocol's steps are over it is ended, unless runner.stop=false. docs/script.md tells more."""
+The script needs no change. It is watched from inside: optimizer steps, forward and backward passes, the
+allocator's counters. Once the protocol's steps are over it is ended, unless runner.stop=false.
+docs/script.md tells more."""
 
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -43,18 +39,21 @@ _SHELL = re.compile(r"&&|\|\||[|;<>&`]|\$[\w({]")
 _FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  # Hydra's
 
 
+def parser() -> Parser:
+    """The verb's own options; its other words are settings, and after -- the command."""
+    parser = Parser(
+        prog="vramsweep run",
+        usage="%(prog)s [--dry-run] [GROUP=OPTION ...] [KEY=VALUE ...] -- COMMAND",
+        description=DETAILS,
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only show the command of every trial")
+    return parser
+
+
 def main(argv: Sequence[str]) -> int:
     """`run`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
     before, dashes, command = _apart(argv)
-    parser = argparse.ArgumentParser(
-        prog="vramsweep run",
-        usage="%(prog)s [--dry-run] [GROUP=OPTION ...] [KEY=VALUE ...] -- COMMAND",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only show the command of every trial")
-    options, rest = parser.parse_known_args(before)
+    options, rest = parser().parse_settings(before)
     if not command:
         what = "nothing stands behind --" if dashes else "the command stands behind --"
         raise UserError(f"{what}: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
@@ -10,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import cluster, journal, lock
+from vramsweep.harness import cluster, journal, lock, units
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.outcome import is_answer, is_verdict
+from vramsweep.harness.parsers import Parser
 from vramsweep.harness.row import Outcome, Row
 from vramsweep.harness.sweep import counted
 from vramsweep.harness.trial import ID_VERSION
@@ -86,14 +86,19 @@ def of(folder: Path, rows: Sequence[Row], unreadable: int, plans: Sequence[Mappi
     )
 
 
+def parser() -> Parser:
+    """Its options."""
+    found = Parser(prog="vramsweep status")
+    found.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
+    found.add_argument("--json", action="store_true", help="print the data instead")
+    watching = "show it until it ends, every SECONDS (2), or as 1m; of several, and none named, those that run"
+    found.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watching)
+    return found
+
+
 def main(argv: Sequence[str]) -> int:
     """`status`; returns the exit status. Raises UserError for what is no sweep."""
-    parser = argparse.ArgumentParser(prog="vramsweep status", description="How far a running or finished sweep is.")
-    parser.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
-    parser.add_argument("--json", action="store_true")
-    watching = "show it until it ends, every SECONDS (2); of several, and none named, those that run"
-    parser.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watching)
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     begun = {p.parent for p in Path("results").glob("*/journal*.jsonl")}
     submitted = {p.parent.parent for p in Path("results").glob("*/cluster/jobs.json")}
     folders = arguments.folder or sorted(begun | submitted)
@@ -118,8 +123,8 @@ def _watch(folders: Sequence[Path], named: bool, text: str, as_json: bool) -> in
     if as_json:
         raise UserError("--watch is for people, --json for programs: status --json says it once; leave one out")
     try:
-        seconds = float(text)
-    except ValueError:
+        seconds = units.period(text)
+    except UserError:
         raise UserError(f"--watch {text}: allowed is a number of seconds; a folder comes before it") from None
     if not 0.1 <= seconds <= 3600:
         raise UserError(f"--watch {text}: allowed is 0.1 to 3600 seconds")

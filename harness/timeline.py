@@ -6,7 +6,6 @@ The figure is drawn in a process of the analysis. What comes of a sweep's trial 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 
 from vramsweep.harness import look, names
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.parsers import PAGE, Parser
 from vramsweep.harness.row import Row
 from vramsweep.harness.trial import SIMULATION, Trial
 
@@ -37,21 +37,24 @@ class Record:
     timeline: dict[str, Any]
 
 
-def main(argv: Sequence[str]) -> int:
-    """The verb; returns the exit status. Raises UserError for what the user can mend."""
-    parser = argparse.ArgumentParser(
-        prog="vramsweep timeline",
-        usage=_USAGE,
-        description="What a predicted step holds from event to event, and what holds its peak.",
-        epilog="Of a sweep whose trials are not named: for each model and runner the largest row that fits, and the "
-        "smallest that does not. A GPU's own recording: vramsweep replay FILE --figure OUT.html.",
-    )
-    parser.add_argument("--out", type=Path, metavar="OUT.html", help="the page (default: timeline.html, in the sweep)")
+DETAILS = """\
+Of a sweep whose trials are not named: for each model and runner the largest row that fits, and the smallest
+that does not. A GPU's own recording: vramsweep replay FILE --figure OUT.html."""
+
+
+def parser() -> Parser:
+    """The verb's own options; its other words are settings, or a folder and trials of it."""
+    usage = "%(prog)s [OPTION ...] KEY=VALUE ... | %(prog)s [OPTION ...] results/SWEEP [TRIAL_ID ...]"
+    parser = Parser(prog="vramsweep timeline", usage=usage, description=DETAILS)
+    parser.add_argument("--out", type=PAGE, metavar="OUT.html", help="the page (default: timeline.html, in the sweep)")
     parser.add_argument("--json", action="store_true", help="print the data instead of drawing it")
     parser.add_argument("--kept", action="store_true", help="only of traces that the sweep kept: trace nothing")
-    parser.add_argument("words", nargs="*", metavar="WORD")
-    arguments, more = parser.parse_known_args(argv)
-    words = [*arguments.words, *more]
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb; returns the exit status. Raises UserError for what the user can mend."""
+    arguments, words = parser().parse_settings(argv)
     if not words:
         raise UserError(f"timeline of what? {_USAGE}")
     if look.name_a_trial(words):

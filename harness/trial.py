@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from vramsweep.harness import differences, gpus, lengths, links, registry, script, techniques
+from vramsweep.harness import differences, gpus, lengths, links, mistakes, registry, script, techniques
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import EnvironmentFault, UserError
 from vramsweep.harness.gpus import GPUS, Capability, Gpu
@@ -372,7 +372,10 @@ def parse(values: Mapping[str, Any]) -> Trial:
         where = ".".join(str(part) for part in first["loc"])
         if where.startswith("versions.") and first["type"] == "string_type":
             raise InvalidTrial(f"{where} = {first['input']!r} is a number; write a whole version, as 0.14.2") from None
-        raise InvalidTrial(f"{where} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        near = ""
+        if first["type"] == "literal_error":
+            near = mistakes.meant(str(first["input"]), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
+        raise InvalidTrial(f"{where} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{near}") from None
     try:
         conf = allocator_config.parse(trial.allocator.conf)
     except allocator_config.AllocatorConfigError as error:
@@ -481,10 +484,11 @@ def _device(trial: Trial) -> str | None:
 
 def _simulated(trial: Trial) -> str | None:
     if trial.device.gpu not in {gpu.name for gpu in GPUS}:
-        names = ", ".join(sorted(gpu.name for gpu in GPUS))
+        names = sorted(gpu.name for gpu in GPUS)
+        near = mistakes.meant(str(trial.device.gpu), names)
         return (
-            f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of {names}, or say "
-            "what it has: device.memory_gib=8 device.capability=7.5"
+            f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of "
+            f"{', '.join(names)}, or say what it has: device.memory_gib=8 device.capability=7.5{near}"
         )
     if trial.device.capability is not None and trial.device.memory_gib is None:
         return f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the card has"
@@ -494,7 +498,8 @@ def _simulated(trial: Trial) -> str | None:
     for name, between_nodes in (("link", False), ("interconnect", True)):
         chosen, listed = getattr(trial.device, name), links.names(between_nodes)
         if chosen is not None and chosen not in listed:
-            return f"device.{name} is {chosen}, which is not listed; choose one of {', '.join(listed)}"
+            near = mistakes.meant(chosen, listed)
+            return f"device.{name} is {chosen}, which is not listed; choose one of {', '.join(listed)}{near}"
     conf = allocator_config.parse(trial.allocator.conf)
     if conf.throw_on_cudamalloc_oom:
         return (

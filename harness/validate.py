@@ -7,7 +7,6 @@ is `readings.json` in the sweep's folder; the tables and the figure are drawn fr
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -22,6 +21,7 @@ from vramsweep.harness import ask_others, differences, launch, machine, referenc
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CONTEXT_BYTES
+from vramsweep.harness.parsers import FIGURE, TABLES, Parser
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import few
 from vramsweep.harness.reference import PHASES, Reading, Run
@@ -39,15 +39,9 @@ TRACKED = 1  # runs of a source that MemTracker is asked about
 SPEED = ("world_size", "estimated_compute_s", "estimated_attention_s", "estimated_memory_s", "estimated_launch_s",
          "estimated_communication_s", "estimated_launches")  # fmt: skip
 MOVING = 0.01  # share of the peak that activations must be for it to count as moving with batch and length
-HELP = """\
-predict runs that others measured and published, and show how far the predictions are off
-
-  vramsweep validate benchmarks/published/*.yaml
-  vramsweep validate my-run.yaml --out validation.md --figure validation.png
-
-benchmarks/published/README.md describes the files. Words such as timeout_s=1200, name= or results= go to every run.
-The same command goes on where one was interrupted. Status: 0; 1, where a file or a run could not be read or predicted,
-unless it says so itself (cannot); 2, a mistake, or nothing can be predicted; 130, interrupted."""
+DETAILS = """\
+benchmarks/published/README.md describes the files. Words such as timeout_s=1200, name= or results= go to
+every run. The same command goes on where one was interrupted."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +55,26 @@ class Asked:
     reason: str | None = None
 
 
-def main(argv: Sequence[str]) -> int:
-    """`validate`; returns the exit status. Raises UserError where nothing can be predicted."""
-    parser = argparse.ArgumentParser(
+def parser() -> Parser:
+    """The verb's options and words."""
+    parser = Parser(
         prog="vramsweep validate",
         usage="%(prog)s FILE ... [--out OUT.md] [--figure OUT.png] [KEY=VALUE ...]",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=DETAILS,
     )
-    parser.add_argument("--out", type=Path, metavar="OUT.md", help="the tables as Markdown")
-    parser.add_argument("--figure", type=Path, metavar="OUT.png", help="the figure; PNG, SVG or PDF")
+    parser.add_argument("--out", type=TABLES, metavar="OUT.md", help="the tables as Markdown")
+    parser.add_argument("--figure", type=FIGURE, metavar="OUT.png", help="the figure: HTML, PNG, SVG or PDF")
     parser.add_argument(
         "--others", action="store_true", help="also what other tools say: a second a run, and some minutes a source"
     )
     parser.add_argument("--json", action="store_true", help="print the readings instead of tables")
-    parser.add_argument("words", nargs="*", metavar="FILE")
-    arguments = parser.parse_intermixed_args(argv)
+    parser.add_argument("words", nargs="*", metavar="FILE", help="the runs, and settings")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """`validate`; returns the exit status. Raises UserError where nothing can be predicted."""
+    arguments = parser().parse_intermixed_args(argv)
     words = [word for word in arguments.words if "=" in word]
     files = [Path(word) for word in arguments.words if "=" not in word]
     if not files:

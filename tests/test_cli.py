@@ -160,7 +160,22 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "-m sweep=auto device=cpu,cuda": ("sweep=auto", "one device"),
     "--config-dir /nowhere": ("/nowhere", "not found"),
     "--frob": ("unrecognized arguments: --frob",),
-    "--cfg everything": ("invalid choice", "'job'"),
+    "--cfg everything": ("everything: there is no such choice; allowed: job",),
+    "--jsn": ("unrecognized arguments: --jsn; did you mean --json?",),
+    "protocol=papr": ("did you mean paper?",),
+    "optimizer=adafctor": ("no trial can run: optimizer=adafctor", "did you mean adafactor?"),
+    "sharding=zero7": ("no trial can run: sharding = 'zero7'", "did you mean zero"),
+    "device=simulated device.gpu=H100": ("no trial can run: device=simulated", "did you mean h100-"),
+    "device=simulated device.link=nvlink9": ("no trial can run: device.link is nvlink9", "did you mean nvlink"),
+    "isolation=wram": ("allowed is warm or cold; did you mean warm?",),
+    "predict=rtx4090": ("did you mean rtx4090-24gb?",),
+    "answer=claim": ("did you mean claims?",),
+    "device=simulated device.memory_gib=24Gb": ("device.memory_gib=24Gb has a unit that there is not",),
+    "device=simulated device.memory_gib=0GiB": ("is not a size above 0",),
+    "device=simulated device.headroom_gib=2G": ("may be either: 2GiB", "or 2GB"),
+    "timeout_s=10x": ("timeout_s=10x: allowed is a time above 0, such as 90m",),
+    "budget=8": ("budget=8 has no unit: 8m, 8h or 8s",),
+    "max_cost=40EUR price_per_hour=1": ("max_cost=40EUR: allowed is a number above 0, in any currency",),
     "--cfg job -m": ("do not go together",),
     "-sc install=bash": ("vramsweep completion bash",),
 }
@@ -196,9 +211,15 @@ def test_mistakes_are_named_in_a_line_or_two(
             "no trial can run: optimizer=adam8bit",
         ),
         (("status", "nowhere"), "name a folder under results/"),
-        (("conquer",), "there is no verb 'conquer'"),
+        (("conquer",), "there is no verb 'conquer'; verbs: sweep, run,"),
         (("replay", "nowhere.pickle"), "nowhere.pickle"),
-        (("completion", "tcsh"), "completion bash"),
+        (("completion", "tcsh"), "there is no such choice; allowed: bash"),
+        (("swep",), "did you mean sweep?"),
+        (("help", "reprot"), "did you mean report?"),
+        (("predict", "--larget", "seq_len"), "unrecognized arguments: --larget; did you mean --largest?"),
+        (("fit", "nowhere", "--metric", "peak_reserved"), "did you mean peak_reserved_bytes?"),
+        (("track", "nowhere", "wanbd"), "did you mean wandb?"),
+        (("techniques", "optimiser"), "did you mean optimizer?"),
     ],
 )
 def test_mistakes_end_the_process_with_status_2(words: tuple[str, ...], text: str, tmp_path: Path) -> None:
@@ -277,9 +298,8 @@ def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: p
     listed = {card["name"]: card for card in json.loads(capsys.readouterr().out)}
     assert listed["t4-16gb"]["memory_limit_bytes"] == (14912 - 700) << 20 and listed["t4-16gb"]["bf16"] is None
     assert listed.keys() <= {line.partition(" ")[0] for line in lines}
-    for verb in ("explain", "predict"):
-        with pytest.raises(SystemExit):
-            cli.main([verb, "--help"])
+    for verb in ("explain", "predict", "sweep"):
+        assert front_door.main([verb, "--help"]) == 0
         said = capsys.readouterr().out
         assert "vramsweep cards" in said and "rtx2070-8gb 6.9" in said
 

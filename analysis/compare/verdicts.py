@@ -23,6 +23,7 @@ from vramsweep.analysis.data.groups import ASKED, FOUND
 from vramsweep.analysis.data.load import EXTRA, Table
 from vramsweep.analysis.data.metrics import METRICS, MIB
 from vramsweep.analysis.model.curves import Array
+from vramsweep.harness import mistakes
 from vramsweep.harness.errors import UserError
 
 TOLERANCE = 0.001  # of memory, relative
@@ -223,12 +224,14 @@ def split(table: Table, axis: str, values: Sequence[str]) -> tuple[Table, Table]
     if axis not in table.frame or len(values) != 2:
         raise UserError(
             f"--by takes AXIS=VALUE,VALUE with a column of the rows, as in allocator=default,expandable; not {axis}"
+            f"{'' if axis in table.frame else mistakes.meant(axis, map(str, table.frame.columns))}"
         )
     column = table.frame[axis].astype("string")
     for value in values:
         if not (column == value).any():
-            there = ", ".join(map(str, column.dropna().unique()[:12]))
-            raise UserError(f"no row has {axis}={value}; there are {there or 'no values at all'}")
+            known = list(map(str, column.dropna().unique()))
+            there = ", ".join(known[:12]) or "no values at all"
+            raise UserError(f"no row has {axis}={value}; there are {there}{mistakes.meant(value, known)}")
     return table.where((column == values[0]).fillna(False)), table.where((column == values[1]).fillna(False))
 
 

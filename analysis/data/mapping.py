@@ -8,7 +8,6 @@ Not covered: reading cells (importers.py), rows from cells (foreign.py).
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB
+from vramsweep.harness import mistakes
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME, Outcome
 
@@ -315,6 +315,6 @@ def target(name: str, said: str) -> Target:
         return TARGETS[name]
     if name in _MADE or name in BY_NAME:
         raise UserError(f"{said}: {name} cannot be given, the importer makes it; leave it out")
-    near = difflib.get_close_matches(name, TARGETS, n=3)
+    near = mistakes.nearest(name, TARGETS, most=3)
     meant = f"did you mean {' or '.join(near)}?" if near else "`vramsweep columns` lists our columns"
     raise UserError(f"{said}: columns not known: {name}; {meant} (memory also as ..._mib, ..._gib, ..._mb, ..._gb)")

@@ -1,4 +1,7 @@
-"""A table as Markdown or booktabs LaTeX, from a frame whose cells are already text: what a name holds stays text."""
+"""A table as Markdown, from a frame whose cells are already text: what a name holds stays text.
+
+Not covered: LaTeX (report/latex.py).
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,15 @@ import pandas as pd
 
 from vramsweep.harness.terminal import shown
 
-_LATEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "²": r"\textsuperscript{2}", "·": r"\textperiodcentered{}",
-    "°": r"\textdegree{}", "–": "--", "−": "$-$", "µ": r"\textmu{}",
-}  # fmt: skip
 _MARKDOWN = re.compile(r"[\\|`<\[]")  # ends a cell; is code, HTML, a link or an image
 _LINE_ENDS = re.compile(r"[\n\r\t]")
 
 
 def markdown(frame: pd.DataFrame) -> str:
     """A Markdown table; numbers to the right."""
-    names = [_cell(str(name)) for name in frame.columns]
+    names = [cell(str(name)) for name in frame.columns]
     right = [numeric(frame[name]) for name in frame.columns]
-    rows = [[_cell(str(cell)) for cell in row] for row in frame.to_numpy()]
+    rows = [[cell(str(one)) for one in row] for row in frame.to_numpy()]
     lines = [names, ["---:" if r else "---" for r in right], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -31,38 +29,12 @@ def prose(text: str) -> str:
     return re.sub(r"[<\[]", r"\\\g<0>", shown(_LINE_ENDS.sub(" ", text)))
 
 
-def latex(frame: pd.DataFrame, caption: str, name: str) -> str:
-    """A booktabs table with caption and label."""
-    columns = "".join("r" if numeric(frame[column]) else "l" for column in frame.columns)
-    body = [" & ".join(_tex(str(cell)) for cell in row) + r" \\" for row in frame.to_numpy()]
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{_tex(caption)}}}",
-            rf"\label{{tab:{re.sub(r'[^A-Za-z0-9_:.-]', '-', name)}}}",
-            rf"\begin{{tabular}}{{{columns}}}",
-            r"\toprule",
-            " & ".join(_tex(str(column)) for column in frame.columns) + r" \\",
-            r"\midrule",
-            *body,
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
-    )
-
-
 def numeric(column: pd.Series[str]) -> bool:
     """Whether a column holds numbers, which stand to the right."""
     cells = [str(cell) for cell in column if str(cell) != "–"]
     return bool(cells) and all(cell[:1].isdigit() or cell[:1] in "+-−" for cell in cells)
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """A cell of a Markdown table, or a word in one."""
     return _MARKDOWN.sub(r"\\\g<0>", shown(_LINE_ENDS.sub(" ", text)))
-
-
-def _tex(text: str) -> str:
-    return "".join(_LATEX.get(letter, letter) for letter in shown(_LINE_ENDS.sub(" ", text)))

@@ -34,7 +34,7 @@ class Picture:
     file: Path
     width: int | None = None
     height: int | None = None
-    scale: int = 1
+    scale: float = 1
 
 
 ASKED, WHY = "asked.json", "why"

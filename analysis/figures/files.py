@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import plotly.graph_objects as go
 import plotly.io
 
 from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, draw
-from vramsweep.analysis.figures.plots import BLOG, COLUMN, Figure, column_width, escape
+from vramsweep.analysis.figures.layout import column, page
+from vramsweep.analysis.figures.plots import BLOG, Figure
 
 
 def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) -> list[str]:
@@ -22,26 +21,22 @@ def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) 
     folder.mkdir(parents=True, exist_ok=True)
     for figure in figures:
         guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
-        page = go.Figure(figure.plot).update_layout(
-            title={"text": escape(figure.title)}, margin={"t": 56}, paper_bgcolor="#fff"
-        )
-        page.write_html(folder / f"{figure.name}.html", include_plotlyjs="directory", config={"displaylogo": False})
+        plot = page(figure).update_layout(width=None)
+        plot.write_html(folder / f"{figure.name}.html", include_plotlyjs="directory", config={"displaylogo": False})
     return images(figures, folder, formats) if formats and figures else []
 
 
 def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> list[str]:
-    """PNG and SVG at blog width, PDF at column width, all in one browser session; returns notes."""
+    """PDF for one column of a paper, SVG for a page, PNG as both (`<name>.png`, `<name>.column.png`: 300 dpi), all in
+    one browser session; returns notes."""
     pictures: list[Picture] = []
     for figure in figures:
         for kind in formats:
-            small = kind == "pdf"
-            plot: Any = (
-                column_width(figure.plot) if small else go.Figure(figure.plot).update_layout(paper_bgcolor="#fff")
-            )
-            names = [str(trace.name) for trace in plot.data if plot.layout.showlegend and trace.showlegend is not False]
-            lines = len(names) if any(len(name) > 22 for name in names) else (len(names) + 1) // 2
-            size = (COLUMN[0], COLUMN[1] + 17 * lines) if small else BLOG
-            pictures.append(Picture(plot, folder / f"{figure.name}.{kind}", *size, scale=2 if kind == "png" else 1))
+            if kind != "pdf":
+                pictures.append(Picture(page(figure), folder / f"{figure.name}.{kind}", scale=2 if kind == "png" else 1))
+            if kind != "svg":
+                name = f"{figure.name}.pdf" if kind == "pdf" else f"{figure.name}.column.{kind}"
+                pictures.append(Picture(column(figure), folder / name, scale=300 / 96 if kind == "png" else 1))
     try:
         draw(pictures)
     except NoBrowser as why:

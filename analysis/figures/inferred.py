@@ -25,6 +25,7 @@ from vramsweep.analysis.figures.plots import (
     sentence,
     thin,
 )  # fmt: skip
+from vramsweep.analysis.figures.view import Look
 from vramsweep.harness import inferred
 
 FIGURES = 4  # at most
@@ -74,21 +75,22 @@ def _figure(lines: pd.DataFrame, measured: pd.DataFrame, number: int) -> Figure:
     plot = new_plot(AXES[axis], f"peak memory ({called})")
     plot.update_layout(showlegend=True)
     data, ends, reach = [], [], []
-    for colour, (column, name) in zip(COLOURS, COLUMNS.items(), strict=False):
+    for number, (column, name) in enumerate(COLUMNS.items()):
+        look = Look(COLOURS[0]).numbered(number)
         known = lines.dropna(subset=[c for c in (column, f"{column}_low", f"{column}_high") if c in lines])
         if column not in lines or known.empty:
             continue
         x, y, low, high = (known[c].to_numpy(float) for c in (axis, column, f"{column}_low", f"{column}_high"))
         at = thin(x, y)
-        add_band(plot, x[at], low[at] / unit, high[at] / unit, colour)
+        add_band(plot, x[at], low[at] / unit, high[at] / unit, look)
         plot.add_scatter(
             x=x[at], y=y[at] / unit, mode="lines", name=escape(f"{name}, inferred"), hoverinfo="skip",
-            line={"color": colour, "width": 1, "dash": "dot"}, showlegend=True,
+            line={"color": look.colour, "width": 1, "dash": "dot"}, showlegend=True,
         )  # fmt: skip
         rows = measured.dropna(subset=[column])
         sizes = rows[column].to_numpy(float) / unit
-        add_points(plot, rows[axis].to_numpy(float), sizes, rows["trial_id"], colour, "circle", f"{name}, measured")
-        ends.append(End(float(x[-1]), float(y[-1]) / unit, name, colour))
+        add_points(plot, rows[axis].to_numpy(float), sizes, rows["trial_id"], look, f"{name}, measured")
+        ends.append(End(float(x[-1]), float(y[-1]) / unit, name, look))
         reach += [float(np.nanmin(y)) / unit, float(np.nanmax(y)) / unit, *map(float, sizes)]
         kept = known[["trial_id", *AXES]].assign(
             column=column, inferred=y, low=low, high=high, basis=known.get(f"{column}_basis")

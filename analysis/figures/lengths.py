@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.compare.lengths import Held, Runs
 from vramsweep.analysis.figures.plots import (
-    COLOURS,
     GREY,
     MOST,
     End,
@@ -20,17 +17,18 @@ from vramsweep.analysis.figures.plots import (
     new_plot,
     sentence,
 )  # fmt: skip
+from vramsweep.analysis.figures.view import Look, View
 
 FIGURES = 4  # at most
 
 
-def of_lengths(every: Sequence[Runs]) -> list[Figure]:
+def of_lengths(view: View) -> list[Figure]:
     """One figure for each comparison: a line a setting of reserved, and the peak allocated of each step."""
-    known = [one for one in every if one.drawn()]
-    return [_figure(one, number) for number, one in enumerate(known[:FIGURES])]
+    known = [one for one in view.runs if one.drawn()]
+    return [_figure(view, one, number) for number, one in enumerate(known[:FIGURES])]
 
 
-def _figure(runs: Runs, number: int) -> Figure:
+def _figure(view: View, runs: Runs, number: int) -> Figure:
     held = runs.drawn()
     unit, called = axis_unit(max(float(max(one.reserved.max(), one.allocated.max())) for one in held))
     plot = new_plot("measured step", f"memory ({called})")
@@ -45,15 +43,17 @@ def _figure(runs: Runs, number: int) -> Figure:
         x=steps, y=first, mode="lines", name="peak allocated of the step", line={"color": GREY, "width": 1},
         hovertemplate="step %{x:,}: %{y:,.4~g}<extra>peak allocated</extra>",
     )  # fmt: skip
-    ends.append(End(float(steps[-1]), float(first[-1]), "peak allocated", GREY))
-    for at, same in enumerate(shown):
+    ends.append(End(float(steps[-1]), float(first[-1]), "peak allocated", Look(GREY)))
+    for same in shown:
+        look = view.of_trial(same[0].trial_id)
         name = ", ".join(one.allocator for one in same)
         x, y = np.arange(1, len(same[0].reserved) + 1, dtype=float), same[0].reserved / unit
         plot.add_scatter(
-            x=x, y=y, mode="lines", name=escape(name), line={"color": COLOURS[at], "width": 2, "shape": "hv"},
+            x=x, y=y, mode="lines", name=escape(name), line={"color": look.colour, "width": 2, "shape": "hv", "dash": look.dash},
             hovertemplate="step %{x:,}: %{y:,.4~g}<extra>" + escape(name) + "</extra>",
+            **look.trace,
         )  # fmt: skip
-        ends.append(End(float(x[-1]), float(y[-1]), name, COLOURS[at]))
+        ends.append(End(float(x[-1]), float(y[-1]), name, look))
         reach.append(float(y.max()))
         data += [_data(one, x) for one in same]
     finish(plot, ends, reach)

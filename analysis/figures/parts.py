@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas as pd
 
-from vramsweep.analysis.data.parts import Job, called
+from vramsweep.analysis.data.parts import called
 from vramsweep.analysis.figures.plots import COLOURS, MOST, Figure, axis_unit, escape, new_plot, sentence, short
+from vramsweep.analysis.figures.view import View
 from vramsweep.harness.row import PARTS
 
 JOBS = MOST
 _PATTERNS = {"load": ".", "resume": "\\", "first_step": "-", "steps": "", "evaluation": "/", "save": "x"}
 
 
-def of_jobs(jobs: Sequence[Job]) -> list[Figure]:
+def of_jobs(view: View) -> list[Figure]:
     """Bars of each part's peak, a group of them for each of the jobs that most exceed their steps; the steps marked."""
+    jobs = view.jobs
     if not jobs:
         return []
     shown = jobs[:JOBS]

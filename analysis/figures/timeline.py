@@ -13,21 +13,10 @@ import pandas as pd
 
 from vramsweep.analysis.data.metrics import MIB
 from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.composition import PARTS, called as of_part
 from vramsweep.analysis.figures.plots import Figure, axis_unit, escape, new_plot, sentence
 from vramsweep.harness import names
 
-# From the ground up: what stays through a step first. Okabe and Ito's colours, and greys for what nobody asked for.
-PARTS = {
-    "parameters": "#0072B2",
-    "buffers": "#F0E442",
-    "optimizer_state": "#009E73",
-    "gradients": "#E69F00",
-    "communication": "#CC79A7",
-    "activations": "#D55E00",
-    "temporaries": "#56B4E9",
-    "workspaces": "#999933",
-    "rounding": "#BBBBBB",
-}
 RESERVED = "#7f7f7f"
 HEADROOM = 1.3  # of the y axis above what is drawn, for the names of phases and the peak
 _WIDTH = 300  # px of the plot in one column of a paper, where names of phases must not overlap
@@ -55,7 +44,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
         if sizes.any():
             thin = float(sizes.max()) < reach / 300  # too thin to be looked for
             plot.add_scatter(
-                x=event, y=sizes / unit, name=name.replace("_", " "), stackgroup="held", mode="lines",
+                x=event, y=sizes / unit, name=of_part(name), stackgroup="held", mode="lines",
                 line={"width": 0 if thin else 0.8, "shape": "hv", "color": colour}, fillcolor=colour,
                 showlegend=not thin, hovertemplate=said,
             )  # fmt: skip
@@ -115,7 +104,7 @@ def held(record: Mapping[str, Any]) -> pd.DataFrame:
             {
                 "MiB in all": f"{own['bytes'] * count / MIB:,.1f}",
                 "storages": f"{count:,} × {own['bytes'] / MIB:,.1f}" if count > 1 else "1",
-                "category": own["category"].replace("_", " "),
+                "category": of_part(own["category"]),
                 "module": own["module"] or "–",
                 "operator": own["operator"],
                 "made in": own["phase"] if own["step"] is None else f"step {own['step'] + 1}, {own['phase']}",

@@ -17,14 +17,15 @@ from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import inferred as figures_inferred
-from vramsweep.analysis.figures import lengths as figures_lengths
-from vramsweep.analysis.figures import parts as figures_parts
-from vramsweep.analysis.figures import plots, rows, timelines
+from vramsweep.analysis.figures import plots, registry, timelines
 from vramsweep.analysis.figures import residuals as figures_residuals
+from vramsweep.analysis.figures.view import View
 from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import Fit, fit_table
 from vramsweep.analysis.model.frontier import Limit, frontier
+from vramsweep.analysis.report import answer as answers
 from vramsweep.analysis.report import findings, tables
+from vramsweep.analysis.report.picker import Picker, picker
 
 FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
 SHOWN = 200  # groups that figures, findings and warnings look at
@@ -54,6 +55,8 @@ class Content:
     asked: dict[str, str]
     machine: dict[str, str]
     methods: str
+    card: answers.Card
+    picker: Picker
     answer: Answered | None = None
 
 
@@ -65,31 +68,30 @@ def collect(table: Table, answer: str | None = None) -> Content:
     asked_for = answered(table, answer)
     fits: list[Fit] = []
     limits: list[Limit] = []
-    drawn: list[plots.Figure] = []
+    views: list[tuple[str, View]] = []
     found: list[str] = []
     leading: list[str] = []  # said before the fits, also in the terminal
     notes: list[str] = []
     worlds = split_worlds(table)
     beside = Beside(table)
     all_groups = []
+    by_world = []
     all_jobs: list[parts.Job] = []
     for name, part in worlds:
         own = groups(part)
         all_groups += own
+        by_world.append((name, own))
         most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
         own_fits, own_notes = fit_table(part, limit=most, found=own, beside=beside.of)
         own = own[:SHOWN]
         jobs = parts.jobs(own)
         own_limits = frontier(part, fits=own_fits, found=own, most=most)
         over_lengths = lengths.runs(own)
-        own_plots = [
-            *plots.of_fits(own_fits, own),
-            *figures_lengths.of_lengths(over_lengths),
-            *figures_parts.of_jobs(jobs),
-            *rows.of_rows(own, own_limits),
-        ]
-        alone, predicted = len(worlds) == 1, name == PREDICTED
-        drawn += own_plots if alone and not predicted else [plots.of_world(f, name, alone) for f in own_plots]
+        predicted = name == PREDICTED
+        still, varied = ([group for group in own if group.varies is side] for side in (False, True))
+        views.append(
+            (name, View(part, still, varied, own_fits, own_limits, over_lengths, jobs, predicted=predicted))
+        )
         first = [*parts.sentences(jobs), *lengths.sentences(over_lengths)]
         leading += [f"{PREDICTED.capitalize()}: {s}" for s in first] if predicted else first
         said = [*first, *findings.findings(part, own, own_fits)]
@@ -100,7 +102,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
         limits += own_limits
     replays, replay_notes = what_if_tables(table)
     over_steps, peaks, step_notes = timelines.of_table(table)
-    drawn += [*over_steps, *figures_inferred.of_inferred(table)]
+    drawn = [*registry.draw(views, beside), *over_steps, *figures_inferred.of_inferred(table)]
     notes += [*replay_notes, *step_notes]
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
@@ -117,7 +119,8 @@ def collect(table: Table, answer: str | None = None) -> Content:
     kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""
     sweep = findings.values(table.frame, "sweep") or table.source
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
-    when = "" if pd.isna(first) else f", {first} to {last}"
+    days = [] if pd.isna(first) else list(dict.fromkeys(str(one)[:10] for one in (first, last)))
+    when = f", {' to '.join(days)}" if days else ""
     return Content(
         table=table,
         title=f"Memory and throughput: {Path(sweep).name}",
@@ -154,6 +157,8 @@ def collect(table: Table, answer: str | None = None) -> Content:
         asked=findings.asked(table),
         machine=findings.machine(table),
         methods=findings.methods(table, fits),
+        card=answers.card(table, all_groups, fits, limits, answers.verdict(table)),
+        picker=picker(table, by_world),
         answer=asked_for,
     )
 

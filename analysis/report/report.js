@@ -1,20 +1,198 @@
-// On a narrow screen labels at the ends of lines would take half the figure: a legend below takes their place.
-(function () {
-  function fit(plot) {
-    const labels = (plot.layout.annotations || []).filter(function (a) { return a.name === "direct"; });
-    if (!labels.length) return;
-    const narrow = plot.clientWidth < 560;
-    if (plot.dataset.narrow === String(narrow)) return;
-    plot.dataset.narrow = String(narrow);
-    plot.dataset.margin = plot.dataset.margin || plot.layout.margin.r;
-    const change = { showlegend: narrow, "margin.r": narrow ? 12 : Number(plot.dataset.margin) };
-    plot.layout.annotations.forEach(function (a, i) {
-      if (a.name === "direct") change["annotations[" + i + "].visible"] = !narrow;
-    });
-    if (!narrow) plot._fullLayout._reservedMargin = {}; // plotly keeps the room of a legend that has gone
-    window.Plotly.relayout(plot, change);
+// Figures, the picker, copying and tips. What is packed in the page (deflate in base64) is unpacked here, nothing fetched.
+"use strict";
+const page = (function () {
+  const byId = (id) => document.getElementById(id);
+  const choices = JSON.parse(byId("choices").textContent);
+  const state = { picks: new Map(), search: "" };
+  const listeners = []; // called when what is chosen has changed
+
+  async function unpack(id) {
+    const text = atob(byId(id).textContent.trim());
+    const bytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return new Response(stream).text();
   }
-  function all() { document.querySelectorAll(".js-plotly-plot").forEach(fit); }
-  window.addEventListener("load", all);
-  window.addEventListener("resize", all);
+
+  // What is of these settings is shown if no choice contradicts them; what says nothing of an axis is shown.
+  function chosen(settings) {
+    for (const [key, value] of state.picks) if (key in settings && String(settings[key]) !== value) return false;
+    return true;
+  }
+  const chosenGroup = (number) => number < 0 || chosen(choices.groups[number]);
+
+  // --- figures
+  const drawn = new Map(); // div to { spec, narrow }
+  const direct = (trace) => Boolean(trace.meta && trace.meta.direct);
+
+  function visible(spec, narrow) {
+    const most = state.picks.size ? (spec.layout.meta || {}).most || Infinity : Infinity;
+    const seen = new Set();
+    const order = spec.data.map((trace, i) => i).sort((a, b) => (spec.data[a].visible === false) - (spec.data[b].visible === false) || a - b);
+    const shown = new Array(spec.data.length);
+    for (const i of order) {
+      const trace = spec.data[i], settings = trace.meta && trace.meta.settings;
+      let show = trace.visible === undefined ? true : trace.visible;
+      if (settings && state.picks.size) {
+        const key = JSON.stringify(settings);
+        show = chosen(settings) && (seen.has(key) || seen.size < most);
+        if (show) seen.add(key);
+      }
+      shown[i] = narrow && direct(trace) ? false : show;
+    }
+    return shown;
+  }
+
+  // On a narrow screen labels at the ends of lines would take half the figure: a legend below takes their place.
+  function arrange(div) {
+    const { spec } = drawn.get(div);
+    const narrow = div.clientWidth < 560, layout = spec.layout;
+    const labels = layout.annotations || [], shown = visible(spec, narrow);
+    const names = new Set(spec.data.filter((t, i) => shown[i]).map((t) => t.name));
+    const all = new Set(spec.data.map((t) => t.name));
+    const change = {};
+    labels.forEach((a, i) => {
+      if (a.name === "direct") change["annotations[" + i + "].visible"] = !narrow && (!all.has(a.text) || names.has(a.text));
+    });
+    if (labels.some((a) => a.name === "direct") || spec.data.some(direct)) {
+      const margin = layout.margin || {};
+      change.showlegend = narrow || Boolean(layout.showlegend);
+      change["margin.r"] = narrow ? 12 : margin.r;
+      change["margin.l"] = narrow ? 44 : margin.l;
+      if (!narrow && div._fullLayout) div._fullLayout._reservedMargin = {}; // plotly keeps the room of a legend that has gone
+    }
+    div.dataset.narrow = String(narrow);
+    const known = spec.data.filter((t) => t.meta && t.meta.settings);
+    const none = state.picks.size > 0 && known.length > 0 && !spec.data.some((t, i) => shown[i] && t.meta && t.meta.settings);
+    div.hidden = none;
+    div.nextElementSibling.hidden = !none;
+    if (!none) return window.Plotly.update(div, { visible: shown }, change);
+  }
+
+  async function drawAll() {
+    const divs = [...document.querySelectorAll(".plot")];
+    if (!divs.length) return;
+    const script = document.createElement("script");
+    script.textContent = await unpack("library");
+    document.head.append(script);
+    for (const div of divs) {
+      const spec = JSON.parse(await unpack("spec-" + div.dataset.number));
+      await window.Plotly.newPlot(div, spec.data, JSON.parse(JSON.stringify(spec.layout)), { displaylogo: false, responsive: true });
+      drawn.set(div, { spec });
+      await arrange(div);
+      await new Promise((done) => setTimeout(done)); // a reader's click comes first
+    }
+    document.documentElement.dataset.drawn = String(divs.length);
+  }
+
+  let resizing = 0;
+  window.addEventListener("resize", () => {
+    clearTimeout(resizing);
+    resizing = setTimeout(() => drawn.forEach((_, div) => {
+      if (div.dataset.narrow !== String(div.clientWidth < 560)) arrange(div);
+    }), 150);
+  });
+
+  // --- choosing; the choice is in the address, so that a view can be linked
+  const form = byId("picker");
+  const PREFIX = "#view?";
+
+  function address() {
+    const told = new URLSearchParams([...state.picks]);
+    if (state.search) told.set("search", state.search);
+    return String(told) ? PREFIX + told : "";
+  }
+
+  function show() {
+    if (form) {
+      const matching = choices.groups.filter(chosen).length;
+      byId("chosen").textContent = state.picks.size ? matching + " of " + choices.groups.length + " configurations" : "";
+    }
+    document.querySelectorAll("tr[data-group]").forEach((row) => { row.hidden = !chosenGroup(Number(row.dataset.group)); });
+    document.querySelectorAll("figure[data-kind]").forEach((one) => { one.hidden = !chosen({ [choices.kind]: one.dataset.kind }); });
+    drawn.forEach((_, div) => arrange(div));
+    listeners.forEach((one) => one());
+  }
+
+  function remember() {
+    history.replaceState(null, "", address() || location.pathname + location.search);
+  }
+
+  function read() {
+    if (location.hash && !location.hash.startsWith(PREFIX)) return open(location.hash.slice(1));
+    const told = new URLSearchParams(location.hash.slice(PREFIX.length));
+    state.picks = new Map([...told].filter(([key]) => choices.axes.includes(key)));
+    state.search = told.get("search") || "";
+    if (form) for (const select of form.querySelectorAll("select")) {
+      const value = state.picks.has(select.name) ? "=" + state.picks.get(select.name) : "";
+      select.value = value;
+      if (select.value !== value) { select.value = ""; state.picks.delete(select.name); } // no such value here
+    }
+    show();
+  }
+
+  if (form) {
+    form.addEventListener("change", () => {
+      state.picks = new Map([...form.querySelectorAll("select")].filter((s) => s.value).map((s) => [s.name, s.value.slice(1)]));
+      remember();
+      show();
+    });
+    form.addEventListener("reset", () => setTimeout(() => { state.picks.clear(); remember(); show(); }));
+    form.addEventListener("submit", (event) => event.preventDefault());
+    byId("link").addEventListener("click", () => copy(location.href, "The link to this view is copied."));
+  }
+  window.addEventListener("hashchange", read);
+
+  // What a link leads to may be folded.
+  function open(id) {
+    const target = document.getElementById(id), fold = target && target.querySelector(":scope > details");
+    if (fold) fold.open = true;
+  }
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest && event.target.closest('a[href^="#"]');
+    if (link) open(link.getAttribute("href").slice(1));
+  });
+  window.addEventListener("beforeprint", () => document.querySelectorAll("section > details").forEach((one) => { one.open = true; }));
+
+  // --- copying: the clipboard may be closed to a page that is a file
+  async function copy(text, words) {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      const field = document.createElement("textarea"), before = document.activeElement;
+      field.value = text;
+      field.className = "unseen";
+      document.body.append(field);
+      field.select();
+      if (!document.execCommand("copy")) words = "Copying is not allowed here.";
+      field.remove();
+      if (before) before.focus();
+    }
+    byId("said").textContent = "";
+    byId("said").textContent = words;
+  }
+
+  // --- tips: by the mouse and by the keyboard; a reader's software has them as labels
+  const tip = byId("tip");
+  function hint(event) {
+    const of = event.target.closest && event.target.closest("[data-tip]");
+    tip.hidden = !of;
+    if (!of) return;
+    tip.textContent = of.dataset.tip;
+    const at = of.getBoundingClientRect();
+    tip.style.left = Math.max(8, Math.min(at.left, innerWidth - tip.offsetWidth - 8)) + "px";
+    tip.style.top = (at.bottom + tip.offsetHeight + 8 < innerHeight ? at.bottom + 6 : at.top - tip.offsetHeight - 6) + "px";
+  }
+  document.addEventListener("mouseover", hint);
+  document.addEventListener("focusin", hint);
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
+  document.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
+
+  function start() {
+    read();
+    document.documentElement.dataset.ready = "true";
+    requestAnimationFrame(() => setTimeout(drawAll));
+  }
+  document.addEventListener("DOMContentLoaded", start);
+  return { chosenGroup, copy, listeners, remember, state, unpack };
 })();

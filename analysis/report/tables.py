@@ -1,4 +1,7 @@
-"""Tables of groups, fits, limits and estimates: frames whose cells are text (markup.py sets them)."""
+"""Tables of groups, fits, limits and estimates: frames whose cells are text (markup.py sets them).
+
+The index of one whose lines are each of one group is the groups' ids, for pages whose reader chooses among them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
             line[name] = "–" if pd.isna(value) else f"{float(value) / scale:,.{digits}f}"
         line["95 % between processes (tokens/s)"] = _between(at["tokens_per_s"].dropna())
         lines.append(line)
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines, index=[group.id for group in groups])
 
 
 def _between(speeds: pd.Series[Any]) -> str:
@@ -55,9 +58,10 @@ def _between(speeds: pd.Series[Any]) -> str:
 
 def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
     """One line per fitted curve."""
-    lines = []
+    lines, ids = [], []
     for fit in fits:
         for key in fit.chosen.model.curves:
+            ids.append(fit.group)
             lines.append(
                 {
                     "quantity": fit.metric.label,
@@ -70,7 +74,7 @@ def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
                     "lengths": f"{len(np.unique(fit.points.x)):,}",
                 }
             )
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines, index=ids)
 
 
 def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
@@ -79,14 +83,16 @@ def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
     curved = {limit.group for limit in limits if limit.remark != FEW}
     limits = [limit for limit in limits if limit.group in curved]
     lines: dict[str, dict[str, str]] = {}
+    ids: dict[str, str] = {}
     for limit in limits:
         of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
         line = lines.setdefault(f"{limit.group}{of}", {"settings": limit.label + of})
+        ids[f"{limit.group}{of}"] = limit.group
         text = f"{limit.value:,}" if limit.value is not None else limit.remark
         safe = limit.low if limit.low is not None and (limit.value is None or limit.low < limit.value) else None
         text += "°" * (limit.extrapolated and limit.value is not None)
         line[f"{limit.gib:g} GiB"] = text + (f" (safe: {safe:,})" if safe is not None else "")
-    return pd.DataFrame(list(lines.values()))
+    return pd.DataFrame(list(lines.values()), index=list(ids.values()))
 
 
 def of_jobs(jobs: Sequence[Job]) -> pd.DataFrame:
@@ -116,7 +122,7 @@ def of_calibrations(calibrations: Sequence[Calibration]) -> pd.DataFrame:
 def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 6) -> pd.DataFrame:
     """Estimated speed of each group at up to `most` lengths, what bounds it, and calibrated where that is possible."""
     steps = calibrated.set_index("trial_id")
-    lines = []
+    lines, ids = [], []
     known = [group for group in groups if len(group.ok(*SECONDS))] if len(steps) else []
     for group in whatever(known, "allocator"):
         links = ("estimated_tokens_per_s_no_overlap", "estimated_link", "calibrated_tokens_per_s")
@@ -145,4 +151,5 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
                 mark = "°" if step["extrapolated"] else ""
                 line["estimated, by your measurements (tokens/s)"] = "–" if pd.isna(speed) else f"{speed:,.0f}{mark}"
             lines.append(line)
-    return pd.DataFrame(lines)
+            ids.append(group.id)
+    return pd.DataFrame(lines, index=ids)

@@ -1,4 +1,4 @@
-"""What a finished sweep leaves behind: rows.csv, figures and report.html; and the folder for a paper.
+"""What a finished sweep leaves behind: rows.csv, figures and report.html. The folder for a paper: paper.py.
 
 A link where something is to be written stops it, wherever it leads: the folder may have come from elsewhere. Not
 covered: links that are made meanwhile.
@@ -6,7 +6,6 @@ covered: links that are made meanwhile.
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from collections.abc import Collection, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.analysis.answers.registry import Answered
-from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.export import guarded_frame, write_csv
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import files
@@ -28,10 +26,7 @@ from vramsweep.harness.errors import UserError
 
 NOTES = 3  # that the end of a sweep shows; the report has all
 # Files and folders of files.
-WRITTEN = (
-    "rows.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "methods.txt", "environment.json", "figures",
-    "tables",
-)  # fmt: skip
+WRITTEN = ("rows.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "figures")
 
 
 @dataclass(frozen=True)
@@ -73,44 +68,19 @@ class Written:
 def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str | None = None) -> Written:
     """Write rows.csv, figures/, report.html and the answer of that name into `folder`. Raises UserError when it cannot
     be written, or there is no such answer."""
-    _no_links(folder)
+    no_links(folder)
     content = collect(table, answer)
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_csv(table.frame, places["rows"])
-        places |= _write_residuals(content, folder) | _write_answer(content.answer, folder)
+        places |= write_residuals(content, folder) | _write_answer(content.answer, folder)
         _whole(places["report"], page.render(content))
         notes = files.write(content.figures, places["figures"], formats)
     except OSError as error:
-        raise _unwritable(error, folder) from None
+        raise unwritable(error, folder) from None
     screen = summary.summary(table)
     return Written(places, content.summary, (*content.warnings, *notes), content.answer, screen)
-
-
-def write_paper(table: Table, folder: Path, answer: str | None = None) -> Written:
-    """Write the paper folder: PDF figures, .tex and .md tables, CSV, methods, environment. Raises UserError."""
-    _no_links(folder)
-    content = collect(table, answer)
-    places = {"figures": folder / "figures", "tables": folder / "tables", "methods": folder / "methods.txt",
-              "machine": folder / "environment.json", "rows": folder / "rows.csv"}  # fmt: skip
-    try:
-        for name in ("figures", "tables"):
-            places[name].mkdir(parents=True, exist_ok=True)
-        for figure in content.figures:
-            guarded_frame(figure.data).to_csv(places["figures"] / f"{figure.name}.csv", index=False)
-        notes = files.images(content.figures, places["figures"], ["pdf"])
-        _write_tables(content, places["tables"])
-        captions = "\n".join(f"{f.name}: {f.title}. {f.caption}" for f in content.figures)
-        places["methods"].write_text(f"{content.methods}\n\nFigures\n{captions}\n", encoding="utf-8")
-        environment = {"machine": content.machine, "asked": content.asked, "coverage": content.coverage,
-                       "warnings": content.warnings}  # fmt: skip
-        places["machine"].write_text(json.dumps(environment, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        write_csv(table.frame, places["rows"])
-        places |= _write_residuals(content, folder)
-    except OSError as error:
-        raise _unwritable(error, folder) from None
-    return Written(places, content.summary, (*content.warnings, *notes))
 
 
 def _whole(path: Path, text: str) -> None:
@@ -120,9 +90,9 @@ def _whole(path: Path, text: str) -> None:
     aside.rename(path)
 
 
-def _no_links(folder: Path) -> None:
-    """Raises UserError where anything that would be written in the folder is a link."""
-    written = [folder / name for name in WRITTEN]
+def no_links(folder: Path, names: Sequence[str] = WRITTEN) -> None:
+    """Raises UserError where any of these, which would be written in the folder, is a link."""
+    written = [folder / name for name in names]
     within = [one for place in written if place.is_dir() and not place.is_symlink() for one in place.iterdir()]
     if links := [place for place in (*written, *within) if place.is_symlink()]:
         raise UserError(
@@ -138,7 +108,7 @@ def _remove(*files: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def _write_residuals(content: Content, folder: Path) -> dict[str, Path]:
+def write_residuals(content: Content, folder: Path) -> dict[str, Path]:
     """residuals.csv, where anything predicted could be compared with a measurement; where it is."""
     path = folder / "residuals.csv"
     if content.residuals.empty:
@@ -159,14 +129,6 @@ def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
     return {"answer": files[1]}
 
 
-def _write_tables(content: Content, folder: Path) -> None:
-    answer = content.answer
-    for title, name, frame in [*([(answer.title, "answer", answer.frame)] if answer else []), *content.tables]:
-        if len(frame):
-            (folder / f"{name}.tex").write_text(markup.latex(frame, title, name), encoding="utf-8")
-            (folder / f"{name}.md").write_text(markup.markdown(frame), encoding="utf-8")
-            guarded_frame(frame).to_csv(folder / f"{name}.csv", index=False)
-
-
-def _unwritable(error: OSError, folder: Path) -> UserError:
+def unwritable(error: OSError, folder: Path) -> UserError:
+    """What to say where a file could not be written."""
     return UserError(f"cannot write {error.filename or folder}: {error.strerror}; choose a folder with --out")

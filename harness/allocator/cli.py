@@ -1,15 +1,15 @@
 """`replay`: a recording under other allocator settings, as a table, as JSON and as a figure."""
 
-import argparse
-import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
 
+from vramsweep.harness import units
 from vramsweep.harness.allocator.config import MIB
 from vramsweep.harness.allocator.holders import Holders
 from vramsweep.harness.allocator.replay import Row, WhatIf, what_if
@@ -17,32 +17,21 @@ from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.search import grid, rank
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{p}{u}": 1 << 10 * (i + 1) for i, p in enumerate("KMGT") for u in ("iB", "i")}
-_UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+from vramsweep.harness.parsers import PAGE, Parser
 
 
-def main(argv: list[str]) -> int:
-    """Run the verb; returns the exit status: 0, or 2 for a mistake the user can mend."""
-    try:
-        args = _parser().parse_args(argv)
-        return _run(args)
-    except UserError as error:
-        print(f"replay: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace) -> int:
-    limit = None if args.memory_limit is None else size_in_bytes(args.memory_limit)
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit status. Raises UserError for what the user can mend."""
+    args = parser().parse_args(argv)
+    limit = args.memory_limit
     settings = list(dict.fromkeys([*args.allocator, *(grid(limit is not None) if args.search else ())]))
     result = what_if(
         Path(args.file),
         settings,
         memory_limit=limit,
-        recorded_limit=None if args.recorded_limit is None else size_in_bytes(args.recorded_limit),
+        recorded_limit=args.recorded_limit,
         device=args.device,
-        max_bytes=size_in_bytes(args.max_file_size),
+        max_bytes=args.max_file_size,
     )
     if args.search:
         result = replace(result, rows=(result.rows[0], *rank(result.rows[1:])))
@@ -51,17 +40,9 @@ def _run(args: argparse.Namespace) -> int:
     else:
         _print_table(result)
     if args.figure is not None:
-        draw(result, Path(args.figure))
+        draw(result, args.figure)
         print(f"figure: {args.figure}", file=sys.stderr)
     return 0
-
-
-def size_in_bytes(text: str) -> int:
-    """Bytes in "24GiB", "512 MiB", "80GB" or a plain number. Raises UserError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
-    if found is None or found[2] not in _UNITS or float(found[1]) <= 0:
-        raise UserError(f"{text!r:.40} is not a size: write for example 24GiB, 512MiB or 80GB")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def draw(result: WhatIf, out: Path) -> None:
@@ -148,13 +129,9 @@ def _mib(size: int) -> str:
     return f"{size / MIB:,.1f}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UserError(f"{message} (try --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="replay", description="Replay a CUDA memory recording under other allocator settings.")
+def parser() -> Parser:
+    """The verb's options and words."""
+    parser = Parser(prog="vramsweep replay")
     parser.add_argument("file", help="a recording made with torch.cuda.memory._dump_snapshot")
     parser.add_argument(
         "--allocator",
@@ -164,16 +141,17 @@ def _parser() -> argparse.ArgumentParser:
         help="settings to try, as in PYTORCH_CUDA_ALLOC_CONF; may be given several times",
     )
     parser.add_argument("--search", action="store_true", help="try a grid of settings and rank them")
-    parser.add_argument("--memory-limit", metavar="SIZE", help="what the process may use, for example 24GiB")
-    parser.add_argument("--recorded-limit", metavar="SIZE", help="the limit in force while recording, where known")
+    parser.add_argument(
+        "--memory-limit", type=units.size, metavar="SIZE", help="what the process may use, for example 24GiB"
+    )
+    parser.add_argument(
+        "--recorded-limit", type=units.size, metavar="SIZE", help="the limit in force while recording, where known"
+    )
     parser.add_argument("--device", type=int, help="which device, when the recording has several")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--figure", metavar="OUT.html", help="draw reserved and allocated over time")
+    parser.add_argument("--figure", type=PAGE, metavar="OUT.html", help="draw reserved and allocated over time")
     parser.add_argument(
-        "--max-file-size", default=f"{DEFAULT_MAX_BYTES >> 30}GiB", metavar="SIZE", help="largest recording to read"
-    )
+        "--max-file-size", type=units.size, default=DEFAULT_MAX_BYTES, metavar="SIZE",
+        help=f"largest recording to read (default: {DEFAULT_MAX_BYTES >> 30}GiB)",
+    )  # fmt: skip
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -5,12 +5,12 @@ The grammar and the ranges are those of upstream's `ConfigTokenizer`, `Accelerat
 where upstream would read only its first digits ("128.7"), and an unknown option is always an error.
 """
 
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from vramsweep.harness import mistakes
 from vramsweep.harness.errors import UserError
 
 MIB = 1 << 20
@@ -512,8 +512,8 @@ def _wrong(option: Option, text: str) -> AllocatorConfigError:
 def _unknown(name: str) -> str:
     if name in _GONE:
         return f"{name} is not an option any more: {_GONE[name]}"
-    near = difflib.get_close_matches(name, list(_BY_NAME), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"options are {', '.join(o.name for o in OPTIONS)}"
+    near = mistakes.closest(name, _BY_NAME)
+    hint = f"did you mean {near}?" if near else f"options are {', '.join(o.name for o in OPTIONS)}"
     return f"unknown allocator option {name[:60]!r}: {hint}"
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vramsweep.harness import gpus
+from vramsweep.harness import gpus, mistakes
 from vramsweep.harness.techniques import activations, layers, optimizers, samples, weights
 from vramsweep.harness.techniques.entry import OWN, Axis, Package, Technique, text, version
 
@@ -83,7 +83,7 @@ def _known(trial: Trial, axis: Axis) -> str | None:
     value = getattr(trial, axis.name)
     allowed = _BY_AXIS.get(axis.name)
     if allowed and value not in allowed:
-        return f"{axis.name}={value}: there is no such {axis.name}; choose one of {', '.join(map(str, allowed))}"
+        return mistakes.no_such(f"{axis.name}={value}", axis.name, value, allowed)
     if axis.of is not None and value != axis.default and trial.runner.name not in OWN:
         other, needed = axis.of
         if getattr(trial, other) not in needed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 import json
@@ -22,7 +21,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 from transformers import training_args
 
-from vramsweep.harness import registry
+from vramsweep.harness import mistakes, registry
 from vramsweep.harness.ds_config import ACCUM, AUTO, BATCH, MICRO, OFFLOADED_ONCE, OFFLOADS, read
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.trial import InvalidTrial, Trial
@@ -304,8 +303,8 @@ def _fields(model: Any = DeepSpeedConfigModel) -> set[str]:
 
 
 def _closest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, sorted(known), 1)
-    return f"; the closest is {found[0]}" if found else ""
+    near = mistakes.closest(name, sorted(known))
+    return f"; the closest is {near}" if near else ""
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vramsweep.harness.mistakes import closest
+from vramsweep.harness.mistakes import meant
 from vramsweep.harness.trial import InvalidTrial, Trial
 
 # The matrix products and the attention kernels: what is expensive to compute again. Batched products are left out, as
@@ -90,6 +90,4 @@ def _overloads(name: str, must: bool) -> tuple[Any, ...]:
     if not must:
         return ()
     there = {full.partition(".")[0].removeprefix("aten::") for full in torch._C._dispatch_get_all_op_names()}
-    near = closest(name, there)
-    meant = f"; did you mean {near}?" if near else ""
-    raise InvalidTrial(f"checkpointing_ops: torch has no operator {name}{meant}")
+    raise InvalidTrial(f"checkpointing_ops: torch has no operator {name}{meant(name, there)}")

@@ -236,8 +236,10 @@ def test_what_is_too_wide_is_a_card_with_a_heading_and_a_verdict_if_there_is_one
     frame = pd.DataFrame([{"model": "gpt2", "tokens": "512", "said": "words " * 20}])
     plain = answers.Answered("n", "t", frame, ())
     assert list(plain.cards()) == [("gpt2", None, {"tokens": "512", "said": "words " * 20})]
-    assert "<h3>gpt2</h3><dl><dt>tokens</dt><dd>512</dd>" in page._answer(plain)
+    assert "<h3>gpt2</h3><dl><dt>tokens</dt><dd>512</dd>" in page.part("answer", plain)
     judged = answers.Answered("n", "t", frame, (), "tokens")
     assert judged.text().splitlines()[2] == "512: gpt2"
-    assert "<h3>gpt2</h3><p><strong>512</strong></p><dl><dt>said</dt>" in page._answer(judged)
-    assert "<h3>" not in page._answer(answers.Answered("n", "t", frame[["model"]], ()))  # the section has the title
+    assert "<h3>gpt2</h3><p><strong>512</strong></p><dl><dt>said</dt>" in page.part("answer", judged)
+    assert "<h3>" not in page.part(
+        "answer", answers.Answered("n", "t", frame[["model"]], ())
+    )  # the section has the title

@@ -92,7 +92,7 @@ def test_the_installed_code_is_not_changed_twice(monkeypatch: pytest.MonkeyPatch
     """Who has an old version traces its code; what is to be like it needs nothing more."""
     before: dict[str, Any] = {"sharding": "zero3", "runner": {"name": "deepspeed"}}
     installed = {"deepspeed": "0.14.2", "transformers": "5.0.0"}
-    monkeypatch.setattr(differences.machine, "version", installed.get)
+    monkeypatch.setattr(differences.techniques, "version", installed.get)
     assert "zero_linear_by_init" not in names(**before) | names(versions={"deepspeed": "0.14.0"}, **before)
     assert "additive_mask" in names(versions={"transformers": "4.45.0.dev0"})
 

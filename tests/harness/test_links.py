@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from conftest import ROOT
 
 from vramsweep.harness import gpus, links
 from vramsweep.harness.links import Collective, communication, named
@@ -61,7 +58,3 @@ def test_what_is_not_known_gives_no_estimate() -> None:
 def test_cards_name_links_that_exist() -> None:
     assert {gpu.link for gpu in gpus.GPUS} - {None} <= set(links.names(between_nodes=False))
     assert gpus.named("a100-40gb").link is None  # one name for modules with NVLink and for PCIe cards
-
-
-def test_the_documented_links_are_the_table() -> None:
-    assert links.markdown_table().strip() in (Path(ROOT) / "docs" / "simulated.md").read_text()

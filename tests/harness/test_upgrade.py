@@ -23,7 +23,7 @@ def first_rows() -> list[dict[str, Any]]:
 
 
 def test_rows_of_version_1_finish_the_trials_of_today() -> None:
-    """The README's own sweep: planned now, its twelve rows of version 1 answer all of it on the machine they are of."""
+    """A sweep of the docs: planned now, its twelve rows of version 1 answer all of it on the machine they are of."""
     before = first_rows()
     assert {row["schema_version"] for row in before} == {1}
     rows, unreadable = journal.read(REFERENCE)

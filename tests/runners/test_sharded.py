@@ -79,7 +79,7 @@ def test_real_ranks_hold_what_is_predicted(run_sweep: Run) -> None:
     assert len(real["rank_peak_allocated_bytes"]) == 2
     for phase, tolerance in (("forward", 0.03), ("backward", 0.15)):
         column = f"{phase}_peak_allocated_bytes"
-        # blocks are multiples of 512 bytes, and there is the pool of samples; docs/simulated.md on the backward phase
+        # blocks are multiples of 512 bytes, and there is the pool of samples; docs/sharding.md on the backward phase
         assert predicted[column] - WORKSPACES == pytest.approx(real[column], rel=tolerance), phase
     for kind in ("allocated", "reserved", "active"):
         assert predicted[f"rank_peak_{kind}_bytes"] == [predicted[f"peak_{kind}_bytes"]]

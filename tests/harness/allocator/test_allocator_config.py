@@ -14,7 +14,6 @@ from vramsweep.harness.allocator.config import (
     AllocatorConfigError,
     differences,
     from_settings,
-    option_table,
     parse,
     reported,
     unknown_options,
@@ -252,10 +251,6 @@ def test_what_is_not_reported_is_neither_compared_nor_echoed():
 def test_malformed_settings_are_refused(settings, message):
     with pytest.raises(AllocatorConfigError, match=message):
         from_settings(settings)
-
-
-def test_the_documentation_has_the_table():
-    assert option_table() in DOCS.read_text(), "docs/allocator.md is out of step: paste the output of option_table()"
 
 
 def test_the_documentation_names_what_is_read_back():

@@ -1,0 +1,298 @@
+"""How results show themselves in a notebook: what the verb prints as text, a table and its sentences as HTML.
+
+Whatever a name or a reason holds is text in both (display.html escapes it, terminal.py writes out what a terminal would
+act on). Not covered: making the results (notebook.py), the report's page (report/).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import jinja2
+import pandas as pd
+
+from vramsweep.analysis.compare import verdicts_words
+from vramsweep.analysis.compare.trends import Along
+from vramsweep.analysis.compare.verdicts import Comparison
+from vramsweep.analysis.data import markup
+from vramsweep.analysis.data.groups import ASKED, label
+from vramsweep.analysis.data.metrics import GIB, METRICS
+from vramsweep.analysis.figures import overlay
+from vramsweep.analysis.figures.plots import Figure, escape
+from vramsweep.analysis.model import frontier, words
+from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.model.frontier import Limit
+from vramsweep.analysis.report import tables
+from vramsweep.analysis.report.write import Written
+from vramsweep.harness.terminal import shown
+
+T = TypeVar("T")
+MOST = 20  # lines of a table
+WIDE = 30  # columns: a frame of fewer was made by whoever looks at it
+UNKNOWN = "–"
+
+
+@cache
+def _template() -> jinja2.Template:
+    text = (resources.files("vramsweep") / "analysis" / "display.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["shown"] = lambda value: shown(str(value))
+    return environment.from_string(text)
+
+
+def html(
+    title: str,
+    table: pd.DataFrame,
+    sentences: Sequence[str] = (),
+    whole: str = "",
+    notes: Sequence[str] = (),
+) -> str:
+    """A title, a table of text cells, sentences, and what is folded: the whole in words, and notes."""
+    if len(table) > MOST:
+        sentences = [f"{MOST} of {len(table):,} lines.", *sentences]
+    return _template().render(
+        title=title,
+        names=list(table.columns),
+        right=[markup.numeric(table[name]) for name in table.columns],
+        rows=table.head(MOST).to_numpy().tolist(),
+        sentences=list(sentences),
+        whole=whole,
+        notes=list(notes),
+    )
+
+
+class Shown:
+    """Shows itself: `text` where there are only letters, `_repr_html_` in a notebook; `frame` is its data."""
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """What the verb prints."""
+
+    @property
+    @abstractmethod
+    def frame(self) -> pd.DataFrame:
+        """Its numbers as a frame, in the units of the columns."""
+
+    @abstractmethod
+    def _repr_html_(self) -> str: ...
+
+    def __repr__(self) -> str:
+        return shown(self.text)
+
+
+class Several(Shown, Sequence[T]):
+    """A sequence that shows itself."""
+
+    items: tuple[T, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.items)
+
+
+@dataclass(frozen=True, repr=False)
+class Fits(Several[Fit]):
+    """The fits that `vramsweep fit` prints, and what could not be fitted."""
+
+    items: tuple[Fit, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What the verb prints."""
+        return "\n".join(["\n\n".join(words.text(fit) for fit in self), *(f"note: {note}" for note in self.notes)])
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One line a fit; `rms` and what a new run needs at the longest x are in the metric's own unit."""
+        told = [words.as_json(fit) for fit in self]
+        return pd.DataFrame(
+            {
+                "metric": one["metric"], "unit": one["unit"], "settings": fit.label, "axis": fit.axis,
+                "rows": one["rows"], "model": one["chosen"], "rests_on": fit.basis, "rms": fit.chosen.rms,
+                "first": fit.range[0], "last": fit.range[1], "at_last": one["predicted"][0]["value"],
+                "new_run_low": one["predicted"][0]["new_run"][0], "new_run_high": one["predicted"][0]["new_run"][1],
+            }
+            for fit, one in zip(self, told, strict=True)
+        )  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        title = f"{len(self):,} fit{'s' * (len(self) != 1)}"
+        said = [f"{fit.metric.label}, {fit.label}: {line}" for fit in self.items[:6] for line in words.explain(fit)]
+        return html(title, tables.of_fits(self), said, self.text, self.notes)
+
+
+@dataclass(frozen=True, repr=False)
+class Limits(Several[Limit]):
+    """What fits, as `vramsweep frontier` prints it."""
+
+    items: tuple[Limit, ...]
+
+    @property
+    def text(self) -> str:
+        """What the verb prints."""
+        return frontier.text(self)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One line for each group and size; lengths in tokens, batches in samples, null where nothing is known."""
+        found = pd.DataFrame([asdict(limit) for limit in self])
+        whole = ("value", "low", "high", "largest_ok", "smallest_too_large", "multiples_of")
+        return found.astype(dict.fromkeys(whole, "Int64"))
+
+    def _repr_html_(self) -> str:
+        what = "length" if self[0].axis == "seq_len" else "batch"
+        return html(f"The largest {what} that fits", tables.of_limits(self), [frontier.room(self)], self.text)
+
+
+@dataclass(frozen=True, repr=False)
+class Compared(Shown):
+    """The verdicts that `vramsweep compare` prints: `comparison` has the pairs, `along` what changes along an axis."""
+
+    comparison: Comparison
+    along: Along
+
+    @property
+    def worse(self) -> bool:
+        """Whether B needs more memory in any pair, or is slower over all."""
+        return self.comparison.worse
+
+    @property
+    def text(self) -> str:
+        """What the verb prints."""
+        return verdicts_words.text(self.comparison, self.along)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One line for each pair and quantity; medians in bytes, speed in tokens/s, `change` is B/A - 1."""
+        lines = []
+        for pair in self.comparison.pairs:
+            name = label(pair.settings)
+            for one in pair.memory:
+                change = one.b / one.a - 1 if one.a and one.b is not None else None
+                lines.append((name, one.metric, one.verdict, one.a, one.b, change, one.reason))
+            speed = pair.speed
+            lines.append((name, "tokens_per_s", speed.verdict, speed.a, speed.b, speed.change, speed.reason))
+        columns = ["settings", "quantity", "verdict", "a", "b", "change", "reason"]
+        return pd.DataFrame(lines, columns=columns).astype(dict.fromkeys(("a", "b", "change"), "Float64"))
+
+    def figure(self) -> Any:
+        """Both sets over each other, as a plotly Figure. Raises UserError where there is no axis to draw along."""
+        return titled(overlay.figure(self.comparison, self.along))
+
+    def _repr_html_(self) -> str:
+        c = self.comparison
+        rows = [(METRICS[one.metric].label, one.verdict, verdicts_words.over_all(one, c.tolerance)) for one in c.memory]
+        table = pd.DataFrame([*rows, ("speed", c.speed.verdict, c.speed.reason)], columns=["", "B is", "why"])
+        said = [line for one in c.memory for line in verdicts_words.sentences(self.along, one.metric)]
+        differs = [f"{name}: {a} in A, {b} in B" for name, (a, b) in c.differs.items()]
+        return html(f"A {c.a}, B {c.b}: {len(c.pairs):,} pairs", table, [*differs, *said], self.text)
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Shown):
+    """What was written, and where: `written.places` by name."""
+
+    written: Written
+
+    @property
+    def path(self) -> Path:
+        """The page itself."""
+        return self.written.places["report"]
+
+    @property
+    def text(self) -> str:
+        """What the verb prints."""
+        return self.written.text()
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Name and place of all that was written."""
+        return pd.DataFrame(
+            [(name, str(path)) for name, path in self.written.places.items()], columns=["what", "where"]
+        )
+
+    def _repr_html_(self) -> str:
+        return html("Written", self.frame, whole=self.written.summary, notes=self.written.notes)
+
+
+class Rows(pd.DataFrame):
+    """Rows of trials: a DataFrame whose notebook view is what tells them apart, their peaks and their speed.
+
+    As filtered, sorted and grouped by pandas; a frame of few columns looks as pandas shows it.
+    """
+
+    @property
+    def _constructor(self) -> Any:
+        return Rows
+
+    def __repr__(self) -> str:
+        if not self._whole:
+            return super().__repr__()
+        title, table = _summary(self)
+        return shown(f"{title}\n{table.head(MOST).to_string(index=False)}")
+
+    def _repr_html_(self) -> str | None:  # type: ignore[override]  # pandas gives None where it is told to
+        if not self._whole:
+            return super()._repr_html_()  # type: ignore[operator, no-any-return]
+        title, table = _summary(self)
+        about = f"{len(self.columns)} columns, most of them not shown: vramsweep.units(rows) says what each is."
+        return html(title, table, [about], notes=self.attrs.get("notes", ()))
+
+    @property
+    def _whole(self) -> bool:
+        return len(self.columns) > WIDE and {"trial_id", *_SHOWN} <= set(map(str, self.columns)) and len(self) > 0
+
+
+_SHOWN = ("outcome", "device", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_s", "flags")
+
+
+def _summary(rows: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+    """What the rows are, in a line; and as text what varies, the outcome, peaks, speed and flags."""
+    counts = ", ".join(f"{count:,} {outcome}" for outcome, count in rows["outcome"].value_counts().items())
+    kinds = {"simulated": "predicted, not measured"}
+    devices = [kinds.get(str(name), f"measured on {name}") for name in rows["device"].dropna().unique()]
+    title = f"{len(rows):,} trials ({', '.join(devices) or 'of unknown device'}): {counts}"
+    axes = [name for name in (*ASKED, "simulated_gpu", "gpu_name", "seq_len") if name in rows]
+    shown_axes = [n for n in axes if n in ("seq_len", "micro_batch") or rows[n].nunique(dropna=False) > 1]
+    table = {name: rows[name].map(_text, na_action=None) for name in shown_axes}
+    table["outcome"] = rows["outcome"].map(_text, na_action=None)
+    for column, name in (("peak_allocated_bytes", "allocated (GiB)"), ("peak_reserved_bytes", "reserved (GiB)")):
+        table[name] = rows[column].map(_gib, na_action=None)
+    table["tokens/s"] = rows["tokens_per_s"].map(lambda v: UNKNOWN if pd.isna(v) else f"{v:,.0f}", na_action=None)
+    flags = [[] if v is None or v is pd.NA else list(v) for v in rows["flags"].to_numpy(object)]
+    if any(flags):
+        table["flags"] = pd.Series([", ".join(map(str, of_row)) for of_row in flags], index=rows.index)
+    return title, pd.DataFrame(table)
+
+
+def _text(value: Any) -> str:
+    if pd.isna(value):
+        return UNKNOWN
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _gib(value: Any) -> str:
+    return UNKNOWN if pd.isna(value) else f"{value / GIB:,.2f}"
+
+
+def titled(figure: Figure) -> Any:
+    """The plot with its title; `layout.meta` has name and caption."""
+    meta = {"name": figure.name, "caption": figure.caption}
+    return figure.plot.update_layout(title={"text": escape(figure.title)}, margin={"t": 56}, meta=meta)

@@ -1,0 +1,107 @@
+"""Allocators compared: peak reserved of each, a bar for each length, from zero; what was allocated is marked.
+
+Not covered: lines of reserved over the events of a recording (allocator.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group, label, others_equal
+from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.plots import INK, LENGTH, Figure, escape, faint, new_plot, sentence
+from vramsweep.analysis.figures.view import MOST, Look, View, names, shared
+
+LENGTHS = 12  # at most
+SETS = 6  # of allocators with all else equal, of which the page's reader chooses one
+_PATTERNS = ("", "/", "\\", ".", "x", "-")  # readable without colour
+
+
+def compared(view: View) -> list[Figure]:
+    """The bars of the largest group and those that differ from it in the allocator; of other settings when chosen."""
+    sets: list[list[Group]] = []
+    left = list(view.groups)
+    while left and len(sets) < SETS:
+        own = others_equal(left, ("allocator",))
+        left = [group for group in left if all(group is not one for one in own)]
+        known = [group for group in own[:MOST] if not group.resident and len(_peaks(group))]
+        sets += [known] if len(known) > 1 else []
+    if not sets:
+        return []
+    tables = [_table(own) for own in sets]
+    shown, first = sets[0], tables[0]
+    unit, called = plots.axis_unit(max(float(t.max(axis=None)) for t in tables if len(t)))
+    plot = new_plot(LENGTH, f"peak reserved memory ({called})")
+    for number, (own, table) in enumerate(zip(sets, tables, strict=True)):
+        _bars(plot, own, table, [view.look(group, hidden=number > 0) for group in own], unit)
+    plot.update_layout(barmode="group", showlegend=True, legend=plots.ABOVE, bargap=0.25, bargroupgap=0.05)
+    plot.update_xaxes(type="category", categoryorder="array", categoryarray=[f"{int(x):,}" for x in first.index])
+    plot.update_yaxes(rangemode="tozero")
+    caption = sentence(
+        _differs(first, names(shown)), "Lines on the bars: peak allocated.",
+        f"All with {label(rest)}." if (rest := shared(shown)) else "",
+        f"{len(first):,} of {len(_lengths(shown)):,} lengths." if len(first) < len(_lengths(shown)) else "",
+    )  # fmt: skip
+    data = pd.concat([_peaks(group).assign(group=group.label) for group in shown], ignore_index=True)
+    return [Figure("allocators", "Allocators compared", caption, plot, data)]
+
+
+def _peaks(group: Group) -> pd.DataFrame:
+    return group.ok("peak_reserved_bytes", "seq_len", also=["peak_allocated_bytes"]).sort_values("seq_len")
+
+
+def _lengths(groups: Sequence[Group]) -> list[int]:
+    """Those that at least two of them have."""
+    counts = pd.concat([_peaks(group)["seq_len"].drop_duplicates() for group in groups]).value_counts()
+    return sorted(int(x) for x in counts[counts > 1].index)
+
+
+def _table(groups: Sequence[Group]) -> pd.DataFrame:
+    """Reserved, bytes: a line a length, a column a group; NaN where it has none there."""
+    lengths = np.array(_lengths(groups))
+    lengths = lengths[plots.spread(lengths, LENGTHS)] if len(lengths) else lengths
+    found = {
+        number: _peaks(group).groupby("seq_len")["peak_reserved_bytes"].median().reindex(lengths)
+        for number, group in enumerate(groups)
+    }
+    return pd.DataFrame(found, index=lengths).astype(float)
+
+
+def _bars(plot: object, groups: Sequence[Group], table: pd.DataFrame, looks: Sequence[Look], unit: int) -> None:
+    x = [f"{int(length):,}" for length in table.index]
+    for number, (group, name, look) in enumerate(zip(groups, names(groups), looks, strict=True)):
+        allocated = _peaks(group).groupby("seq_len")["peak_allocated_bytes"].median().reindex(table.index)
+        told = [f"{look_allocated:,.4g}" for look_allocated in allocated.to_numpy(float, na_value=np.nan) / unit]
+        plot.add_bar(  # type: ignore[attr-defined]
+            x=x, y=table[number].to_numpy(float) / unit, name=escape(name), customdata=told,
+            marker={"color": faint(look.colour, 0.75), "line": {"color": look.colour, "width": 1},
+                    "pattern": {"shape": _PATTERNS[number], "fgcolor": "#fff", "solidity": 0.25}},
+            hovertemplate="%{x} tokens: %{y:,.4~g} reserved, %{customdata} allocated<extra>" + escape(name) + "</extra>",
+            **look.trace,
+        )  # fmt: skip
+    middle = pd.concat([_peaks(group) for group in groups]).groupby("seq_len")["peak_allocated_bytes"].median()
+    allocated = middle.reindex(table.index).to_numpy(float, na_value=np.nan)
+    if np.isfinite(allocated).any():
+        plot.add_scatter(  # type: ignore[attr-defined]
+            x=x, y=allocated / unit, mode="markers", name="allocated", hoverinfo="skip", showlegend=True,
+            marker={"symbol": "line-ew", "size": 34, "line": {"color": INK, "width": 2}}, **looks[0].trace,
+        )  # fmt: skip
+
+
+def _differs(table: pd.DataFrame, called: Sequence[str]) -> str:
+    """Of each allocator but the first: how much more or less it reserves, where that is most."""
+    said = []
+    for number, name in enumerate(called[1:], 1):
+        gap = (table[number] - table[0]).dropna()
+        if gap.empty:
+            continue
+        at = gap.abs().idxmax()
+        share, size = gap[at] / table[0][at], show_bytes(abs(gap[at]))
+        same = "as much at every length" if not gap[at] else ""
+        way = "less" if gap[at] < 0 else "more"
+        said.append(same and f"{name} reserves {same}" or f"{name} reserves {size} {way} ({share:+.1%}) at {at:,} tokens")
+    return f"Against {called[0]}: {'; '.join(said)}." if said else ""

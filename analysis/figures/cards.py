@@ -1,0 +1,77 @@
+"""What a card's allocator can have, as lines in a figure: the rows' own card, and cards of other sizes that are near."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group
+from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.analysis.data.pairing import CARD, card
+from vramsweep.analysis.figures.plots import GREY, INK, escape
+from vramsweep.analysis.model.frontier import SIZES
+from vramsweep.analysis.model.observe import allocator_limits
+from vramsweep.harness.gpus import memory_limit, smallest
+
+NEAR = 1.35  # times the largest peak: a limit so far up still is in the figure
+OTHERS = 3
+APART = 0.09  # of the axis
+
+
+@dataclass(frozen=True)
+class CardLimit:
+    """A line: what it is called, bytes, whether it is of the rows' own card, and whether the figure reaches it."""
+
+    name: str
+    size: float
+    own: bool
+    near: bool
+
+    def told(self) -> str:
+        """What a caption says where the line is not drawn."""
+        return "" if self.near else f"The limit of {self.name}, {show_bytes(self.size)}, is above the figure."
+
+
+def card_limit(group: Group, most: float) -> CardLimit | None:
+    """What the allocator could have on the card of these rows, whose largest peak is `most`; None where unknown."""
+    frame = group.take("device_total_bytes", "memory_limit_bytes", *CARD)
+    limits = allocator_limits(frame)
+    if group.resident or not np.isfinite(limits).any():
+        return None
+    names = [*card(frame).dropna(), *frame["gpu_name"].dropna(), "the card"]
+    size = float(np.nanmax(limits))
+    return CardLimit(str(names[0]), size, True, size <= NEAR * most)
+
+
+def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list[CardLimit]:
+    """Other cards that lie within a figure that reaches to `top` bytes, not too near to each other: those that the rows
+    are of, then the largest few of other sizes."""
+    mine = frame.assign(card=card(frame), limit=allocator_limits(frame)).dropna(subset=["card"])
+    limits = mine.groupby("card")["limit"].max().dropna()
+    swept = [CardLimit(str(name), float(size), False, True) for name, size in limits.items()]
+    sizes = [CardLimit(f"{size:g} GiB card", float(memory_limit(one)), False, True)
+             for size in SIZES if (one := smallest(size)) is not None]  # fmt: skip
+    taken = [own.size] if own is not None else []
+    kept: list[CardLimit] = []
+    for one in (*sorted(swept, key=lambda one: -one.size), *sorted(sizes, key=lambda one: -one.size)):
+        apart = all(abs(one.size - other) > APART * top for other in taken)
+        if 0.15 * top < one.size < 0.97 * top and apart and len(kept) < max(OTHERS, len(swept)):
+            kept.append(one)
+            taken.append(one.size)
+    return kept
+
+
+def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False) -> None:
+    """A line across the plot with its name at its left, above it; `upright`: across bars that lie."""
+    line = {"color": INK if limit.own else GREY, "width": 1.6 if limit.own else 1, "dash": "dash" if limit.own else "dot"}
+    words = {"text": escape(limit.name), "showarrow": False, "font": {"size": 11, "color": INK}, "name": "limit"}
+    at = limit.size / unit
+    if upright:
+        plot.add_vline(x=at, line=line)
+        plot.add_annotation(x=at, y=1, yref="paper", xanchor="right", yanchor="bottom", **words)
+    else:
+        plot.add_hline(y=at, line=line)
+        plot.add_annotation(x=0, xref="paper", y=at, xanchor="left", yanchor="bottom", **words)

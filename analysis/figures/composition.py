@@ -1,0 +1,315 @@
+"""The main figure: peak memory by what it is, stacked over length (else batch, else a bar for each configuration).
+
+Parts are those that predicted rows carry, to the byte: they sum to the peak allocated, and what is reserved beyond lies
+on top. Measured peaks of equal settings are points over the stack: what these were made of, nobody has counted. Rows
+without parts are never divided (phases.py shows what is known of them).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group, groups, label
+from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.analysis.data.pairing import Beside
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.cards import add_card_limit, card_limit, other_limits
+from vramsweep.analysis.figures.phases import HATCH, highest
+from vramsweep.analysis.figures.plots import INK, LENGTH, End, Figure, escape, finish, new_plot, sentence
+from vramsweep.analysis.figures.view import GREY, Look, View, names
+
+# From the ground up: what stays through a step first. Okabe and Ito's colours, and greys for what nobody asked for.
+PARTS = {
+    "parameters": "#0072B2",
+    "buffers": "#F0E442",
+    "optimizer_state": "#009E73",
+    "gradients": "#E69F00",
+    "communication": "#CC79A7",
+    "activations": "#D55E00",
+    "temporaries": "#56B4E9",
+    "workspaces": "#999933",
+    "rounding": "#BBBBBB",
+}
+OF_PEAK = {part: f"peak_{part}_bytes" for part in PARTS}
+BEYOND = "reserved beyond"
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+AXES = {"seq_len": LENGTH, "micro_batch": "micro-batch (samples)"}
+AHEAD = 1.5  # times the largest that fits: what runs out of memory is drawn as far as that
+CONFIGURATIONS = 16  # of which the page's reader can choose one; bars: as many are shown
+THIN = 300  # of the axis: a part less than this is not looked for
+STRIP = 0.05  # of the height: the phases
+NARROW = 240  # px that the plot may be narrow: words that stand in it fit there
+
+
+def called(part: str) -> str:
+    """A part in words."""
+    return {"parameters": "weights"}.get(part, part.replace("_", " "))
+
+
+def composition(view: View, beside: Beside | None = None, measured: Sequence[Group] = ()) -> list[Figure]:
+    """The figure of these rows, or none where no row knows its parts; `measured` are groups of rows that a card ran."""
+    if not view.predicted:
+        return []
+    for axis in AXES:
+        found = view.groups if axis == "seq_len" else groups(view.table, axis)
+        known = [group for group in found if not group.varies and _rows(group, axis)[axis].nunique() > 1]
+        known.sort(key=lambda group: -len(_rows(group, axis)))  # of several cards, the one that most fits
+        if known:
+            return [_stacked(view, known[:CONFIGURATIONS], axis, len(known), beside, measured)]
+    known = [group for group in view.groups if len(_rows(group, "seq_len"))][:CONFIGURATIONS]
+    if known:
+        return [_bars(view, known, [_rows(group, "seq_len").iloc[-1] for group in known])]
+    return _out_of_memory(view)
+
+
+def _rows(group: Group, axis: str) -> pd.DataFrame:
+    """The rows that finished and know their parts, one for each place on the axis, in order."""
+    need = [*OF_PEAK.values(), *PEAKS, axis]
+    also = [f"{phase}_peak_allocated_bytes" for phase in ("load", "forward", "backward", "optimizer")]
+    if any(column not in group.source for column in need):
+        return pd.DataFrame({axis: []})
+    also += [name for name in AXES if name != axis]
+    return group.ok(*need, also=also).drop_duplicates(axis).sort_values(axis)
+
+
+def sizes(rows: pd.DataFrame) -> dict[str, np.ndarray]:
+    """What is stacked, from the ground up: each part in bytes, shape (rows,), and what is reserved beyond them."""
+    found = {part: rows[column].to_numpy(float) for part, column in OF_PEAK.items()}
+    return found | {BEYOND: rows[PEAKS[1]].to_numpy(float) - rows[PEAKS[0]].to_numpy(float)}
+
+
+def _stacked(
+    view: View, known: Sequence[Group], axis: str, every: int, beside: Beside | None, measured: Sequence[Group]
+) -> Figure:  # fmt: skip
+    first = known[0]
+    rows = _rows(first, axis)
+    ran = _ran(first, axis, beside, measured)
+    out = _out(first, axis)
+    top = float(max(rows[PEAKS[1]].max(), ran[list(PEAKS)].max(axis=None) if len(ran) else 0))
+    own = card_limit(first, top)
+    if own is not None and (own.near or len(out)):
+        top = max(top, own.size)
+    unit, unit_name = plots.axis_unit(top)
+    plot = new_plot(AXES[axis], f"peak memory ({unit_name})")
+    plot.update_layout(
+        yaxis={"domain": [0, 1 - STRIP - 0.015]},
+        yaxis2={"domain": [1 - STRIP, 1], "range": [0, 1], "visible": False, "fixedrange": True},
+        hovermode="x unified", showlegend=True, legend=plots.ABOVE | {"traceorder": "normal"}, meta={"most": 1},
+    )  # fmt: skip
+    places = np.concatenate([rows[axis].to_numpy(float), out[axis].to_numpy(float), ran[axis].to_numpy(float)])
+    last = min(places.max(), max(AHEAD * rows[axis].max(), out[axis].min() if len(out) else 0.0))
+    ends: list[End] = []
+    data = []
+    for number, group in enumerate(known):
+        look, mine = view.look(group, hidden=number > 0), _rows(group, axis)
+        _areas(plot, mine, axis, look, unit, top, ends)
+        _strip(plot, mine, axis, look, last - places.min())
+        data.append(_frame(mine, axis, group).assign(shown=number == 0))
+    _crosses(plot, out, axis, own, view.look(first), unit)
+    _measured(plot, ran, axis, view.look(first), unit)
+    for limit in [*([own] if own is not None and own.size <= top else []), *other_limits(own, top, view.table.frame)]:
+        add_card_limit(plot, limit, unit)
+    finish(plot, ends, [0.0, top / unit], zero=True, share=1 - STRIP)
+    plot.update_xaxes(range=[places.min(), last + 0.02 * (last - places.min())])
+    caption = sentence(
+        _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "",
+        _phases(rows, axis),
+        f"Points: {len(ran):,} rows measured with these settings; filled: allocated, open: reserved." if len(ran) else "",
+        f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
+        "" if own is None or own.size <= top else own.told(),
+    )  # fmt: skip
+    found = pd.concat([*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True)
+    return Figure("composition", "Memory by what it is", caption, plot, found)
+
+
+def _areas(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top: float, ends: list[End]) -> None:
+    """The stack of one configuration, with the name of each area at its end."""
+    x, base = rows[axis].to_numpy(float), np.zeros(len(rows))
+    group = json.dumps(look.settings, sort_keys=True)
+    for part, size in sizes(rows).items():
+        if not size.any():
+            continue
+        beyond = part == BEYOND
+        colour = GREY if beyond else PARTS[part]
+        seen, named = float(size.max()) > top / THIN, size[-1] > top / 45  # the others are in the legend
+        own = Look(colour, settings=look.settings, hidden=look.hidden)
+        plot.add_scatter(
+            x=x, y=size / unit, name=called(part), stackgroup=group, mode="lines", showlegend=seen and not named,
+            line={"width": 0.8 if seen else 0, "color": colour},
+            **({"fillpattern": HATCH} if beyond else {"fillcolor": colour}), hovertemplate="%{y:,.4~f}", **own.trace,
+        )  # fmt: skip
+        if named:
+            ends.append(End(float(x[-1]), (base[-1] + size[-1] / 2) / unit, called(part), own))
+        base += size
+
+
+def _strip(plot: Any, rows: pd.DataFrame, axis: str, look: Look, reach: float) -> None:
+    """Above the stack, which phase holds the peak; it changes somewhere between two rows, drawn in their middle.
+
+    `reach` is how much of the axis is seen: what has no room for its name goes without.
+    """
+    x, held = rows[axis].to_numpy(float), highest(rows)
+    edges = [x[0], *((x[1:] + x[:-1]) / 2), x[-1]]
+    begin = 0
+    shades = ("rgba(127,127,127,0.30)", "rgba(127,127,127,0.16)")
+    for number in range(1, len(x) + 1):
+        if number < len(x) and held[number] == held[begin]:
+            continue
+        left, right = edges[begin], edges[number]
+        if held[begin]:
+            plot.add_scatter(
+                x=[left, right, right, left], y=[0, 0, 1, 1], yaxis="y2", fill="toself", mode="lines",
+                fillcolor=shades[begin % 2], line={"width": 0}, hoverinfo="skip", showlegend=False, **look.trace,
+            )  # fmt: skip
+            if (right - left) / reach * NARROW > 7 * len(held[begin]):
+                own = Look(INK, settings=look.settings, hidden=look.hidden)
+                plots.add_text(plot, [(left + right) / 2], [0.5], [held[begin]], own, "middle center", 11, yaxis="y2")
+        begin = number
+
+
+def _phases(rows: pd.DataFrame, axis: str) -> str:
+    """Which phase holds the peak from where on: what the strip shows."""
+    held, places = highest(rows), [int(place) for place in rows[axis]]
+    turns = [i for i in range(len(held)) if held[i] and (i == 0 or held[i] != held[i - 1])]
+    if not turns:
+        return "Straight between the rows."
+    told = [f"{held[i]}{f' from {places[i]:,} on' if i else ''}" for i in turns]
+    return f"The peak is in {', '.join(told)} (strip); straight between the rows."
+
+
+def _ran(group: Group, axis: str, beside: Beside | None, measured: Sequence[Group]) -> pd.DataFrame:
+    """Measured rows of the settings and the card of this predicted group, as far as its batch or length is theirs."""
+    other = next(name for name in AXES if name != axis)
+    mine = group.take(other, "trial_id")
+    found = []
+    for one in measured if beside is not None else ():
+        rows = one.ok(axis, other, also=PEAKS).dropna(subset=list(PEAKS), how="all")
+        predicted = beside.of(one) if beside is not None and len(rows) else None
+        if predicted is not None and predicted["trial_id"].isin(mine["trial_id"]).any():
+            found.append(rows[rows[other].isin(mine[other])])
+    empty = pd.DataFrame({axis: [], **{peak: [] for peak in PEAKS}, "trial_id": []})
+    return pd.concat(found, ignore_index=True) if found else empty
+
+
+def _measured(plot: Any, ran: pd.DataFrame, axis: str, look: Look, unit: int) -> None:
+    for peak, symbol in zip(PEAKS, ("circle", "diamond-open"), strict=True):
+        rows = ran.dropna(subset=[peak])
+        if len(rows):
+            plot.add_scatter(
+                x=rows[axis].to_numpy(float), y=rows[peak].to_numpy(float) / unit, mode="markers",
+                name=f"measured {peak.split('_')[1]}", hovertemplate="%{y:,.4~f}",
+                marker={"symbol": symbol, "size": 8, "color": "#fff" if symbol == "circle" else "#000",
+                        "line": {"color": "#000", "width": 1.8}}, **look.trace,
+            )  # fmt: skip
+
+
+def _out(group: Group, axis: str) -> pd.DataFrame:
+    """The rows that run out of memory."""
+    rows = group.take(axis, "outcome", "unlimited_peak_reserved_bytes", "trial_id")
+    return rows[rows["outcome"].eq("oom").fillna(False) & rows[axis].notna()].sort_values(axis)
+
+
+def _crosses(plot: Any, out: pd.DataFrame, axis: str, own: Any, look: Look, unit: int) -> None:
+    if own is not None and len(out):
+        needed = out["unlimited_peak_reserved_bytes"].to_numpy(float, na_value=np.nan)
+        told = [f", would reserve {show_bytes(size)}" if np.isfinite(size) else "" for size in needed]
+        plot.add_scatter(
+            x=out[axis].to_numpy(float), y=np.full(len(out), own.size / unit), mode="markers", name="out of memory",
+            marker={"symbol": "x", "size": 9, "color": "#D55E00", "line": {"color": "#fff", "width": 1}},
+            customdata=told, hovertemplate="out of memory%{customdata}", **look.trace,
+        )  # fmt: skip
+
+
+def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) -> Figure:
+    """A lying bar for each configuration."""
+    frame = pd.DataFrame(rows)
+    return _lying(
+        view, known, sizes(frame), frame, "peak memory", "composition", "Memory by what it is",
+        sentence(_most(frame.loc[frame[PEAKS[1]].astype(float).idxmax()], None), "One length and batch of each."
+                 if len(known) > 1 else ""),
+    )  # fmt: skip
+
+
+def _out_of_memory(view: View) -> list[Figure]:
+    """Where nothing fits: what was to be held when memory ran out, the request included."""
+    found = []
+    for group in view.groups:
+        rows = group.take("seq_len", "micro_batch", "outcome", "oom_parts_bytes", "trial_id").dropna()
+        found += [(group, row) for _, row in rows.sort_values("seq_len").head(2).iterrows()]
+    found = [(group, row) for group, row in found if _oom_parts(row)][:CONFIGURATIONS]
+    if not found:
+        return []
+    frame = pd.DataFrame([row for _, row in found])
+    known = [_oom_parts(row) for _, row in found]
+    stack = {part: np.array([float(one.get(part, 0)) for one in known]) for part in PARTS}
+    caption = "At the request for which there was no room, which is included; nothing in this sweep fits."
+    title = "What was to be held when memory ran out"
+    told = [group for group, _ in found]
+    return [_lying(view, told, stack, frame, "memory", "composition", title, caption)]
+
+
+def _oom_parts(row: pd.Series[Any]) -> dict[str, int]:
+    try:
+        told = dict(json.loads(row["oom_parts_bytes"]))
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    return {part: int(told[part]) for part in PARTS if isinstance(told.get(part), int)}
+
+
+def _lying(
+    view: View, known: Sequence[Group], stack: dict[str, np.ndarray], rows: pd.DataFrame, axis: str, name: str,
+    title: str, caption: str,
+) -> Figure:  # fmt: skip
+    """Stacked bars that lie, one a row, with the card's limit where it is near."""
+    total = np.sum(list(stack.values()), axis=0)
+    own = card_limit(known[0], float(total.max()))
+    top = max(float(total.max()), own.size if own is not None and own.near else 0.0)
+    unit, unit_name = plots.axis_unit(top)
+    told = names(known) if len({group.id for group in known}) > 1 else [""] * len(known)
+    lengths = rows["seq_len"].nunique() > 1 or len(known) == 1
+    place = [f"{int(row['seq_len']):,} tokens × {int(row['micro_batch']):,}" for _, row in rows.iterrows()]
+    y = [escape(" · ".join(filter(None, (one if one != "all rows" else "", where if lengths else ""))))
+         for one, where in zip(told, place, strict=True)]  # fmt: skip
+    plot = new_plot(f"{axis} ({unit_name})", "")
+    for part, size in stack.items():
+        if not size.any():
+            continue
+        for number, group in enumerate(known):
+            colour = GREY if part == BEYOND else PARTS[part]
+            pattern = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
+            plot.add_bar(
+                x=[size[number] / unit], y=[y[number]], orientation="h", name=called(part), legendgroup=part,
+                showlegend=number == 0 and float(size.max()) > top / THIN,
+                marker={"color": colour, **({"pattern": pattern} if part == BEYOND else {})},
+                hovertemplate="%{x:,.4~f} " + unit_name + "<extra>" + called(part) + "</extra>",
+                **view.look(group).trace,
+            )  # fmt: skip
+    plot.update_layout(barmode="stack", bargap=0.3, showlegend=True, legend=plots.ABOVE | {"traceorder": "normal"})
+    plot.update_xaxes(tickformat=",~g", range=[0, top / unit * 1.04])
+    plot.update_yaxes(type="category", autorange="reversed", tickformat=None, showgrid=False)
+    for limit in [*([own] if own is not None and own.near else []), *other_limits(own, top, view.table.frame)][:3]:
+        add_card_limit(plot, limit, unit, upright=True)
+    data = rows.assign(group=[group.label for group in known], **stack).drop(columns=["oom_parts_bytes"], errors="ignore")
+    return Figure(name, title, sentence(caption, "" if own is None else own.told()), plot, data)
+
+
+def _most(row: pd.Series[Any], axis: str | None) -> str:
+    """What dominates the peak, in words."""
+    allocated = float(row[PEAKS[0]])
+    parts = sorted(OF_PEAK, key=lambda part: -float(row[OF_PEAK[part]]))[:2]
+    shares = [f"{called(part)} {float(row[OF_PEAK[part]]) / allocated:.0%}" for part in parts]
+    where = label({axis: int(row[axis])}) if axis else f"{int(row['seq_len']):,} tokens"
+    return f"At {where}, of {show_bytes(allocated)} allocated: {', '.join(shares)}."
+
+
+def _frame(rows: pd.DataFrame, axis: str, group: Group) -> pd.DataFrame:
+    """What is drawn of a configuration: its rows' own numbers."""
+    kept = [*AXES, *OF_PEAK.values(), *PEAKS, "trial_id"]
+    return rows[kept].assign(group=group.label, **{BEYOND.replace(" ", "_") + "_bytes": sizes(rows)[BEYOND]},
+                             phase=highest(rows))  # fmt: skip

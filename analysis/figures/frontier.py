@@ -1,0 +1,179 @@
+"""What fits in which card: a row for each setting, on an axis of length, the cards below each other.
+
+Whoever asks how far they can go looks for their card, then reads along the rows to a length: so that is the real axis,
+and cards are headings. A bar is solid as far as rows ran, hatched as far as a new run is safe, a tick is the estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group
+from vramsweep.analysis.data.metrics import GIB
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.plots import INK, Figure, escape, faint, new_plot, sentence
+from vramsweep.analysis.figures.view import Look, View, baseline, names
+from vramsweep.analysis.model.frontier import REACH, Limit, as_frame
+from vramsweep.analysis.model.observe import allocator_limits
+
+CARDS, LINES = 3, 18  # at most: cards where there are several settings, and rows in all
+_CARD = ("simulated_gpu", "gpu_name", "trial.device.gpu")
+APART = 1.4  # times as large: cards nearer to each other say nearly the same
+AROUND = 90  # px of the figure that are not rows
+ROW = 26  # px
+ROOM = 0.2  # of the width: the numbers behind the longest bar
+
+
+def frontier_chart(view: View) -> list[Figure]:
+    """Rows of the cards that this sweep is about, and of those around them that have something to say."""
+    every = [one for one in view.limits if one.axis == "seq_len" and one.multiples_of is None]
+    said = {(one.gib, one.group): one for one in every if _reach(one) > 0}
+    having = {group for _, group in said}
+    alike = _alike([group for group in view.groups if group.id in having])
+    shown, note = baseline([first for first, *_ in alike], ("micro_batch", "allocator"))
+    if not shown:
+        return []
+    of = {first.id: [first, *others] for first, *others in alike}
+    best = {(size, group.id): found for size in sorted({size for size, _ in said}) for group in shown
+            if (found := _nearest(said, size, of[group.id])) is not None}  # fmt: skip
+    sizes = _cards(view, best, LINES if len(shown) == 1 else CARDS)
+    if len(shown) > (most := max(1, LINES // len(sizes))):
+        shown, note = shown[:most], f"{most} of {len(alike):,} groups."
+    plot = new_plot("sequence length (tokens)", "")
+    at, ticks, top = 0.0, [], 0
+    for size in sizes:
+        usable = next(one.usable_gib for (gib, _), (one, _) in best.items() if gib == size)
+        heading = f"<b>{size:g} GiB card</b>, {usable:.1f} usable"
+        if len(shown) > 1:
+            plot.add_annotation(
+                x=0, xref="paper", y=at, text=heading, xanchor="left", yanchor="middle", showarrow=False,
+                font={"size": 12, "color": INK}, name="card",
+            )  # fmt: skip
+            at += 1
+        for group, name in zip(shown, names(shown), strict=True):
+            one, whose = best.get((size, group.id), (None, group))
+            told = name if len(shown) > 1 else f"{size:g} GiB card"
+            ticks.append((at, escape(plots.short(told, 40)) + ("" if one is not None else ": nothing known")))
+            if one is not None:
+                look = replace(view.look(group), settings=view.look(whose).settings)
+                top = max(top, _row(plot, at, one, look, told, view.predicted, _beyond(view, one)))
+            at += 1
+        at += 0.4 if len(shown) > 1 else 0
+    plot.update_layout(barmode="overlay", bargap=0.35, height=AROUND + ROW * at, margin={"t": 16})
+    plot.update_yaxes(
+        tickvals=[where for where, _ in ticks], ticktext=[text for _, text in ticks], range=[at - 0.5, -0.7],
+        showgrid=False, ticks="", tickformat=None, showline=False,
+    )  # fmt: skip
+    plot.update_xaxes(range=[0, top / (1 - ROOM)], tickformat=",~d")
+    drawn = [one for one, _ in best.values() if one.gib in sizes]
+    caption = sentence(
+        "Hatched: predicted to fit" if view.predicted else "Solid: ran; hatched: a new run is safe (97.5 %)",
+        "tick: the estimate, line: as far as one may fit (95 %).",
+        "Arrow: more than the fit can say." if any(_beyond(view, one) for one in drawn) else "",
+        "° and paler: beyond the lengths that the fit has seen." if any(one.extrapolated for one in drawn) else "",
+        note,
+    ).replace(") tick", "); tick").replace("fit tick", "fit; tick")  # fmt: skip
+    return [Figure("frontier", "How long one can go on which card", caption, plot, as_frame(every))]
+
+
+def _alike(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups that differ in their card alone stand for one setting: of each card its own rows say most."""
+    found: dict[Any, list[Group]] = {}
+    for group in groups:
+        rest = {key: value for key, value in group.settings.items() if key not in _CARD}
+        found.setdefault(tuple(sorted(rest.items(), key=str)), []).append(group)
+    return list(found.values())
+
+
+def _nearest(said: Mapping[tuple[float, str], Limit], size: float, groups: Sequence[Group]) -> tuple[Limit, Group] | None:
+    """What is said of a size by the group whose own card is nearest to it."""
+    known = [(one, group) for group in groups if (one := said.get((size, group.id))) is not None]
+
+    def away(one: tuple[Limit, Group]) -> float:
+        own = _own(one[1].take("memory_limit_bytes", "device_total_bytes"))
+        return min((abs(np.log(limit / one[0].usable_gib)) for limit in own), default=0.0)
+
+    return min(known, key=away, default=None)
+
+
+def _own(frame: pd.DataFrame) -> list[float]:
+    """What the cards of these rows have for the allocator, GiB."""
+    limits = allocator_limits(frame)
+    return [float(one) / GIB for one in np.unique(limits[np.isfinite(limits)])]
+
+
+def _reach(one: Limit) -> int:
+    """The largest length of which anything good is said."""
+    return max(one.largest_ok or 0, one.low or 0, one.value or 0)
+
+
+def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], most: int) -> list[float]:
+    """The sizes of the rows' own cards, then those nearest below and above, not too near to each other."""
+    usable = {size: one.usable_gib for (size, _), (one, _) in best.items()}
+    own = _own(view.table.frame[["memory_limit_bytes", "device_total_bytes"]])
+    kept = sorted({min(usable, key=lambda size: abs(usable[size] - limit)) for limit in own})[:most]
+    middle = kept[0] if kept else sorted(usable)[len(usable) // 2]
+    for size in sorted(usable, key=lambda size: abs(np.log(size / middle))):
+        new = all(abs(np.log(size / other)) > np.log(APART) for other in kept)
+        if new and len(kept) < min(most, CARDS):
+            kept.append(size)
+    return sorted(kept)
+
+
+def _beyond(view: View, one: Limit) -> int | None:
+    """The length up to which the fit says that all fits, where it says no more than that."""
+    if one.value is not None or not one.extrapolated:
+        return None
+    fit = next((fit for fit in view.fits if fit.group == one.group and fit.metric.label == one.basis), None)
+    return None if fit is None else int(REACH * fit.range[1])
+
+
+def _row(plot: Any, at: float, one: Limit, look: Look, name: str, predicted: bool, beyond: int | None) -> int:
+    """One setting on one card; how far it reaches on the axis."""
+    proven, low = one.largest_ok or 0, max(one.low or 0, one.largest_ok or 0)
+    if predicted:
+        proven, low = 0, max(low, proven)
+    pale = 0.25 if one.extrapolated else 0.45
+    bar: dict[str, Any] = {"y": [at], "orientation": "h", "showlegend": False, "width": 0.62, "name": escape(name)}
+    if low > proven:
+        plot.add_bar(
+            x=[low], marker={"color": faint(look.colour, pale / 3), "line": {"color": look.colour, "width": 1},
+            "pattern": {"shape": "/", "fgcolor": look.colour, "size": 7, "solidity": 0.25}},
+            hovertemplate=f"safe up to {low:,}<extra>{escape(name)}</extra>", **bar, **look.trace,
+        )  # fmt: skip
+    if proven:
+        plot.add_bar(
+            x=[proven], marker={"color": look.colour}, hovertemplate=f"{proven:,} ran<extra>{escape(name)}</extra>",
+            **bar, **look.trace,
+        )  # fmt: skip
+    end = max(low, proven, one.value or 0)
+    if one.value is not None:
+        plot.add_scatter(
+            x=[one.value], y=[at], mode="markers", hovertemplate=f"estimate {one.value:,}<extra>{escape(name)}</extra>",
+            marker={"symbol": "line-ns", "size": 19, "line": {"color": INK, "width": 2.5}}, showlegend=False, **look.trace,
+        )  # fmt: skip
+        if one.high is not None and one.high > end:
+            plot.add_scatter(
+                x=[end, one.high], y=[at, at], mode="lines", line={"color": INK, "width": 1.2}, hoverinfo="skip",
+                showlegend=False, **look.trace,
+            )  # fmt: skip
+            end = one.high
+    if beyond is not None:
+        plot.add_scatter(
+            x=[end, beyond], y=[at, at], mode="lines+markers", line={"color": INK, "width": 1.2, "dash": "dot"},
+            marker={"symbol": ["line-ns", "arrow-right"], "size": 9, "color": INK}, hoverinfo="skip", showlegend=False,
+            **look.trace,
+        )  # fmt: skip
+        end = beyond
+    ran = f"{one.largest_ok:,} ran" if one.largest_ok and not predicted else ""
+    guess = f"> {beyond:,}°" if beyond is not None else ""
+    if one.value is not None and one.value != one.largest_ok:
+        guess = f"≈ {one.value:,}{'°' * one.extrapolated}"
+    text = ", ".join(filter(None, (ran, guess)))
+    plots.add_text(plot, [end], [at], [f" {text}"], Look(INK, settings=look.settings), "middle right", 11)
+    return end

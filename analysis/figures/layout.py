@@ -1,0 +1,172 @@
+"""A figure laid out for where it stands: alone as a file, in one column of a paper, on a narrow screen.
+
+A file says what it is of by itself: its title above, and below, in small print, card, versions and source. Sizes are
+those of CSS: 96 px are an inch, 4/3 px a point.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from vramsweep.analysis.figures.plots import BLOG, DIRECT, INK, WORLD, Figure, escape
+
+POINT = 96 / 72
+COLUMN = (336, 250)  # px: 3.5 in x 2.6 in; taller where a legend has many lines
+TEXT, SMALL = 8 * POINT, 7 * POINT  # px: of a column's text, and the least that can be read there
+LONGEST = 18  # characters of labels that stand beside a narrow plot; longer ones make a legend
+_PAPER, _DARK = "#fff", "#000"
+
+
+def page(figure: Figure) -> go.Figure:
+    """The figure as wide as a page, by itself."""
+    plot: Any = go.Figure(figure.plot)
+    height = (plot.layout.height or BLOG[1]) + 40
+    return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, 8 + (plot.layout.margin.b or 52), _DARK)
+
+
+def column(figure: Figure) -> go.Figure:
+    """The figure for one column of a paper, 3.5 in wide, in 8 pt: labels or a legend that fit, the small print in 7."""
+    plot: Any = go.Figure(figure.plot)
+    height = COLUMN[1] if plot.layout.height is None else max(COLUMN[1], int(plot.layout.height * 0.62) + 60)
+    lines = _legend_lines(plot, COLUMN[0])
+    height += 20 * max(lines - 1, 0)
+    apply_narrow(plot, narrow(plot, COLUMN[0], height - 90))
+    plot.update_layout(font={"size": TEXT, "color": _DARK})
+    for axis in (*plot.select_xaxes(), *plot.select_yaxes()):
+        axis.title.update(standoff=4, font={"size": TEXT})
+    for note in plot.layout.annotations:
+        note.font.size = SMALL if note.name in ("card", "limit") else max(SMALL, min(note.font.size or TEXT, TEXT))
+    for trace in plot.select_traces(selector={"type": "scatter"}):
+        if trace.mode == "text":
+            trace.textfont.size = SMALL
+        elif isinstance(trace.marker.size, int | float):
+            trace.marker.size *= 0.5 if str(trace.marker.symbol).startswith("line") else 0.75
+    return _by_itself(plot, figure, (COLUMN[0], height), TEXT + 0.5, SMALL, plot.layout.margin.b, _DARK)
+
+
+def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
+    """What changes where a plot has little room: `layout`, and by trace number `traces`.
+
+    Short labels stay beside their lines, moved apart; instead of long ones there is a legend below.
+    """
+    labels = [(i, t) for i, t in enumerate(plot.data) if t.meta and t.meta.get(DIRECT) and t.visible is not False]
+    texts = [str(t.text[0]).strip() for _, t in labels]
+    size = 0.55 * TEXT
+    fit = bool(labels) and max(map(len, texts)) <= LONGEST and len(labels) * TEXT < 0.9 * height
+    traces: dict[int, dict[str, Any]] = {}
+    if fit:
+        low, high = plot.layout.yaxis.range
+        places = apart([float(t.y[0]) for _, t in labels], 1.15 * TEXT * (high - low) / height, low, high)
+        for (i, _), y in zip(labels, places, strict=True):
+            traces[i] = {"y": [y], "textposition": "middle right"}
+    else:
+        traces |= {i: {"visible": False} for i, t in enumerate(plot.data) if t.meta and t.meta.get(DIRECT)}
+    legend = bool(plot.layout.showlegend) or (bool(labels) and not fit)
+    lines = _legend_lines(plot, width) if legend else 0
+    world = any(a.name == WORLD for a in plot.layout.annotations)
+    right = 14 + size * max(map(len, texts)) if fit else 10
+    layout = {
+        "showlegend": legend,
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "xref": "paper",
+                   "itemwidth": 30, "font": {"size": TEXT}},
+        "margin": {"l": 44, "r": round(right), "t": 22 if world else 8, "b": 42 + 20 * lines},
+        "xaxis": {"tickangle": 0},
+        "yaxis": _wrapped(plot.layout.yaxis, height - 20 * lines),
+    }  # fmt: skip
+    if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
+        layout["yaxis2"] = _wrapped(plot.layout.yaxis2, height - 20 * lines)
+    ticks = plot.layout.yaxis.ticktext or ()
+    across = width - layout["margin"]["r"] - max(60, size * max((len(str(one)) for one in ticks), default=0))
+    layout["xaxis"]["nticks"] = max(3, min(5, int(across / 55)))
+    if (reach := _reach(plot, across)) is not None:
+        layout["xaxis"]["range"] = [plot.layout.xaxis.range[0], reach]
+    return {"layout": layout, "traces": traces}
+
+
+def _wrapped(axis: Any, height: float) -> dict[str, Any]:
+    """Fewer ticks, and the title in as many lines as it needs."""
+    low, high = axis.domain or (0.0, 1.0)
+    words = str(axis.title.text or "").replace("<br>", " ")
+    told = "<br>".join(textwrap.wrap(words, max(9, int(height * (high - low) / (0.56 * TEXT)))))
+    few = 5 if high - low > 0.5 else 3
+    return {"title": {"text": told}} | ({"nticks": few} if axis.tickvals is None else {})
+
+
+def _reach(plot: Any, across: float) -> float | None:
+    """Where the x axis must end for the words behind its points to have room in so many px; None where there are none."""
+    ends = [
+        float(x) / (1 - min(0.8, 0.56 * SMALL * len(str(text)) / across))
+        for trace in plot.select_traces(selector={"type": "scatter"})
+        if trace.mode == "text" and trace.textposition == "middle right" and not trace.meta.get(DIRECT)
+        for x, text in zip(trace.x, trace.text, strict=True)
+    ] if plot.layout.xaxis.range else []  # fmt: skip
+    return max(ends, default=None)
+
+
+def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
+    """Make a plot what `narrow` says."""
+    plot.update_layout(change["layout"])
+    for number, update in change["traces"].items():
+        plot.data[number].update(update)
+
+
+def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """The places moved as little as need be, so that each is `gap` from the next and all are within the range."""
+    order = np.argsort(places, kind="stable")
+    found = np.array(places, dtype=float)
+    at = low + gap / 2
+    for i in order:
+        found[i] = at = max(found[i], at)
+        at += gap
+    at = high - gap / 2
+    for i in order[::-1]:
+        found[i] = at = min(found[i], at)
+        at -= gap
+    return [float(one) for one in found]
+
+
+def _by_itself(
+    plot: Any, figure: Figure, size: tuple[int, int], text: float, small: float, below: float, colour: str
+) -> go.Figure:  # fmt: skip
+    """With its title above and its small print below what is there; `below` px are of axis and legend."""
+    width, height = size
+    plot.layout.annotations = [note for note in plot.layout.annotations if note.name != WORLD]
+    title = textwrap.wrap(figure.title, max(12, int(width / (0.56 * text))))
+    told = textwrap.wrap(figure.source, max(12, int((width - 12) / (0.5 * small))))
+    legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
+    top = 8 + 1.25 * text * len(title) + (26 * _legend_lines(plot, width) if legend else 4)
+    bottom = 1.3 * small * len(told) + 4
+    if plot.layout.showlegend and plot.layout.legend.yref == "container":
+        plot.update_layout(legend={"y": bottom / height})
+    plot.update_layout(
+        width=width, height=height, paper_bgcolor=_PAPER,
+        margin={"t": math.ceil(top), "b": math.ceil(below + bottom)},
+        title={"text": "<b>" + "<br>".join(map(escape, title)) + "</b>", "x": 6 / width, "xanchor": "left",
+               "y": 1 - 6 / height, "yanchor": "top", "font": {"size": text, "color": colour}},
+    )  # fmt: skip
+    if told:
+        plot.add_annotation(
+            text="<br>".join(map(escape, told)), showarrow=False, xref="paper", yref="paper", x=1, y=0, align="right",
+            xanchor="right", yanchor="bottom", xshift=(plot.layout.margin.r or 16) - 6, yshift=-(below + bottom) + 2,
+            font={"size": small, "color": INK}, name="source",
+        )  # fmt: skip
+    return plot
+
+
+def _legend_lines(plot: Any, width: int) -> int:
+    """How many lines a legend takes below a plot so wide: its columns are as wide as its longest entry."""
+    named = dict.fromkeys(
+        str(trace.legendgroup or trace.name)
+        for trace in plot.data
+        if trace.name and trace.showlegend is not False and trace.visible is not False
+    )
+    if not named:
+        return 0
+    widest = 44 + 0.58 * TEXT * max(map(len, named))
+    return math.ceil(len(named) / max(1, int((width - 20) // widest)))

@@ -1,0 +1,172 @@
+"""Peak memory against length: the fit above its rows, where a new run lies, what did not fit, and what the fit misses.
+
+Not covered: the fit itself (model/fit.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group, label, others_equal
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.cards import add_card_limit, card_limit
+from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, new_plot, sentence
+from vramsweep.analysis.figures.view import Look, View, names, shared
+from vramsweep.analysis.model.bases import BASES
+from vramsweep.analysis.model.curves import Array
+from vramsweep.analysis.model.fit import Fit
+
+CONFIGURATIONS = 6  # of which the page's reader can choose; those beyond the first few are hidden until then
+TOGETHER = 3
+STRIP = 0.2  # of the height: the residuals below
+FAINT = 0.45
+
+
+def by_length(view: View) -> list[Figure]:
+    """Peak allocated (else active) and reserved memory of a few groups that differ in batch."""
+    fitted = {fit.group for fit in view.fits if fit.metric.memory}
+    most = {fit.group: fit.lengths for fit in view.fits}
+    known = sorted((group for group in view.groups if group.id in fitted), key=lambda group: -most[group.id])
+    drawn = known if len(known) <= TOGETHER else others_equal(known, ("micro_batch",))[:TOGETHER]
+    if not drawn:
+        return []
+    others = [group for group in known if all(group is not one for one in drawn)]
+    fits = [fit for group in drawn for fit in _of(view, group)]
+    unit, called = plots.axis_unit(max(float(fit.points.y.max()) for fit in fits))
+    plot = new_plot(LENGTH, f"peak memory ({called})")
+    plot.update_layout(
+        yaxis={"domain": [STRIP + 0.08, 1.0]},
+        yaxis2={**plots.AXIS, "domain": [0.0, STRIP], "title": {"text": "row − fit<br>(MiB)"}, "tickformat": ",~g",
+                "nticks": 4, "zeroline": True, "zerolinecolor": GREY, "zerolinewidth": 1, "anchor": "x"},
+        xaxis={"anchor": "y2"},
+    )  # fmt: skip
+    ends: list[End] = []
+    data: list[pd.DataFrame] = []
+    reach = [0.0]
+    for group, which in zip(drawn, names(drawn), strict=True):
+        look = view.look(group)
+        for fit in _of(view, group):
+            own = look if fit.metric.column != "peak_reserved_bytes" or len(drawn) > 1 else look.numbered(1)
+            what = fit.metric.label.removeprefix("peak ")
+            data.append(_draw(plot, fit, own, f"{what}, {which}" if len(drawn) > 1 else what, unit, ends))
+            reach += [float(fit.points.y.max()) / unit]
+    for group in others[: CONFIGURATIONS - len(drawn)]:
+        for fit in _of(view, group):
+            _draw(plot, fit, view.look(group, hidden=True), f"{fit.metric.label}, {group.label}", unit, ends)
+    limit = card_limit(drawn[0], max(reach) * unit)
+    out = [_misfits(plot, group, view.look(group), limit, unit) for group in drawn]
+    if limit is not None and (limit.near or any(len(one) for one in out)):
+        reach.append(limit.size / unit)
+        add_card_limit(plot, limit, unit)
+    finish(plot, ends, reach, share=1 - STRIP - 0.08)
+    _strip_range(plot)
+    caption = sentence(
+        _lines_are(fits), _kinds(drawn, fits), _crosses(out), "" if limit is None else limit.told(),
+        f"All with {label(shared(drawn))}." if len(drawn) > 1 and shared(drawn) else "",
+        f"{len(drawn)} of {len(known):,} groups." if len(drawn) < len(known) else "",
+    )  # fmt: skip
+    every = pd.concat([*data, *out], ignore_index=True)
+    return [Figure("memory_by_length", "Peak memory against sequence length", caption, plot, every)]
+
+
+def _of(view: View, group: Group) -> list[Fit]:
+    """The group's fits that are drawn; a process's resident set says little beside tensor bytes."""
+    own = {fit.metric.column: fit for fit in view.fits if fit.group == group.id}
+    first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
+    reserved = None if group.resident else own.get("peak_reserved_bytes")
+    return [fit for fit in (first, reserved) if fit is not None]
+
+
+def parts_of(fit: Fit, many: int = 160) -> list[tuple[Array, str]]:
+    """The x at which a fit is drawn and what these are: a line for the lengths that are not aligned, and one for those
+    that are, instead of a comb."""
+    x = np.linspace(max(fit.range[0], 1), fit.range[1], many)
+    modulus = fit.chosen.model.modulus if fit.basis == "points" else None
+    if not modulus:
+        return [(x, "")]
+    x = np.unique(np.floor(x))
+    return [(x[x % modulus != 0], "others"), (np.unique(x - x % modulus)[1:], f"multiples of {modulus}")]
+
+
+def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]) -> pd.DataFrame:
+    """One fit: band of a new run, points, lines on top of them, labels, residuals; what was drawn."""
+    points, dashed = fit.points, fit.metric.column == "peak_reserved_bytes"
+    at = plots.thin(points.x, points.y)
+    ids = np.array(points.ids, dtype=object)[at]
+    x, y, fitted = points.x[at], points.y[at], fit.value(points.x[at])
+    finely = 40 if look.hidden else 160
+    lines = [(part, kind, fit.predict(part)) for part, kind in parts_of(fit, finely) if len(part)]
+    for part, _, new in lines:
+        plots.add_band(plot, part, new.new_low / unit, new.new_high / unit, look)
+    plots.add_points(plot, x, y / unit, ids, look, name, hollow=dashed, faded=FAINT)
+    for part, kind, new in lines:
+        plots.add_curve(plot, part, new.value / unit, look, name, "dash" if dashed else "solid")
+        told = f"{name}, {kind}" if kind else name
+        ends.append(End(float(part[-1]), float(new.value[-1]) / unit, told, look))
+    plots.add_points(plot, x, (y - fitted) / 2**20, ids, look, name, False, dashed, FAINT, yaxis="y2")
+    return pd.DataFrame(
+        {
+            "group": fit.label,
+            "metric": fit.metric.column,
+            "seq_len": x,
+            "value": y,
+            "fitted": fitted,
+            "model": fit.chosen.model.name,
+            "rests_on": fit.basis,
+            "trial_id": ids,
+        }
+    )
+
+
+def _misfits(plot: Any, group: Group, look: Look, limit: Any, unit: int) -> pd.DataFrame:
+    """Rows that ran out of memory, as crosses at their length on the card's limit: how much they needed is not known."""
+    rows = group.take("seq_len", "outcome", "trial_id").assign(group=group.label)
+    rows = rows[rows["outcome"].eq("oom").fillna(False) & rows["seq_len"].notna()]
+    if limit is not None and len(rows):
+        x = rows["seq_len"].to_numpy(float)
+        plot.add_scatter(
+            x=x, y=np.full(len(x), limit.size / unit), mode="markers", name="out of memory", showlegend=False,
+            marker={"symbol": "x", "size": 9, "color": look.colour, "line": {"color": "#fff", "width": 1}},
+            hovertemplate="%{x:,} tokens: out of memory<extra></extra>", **look.trace,
+        )  # fmt: skip
+    return rows[["group", "seq_len", "outcome", "trial_id"]]
+
+
+def _strip_range(plot: Any) -> None:
+    """As far as nearly all residuals reach, the same up and down."""
+    found = [np.abs(np.asarray(t.y, dtype=float)) for t in plot.data if t.yaxis == "y2" and t.visible is not False]
+    most = float(np.nanpercentile(np.concatenate(found), 99.5)) if found else 0.0
+    plot.update_layout(yaxis2={"range": [-1.2 * (most or 1.0), 1.2 * (most or 1.0)]})
+
+
+def _lines_are(fits: Sequence[Fit]) -> str:
+    """What points, lines and bands are, and what the lines rest on; of each quantity, where that is not the same."""
+    of: dict[str, list[str]] = {}
+    for fit in fits:
+        of.setdefault(fit.basis, []).append(fit.metric.label)
+    rest = [f"{BASES[basis]} ({' and '.join(dict.fromkeys(labels))})" for basis, labels in of.items()]
+    if len(of) == 1:
+        rest = [BASES[basis] for basis in of]
+    return (
+        f"Points: rows; lines: the fit, which rests {', or '.join(rest)}; bands: where a new run lies with 95 %; below: "
+        "what the fit misses."
+    )
+
+
+def _kinds(groups: Sequence[Group], fits: Sequence[Fit]) -> str:
+    if all(group.resident for group in groups):
+        return "Live tensor bytes on a CPU."
+    return "Open markers and dashes: reserved." if any(fit.metric.limited for fit in fits) else ""
+
+
+def _crosses(out: Sequence[pd.DataFrame]) -> str:
+    every = pd.concat(out)
+    if every.empty:
+        return ""
+    return f"Crosses: {len(every):,} ran out of memory, the shortest at {int(every['seq_len'].min()):,} tokens."
+
+

@@ -1,0 +1,100 @@
+"""Which phase of a step needs how much, and where the peak of it lies; all that is known of rows without parts.
+
+Not covered: what the memory is of (composition.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.cards import add_card_limit, card_limit
+from vramsweep.analysis.figures.lines import having
+from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, new_plot, sentence
+from vramsweep.analysis.figures.view import Look, View
+
+Array = npt.NDArray[np.float64]
+PHASES = ("load", "forward", "backward", "optimizer")
+COLUMNS = tuple(f"{phase}_peak_allocated_bytes" for phase in PHASES)
+# Their own hues, lighter and darker: the colours of configurations and of parts mean something else.
+LOOKS = {
+    "load": Look("#8c8c8c", "circle", "dot"),
+    "forward": Look("#6a51a3", "square", "dash"),
+    "backward": Look("#a63603", "diamond", "solid"),
+    "optimizer": Look("#006d5b", "triangle-up", "dashdot"),
+}
+_TOP = {"peak_allocated_bytes": "allocated", "peak_active_bytes": "active"}
+HATCH = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.3}
+
+
+def highest(rows: pd.DataFrame) -> list[str]:
+    """The phase that holds each row's peak; "" where no phase's is known."""
+    peaks = rows[list(COLUMNS)].to_numpy(float, na_value=-1.0)
+    at = peaks.argmax(axis=1)
+    return [PHASES[i] if peaks[row, i] >= 0 else "" for row, i in enumerate(at)]
+
+
+def phases(view: View) -> list[Figure]:
+    """Peak allocated of each phase of a step against length, over what is allocated and reserved in all."""
+    known = [g for g in having(view.groups, *COLUMNS[1:]) if len(g.ok(*COLUMNS[1:], "seq_len"))]
+    known = known or [g for g in view.groups if _known(g)]
+    if not known:
+        return []
+    group = max(known, key=lambda one: one.ok("seq_len")["seq_len"].nunique())  # the first of equals
+    top = _known(group)
+    columns = [*top, *([] if group.resident else ["peak_reserved_bytes"]), *COLUMNS]
+    rows = group.ok("seq_len", also=[*columns, "micro_batch"]).dropna(subset=columns, how="all")
+    if rows["seq_len"].nunique() < 2:
+        return []
+    middle = rows.groupby("seq_len")[columns].median().astype(float)
+    unit, called = plots.axis_unit(float(middle.max(axis=None)))
+    x = middle.index.to_numpy(float)
+    plot = new_plot(LENGTH, f"peak memory ({called})")
+    look = view.look(group)
+    ends: list[End] = []
+    for column in columns:
+        y = middle[column].to_numpy(float) / unit
+        if not np.isfinite(y).any():
+            continue
+        at = np.flatnonzero(np.isfinite(y))
+        at = at[plots.thin(x[at], y[at])]
+        name = column.removesuffix("_peak_allocated_bytes")
+        if name in LOOKS:
+            own = Look(LOOKS[name].colour, LOOKS[name].symbol, LOOKS[name].dash, look.settings)
+            plots.add_line(plot, x[at], y[at], own, name)
+            ends.append(End(float(x[at[-1]]), float(y[at[-1]]), name, own))
+        else:
+            reserved = column == "peak_reserved_bytes"
+            name = "reserved" if reserved else _TOP[column]
+            own = Look(GREY, settings=look.settings)
+            plot.add_scatter(
+                x=x[at], y=y[at], name=name, mode="lines", fill="tonexty" if reserved and top else "tozeroy",
+                fillcolor="rgba(127,127,127,0.22)" if not reserved else None, fillpattern=HATCH if reserved else None,
+                line={"color": GREY, "width": 1}, hovertemplate="%{x:,}: %{y:,.4~g}<extra>" + name + "</extra>",
+                **own.trace,
+            )  # fmt: skip
+            ends.append(End(float(x[at[-1]]), float(y[at[-1]]), name, own))
+    reach = [0.0, float(middle.max(axis=None)) / unit]
+    limit = card_limit(group, reach[1] * unit)
+    if limit is not None and limit.near:
+        add_card_limit(plot, limit, unit)
+        reach.append(limit.size / unit)
+    finish(plot, ends, reach, zero=True)
+    caption = sentence(
+        f"Of {group.label}." if group.settings else "",
+        "Lines: peak of each phase of the probe step; they follow each other, so they do not add up."
+        if rows[list(COLUMNS)].notna().any(axis=None) else "What its allocator counted; no phase is known.",
+        "Grey: allocated at most, hatched: reserved beyond it."
+        if not group.resident and top == ["peak_allocated_bytes"] else "",
+        "What the memory is of was not recorded." if not view.predicted else "",
+        "" if limit is None else limit.told(),
+    )  # fmt: skip
+    return [Figure("memory_by_phase", "Peak memory by phase", caption, plot, rows)]
+
+
+def _known(group: Group) -> list[str]:
+    """The counter that says what tensors took, if there is one."""
+    return [column for column in _TOP if len(group.ok(column, "seq_len"))][:1]

@@ -1,0 +1,135 @@
+"""Speed against length: tokens per second as measured, as a share of the card's peak, and as estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group, whatever
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.lines import known, lines
+from vramsweep.analysis.figures.memory import parts_of
+from vramsweep.analysis.figures.plots import LENGTH, End, Figure, finish, new_plot, sentence
+from vramsweep.analysis.figures.view import View, baseline, names
+from vramsweep.analysis.model.curves import FEWEST
+from vramsweep.analysis.model.fit import FEWEST_TIMES, Fit
+
+
+def throughput(view: View) -> list[Figure]:
+    """Tokens per second against length; the curve is tokens per step over the fitted step time."""
+    having = {fit.group: fit for fit in view.fits if fit.metric.column == "step_median_s" and fit.samples_per_step}
+    shown, note = baseline([g for g in view.groups if g.id in having], ("precision", "micro_batch"))
+    if not shown:
+        return _alone(view)
+    plot = new_plot(LENGTH, "throughput (tokens/s)")
+    data, ends, reach = [], [], [0.0]
+    for group, name in zip(shown, names(shown), strict=True):
+        fit, look = having[group.id], view.look(group)
+        rows = _missed(fit, group).assign(group=group.label, name=name)
+        for part, _ in parts_of(fit):
+            predicted, tokens = fit.predict(part), part * (fit.samples_per_step or 1)
+            if len(shown) <= 3:
+                with np.errstate(divide="ignore"):
+                    low, high = tokens / np.maximum(predicted.high, 0), tokens / np.maximum(predicted.low, 0)
+                plots.add_band(plot, part, low, high, look)
+            plots.add_curve(plot, part, tokens / predicted.value, look, name)
+        x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
+        at = plots.thin(x, y)
+        ids, out = rows["trial_id"].to_numpy()[at], rows["outside"].to_numpy(bool)[at]
+        if not out.all():
+            plots.add_points(plot, x[at][~out], y[at][~out], ids[~out], look, name)
+        if out.any():
+            plots.add_points(plot, x[at][out], y[at][out], ids[out], look, name, bool(out.all()), hollow=True)
+        end = np.array([fit.range[1]])
+        ends.append(End(end[0], float((end * (fit.samples_per_step or 1) / fit.value(end))[0]), name, look))
+        reach += [float(y.max())]
+        data.append(rows)
+    finish(plot, ends if len(shown) > 1 else [], reach)
+    every = pd.concat(data, ignore_index=True)
+    band = "; bands: its 95 % interval" if len(shown) <= 3 else ""
+    caption = sentence(f"Points: rows; lines: tokens per step over the fitted step time{band}.", _misses(every), note)
+    shown_data = every[["group", "seq_len", "tokens_per_s", "over_fit", "outside", "trial_id"]]
+    return [Figure("throughput", "Throughput against sequence length", caption, plot, shown_data)]
+
+
+def _alone(view: View) -> list[Figure]:
+    """The rows without a line, where there are fewer lengths than a line of step times takes."""
+    of_groups = [(g, g.ok("tokens_per_s", "seq_len").sort_values("seq_len")) for g in view.groups if not g.varies]
+    of = {group.id: rows for group, rows in of_groups if FEWEST <= rows["seq_len"].nunique() < FEWEST_TIMES}
+    shown, note = baseline([group for group, _ in of_groups if group.id in of], ("precision", "micro_batch"))
+    if not shown:
+        return []
+    plot = new_plot(LENGTH, "throughput (tokens/s)")
+    data, ends, reach = [], [], [0.0]
+    for group, name in zip(shown, names(shown), strict=True):
+        rows, look = of[group.id], view.look(group)
+        x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
+        plots.add_points(plot, x, y, rows["trial_id"].to_numpy(), look, name)
+        ends.append(End(float(x[-1]), float(y[-1]), name, look))
+        reach.append(float(y.max()))
+        data.append(rows.assign(group=group.label)[["group", "seq_len", "tokens_per_s", "trial_id"]])
+    finish(plot, ends if len(shown) > 1 else [], reach)
+    caption = sentence("Points: rows; their lengths are too few for a line.", note)
+    every = pd.concat(data, ignore_index=True)
+    return [Figure("throughput", "Throughput against sequence length", caption, plot, every)]
+
+
+def _missed(fit: Fit, group: Group) -> pd.DataFrame:
+    """The rows, how far each one's step time lies over the fitted one (a share), and whether it is outside the interval
+    for a new run."""
+    rows = group.ok("tokens_per_s", "seq_len", "step_median_s").sort_values("seq_len")
+    length, step = (rows[name].to_numpy(float) for name in ("seq_len", "step_median_s"))
+    x, at = np.unique(length, return_inverse=True)
+    fitted = fit.predict(x)
+    outside = (step < fitted.new_low[at]) | (step > fitted.new_high[at])
+    return pd.DataFrame(
+        {
+            "seq_len": rows["seq_len"].to_numpy(),
+            "tokens_per_s": rows["tokens_per_s"].to_numpy(),
+            "over_fit": step / fitted.value[at] - 1,
+            "outside": outside,
+            "trial_id": rows["trial_id"].astype(str).to_numpy(),
+        }
+    )
+
+
+def _misses(rows: pd.DataFrame, most: int = 6) -> str:
+    """How many rows the fit misses, the worst of them and where they are."""
+    missed = rows[rows["outside"]]
+    if missed.empty:
+        return "All lie inside the fit's 95 % interval for a new run."
+    worst = missed.iloc[int(np.argmax(missed["over_fit"].abs()))]
+    lengths = sorted({int(x) for x in missed["seq_len"]})
+    others = [f"{x:,}" for x in lengths if x != worst["seq_len"]]
+    also = f"; others at {', '.join(others[:most])}" if others else ""
+    also += f" and {len(others) - most:,} more lengths" if len(others) > most else ""
+    chance = round(0.05 * len(rows))
+    by_chance = f", of which about {chance:,} may by chance" if chance else ""
+    way = "slower" if worst["over_fit"] > 0 else "faster"
+    who = f", {worst['name']}" if rows["name"].nunique() > 1 else ""
+    return (
+        f"Open markers: {len(missed):,} of {len(rows):,} lie outside the fit's 95 % interval for a new run{by_chance}; "
+        f"worst: a step {100 * abs(worst['over_fit']):.1f} % {way} than fitted, at {int(worst['seq_len']):,} "
+        f"tokens{who}{also}."
+    )
+
+
+def mfu(view: View) -> list[Figure]:
+    """Model FLOP/s utilisation against length."""
+    return lines(
+        view, known(view.groups, "mfu"), "mfu", 0.01, "mfu", "Model FLOP/s utilisation", "MFU (% of dense peak)",
+        "Model FLOP/s over the published dense peak of this precision on this GPU; median of repeats.", ("precision",),
+    )  # fmt: skip
+
+
+def estimated(view: View) -> list[Figure]:
+    """Estimated tokens per second against length; only simulated rows have it, and it knows no allocator."""
+    speed = "estimated_tokens_per_s"
+    return lines(
+        view, known(whatever(view.groups, "allocator"), speed), speed, 1.0, "estimated_throughput",
+        "Estimated throughput (roofline, not measured)", "estimated throughput (tokens/s, not measured)",
+        "Roofline estimate of simulated rows, each kernel at its card's peak: as a rule more than a real run reaches.",
+        ("gpu_name", "precision", "micro_batch"),
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""Trades: memory over batch and length at once, and memory against speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import others_equal
+from vramsweep.analysis.data.metrics import GIB
+from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, escape, finish, new_plot
+from vramsweep.analysis.figures.view import COLOURS, MOST, View, names
+
+_HEAT = ("micro_batch", "seq_len", "peak_reserved_bytes", "peak_allocated_bytes", "outcome", "trial_id")
+
+
+def heat_map(view: View) -> list[Figure]:
+    """Peak reserved (else allocated) over batch and length, with the edge beyond which it ran out of memory."""
+    shown = others_equal(view.groups, ("micro_batch",))[:MOST]
+    rows = pd.concat([g.take(*_HEAT) for g in shown]) if shown else pd.DataFrame({"outcome": []})
+    rows = rows[rows["outcome"].isin(["ok", "oom"])]
+    if rows.empty or rows["micro_batch"].nunique() < 2 or rows["seq_len"].nunique() < 2:
+        return []
+    column = next((c for c in ("peak_reserved_bytes", "peak_allocated_bytes") if rows[c].notna().any()), None)
+    if column is None:
+        return []
+    lengths = np.sort(rows["seq_len"].dropna().unique().astype(int))
+    lengths = lengths[np.unique(np.linspace(0, len(lengths) - 1, 24).round().astype(int))]
+    rows = rows[rows["seq_len"].isin(lengths)]
+    batches = np.sort(rows["micro_batch"].dropna().unique().astype(int))
+    size = rows.pivot_table(index="micro_batch", columns="seq_len", values=column, aggfunc="max", observed=True)
+    z = size.reindex(index=batches, columns=lengths).to_numpy(float, na_value=np.nan) / GIB
+    oom = {(int(b), int(s)) for b, s in rows.loc[rows["outcome"] == "oom", ["micro_batch", "seq_len"]].to_numpy()}
+    texts = [["" if np.isnan(v) or len(lengths) > 12 else f"{v:.3g}" for v in line] for line in z]
+    plot: Any = new_plot(LENGTH, "micro-batch (samples)")
+    plot.add_heatmap(
+        x=[f"{v:,}" for v in lengths], y=[f"{v:,}" for v in batches], z=z, text=texts, texttemplate="%{text}",
+        colorscale="Cividis", colorbar={"title": {"text": "GiB"}, "outlinewidth": 0}, hoverongaps=False, xgap=1, ygap=1,
+        hovertemplate="%{x} tokens, batch %{y}: %{z:.3~f} GiB<extra></extra>",
+    )  # fmt: skip
+    plot.add_scatter(
+        x=[f"{s:,}" for _, s in sorted(oom)], y=[f"{b:,}" for b, _ in sorted(oom)], mode="markers", hoverinfo="skip",
+        marker={"symbol": "x", "size": 9, "color": COLOURS[1]},
+    )  # fmt: skip
+    _edge(plot, lengths, batches, oom)
+    plot.update_xaxes(type="category", showgrid=False)
+    plot.update_yaxes(type="category", showgrid=False)
+    what = "reserved" if column == "peak_reserved_bytes" else "allocated"
+    return [Figure(
+        "heat_map",
+        "Batch and length: what fits",
+        f"Peak {what} memory; crosses ran out of memory, the line is the edge between what fitted and what did not.",
+        plot,
+        rows[["micro_batch", "seq_len", column, "outcome", "trial_id"]],
+    )]
+
+
+def _edge(plot: Any, lengths: Any, batches: Any, oom: set[tuple[int, int]]) -> None:
+    """A line along the cell borders between the largest length that fitted and the first that did not."""
+    x: list[float] = []
+    y: list[float] = []
+    for row, batch in enumerate(batches):
+        first = next((i for i, s in enumerate(lengths) if (int(batch), int(s)) in oom), len(lengths))
+        x += [first - 0.5, first - 0.5]
+        y += [row - 0.5, row + 0.5]
+    if not oom:
+        return
+    # shapes, unlike traces, may lie between the categories
+    for (x0, y0), (x1, y1) in zip(zip(x, y, strict=True), zip(x[1:], y[1:], strict=False), strict=False):
+        plot.add_shape(type="line", x0=x0, x1=x1, y0=y0, y1=y1, line={"color": COLOURS[1], "width": 3})
+
+
+def pareto(view: View) -> list[Figure]:
+    """Memory against speed at one length: what is not beaten in both is joined by a line."""
+    groups = view.groups
+    if not groups:
+        return []
+    need = ("tokens_per_s", "peak_reserved_bytes", "seq_len")
+    rows = pd.concat([g.ok(*need).assign(id=g.id, group=g.label) for g in groups])
+    if rows["id"].nunique() < 3:
+        return []
+    counts = rows.groupby("seq_len")["id"].nunique()
+    length = int(counts[counts == counts.max()].index.max())
+    rows = rows[rows["seq_len"] == length]
+    points = rows.groupby("id", sort=False).agg(
+        group=("group", "first"), memory=("peak_reserved_bytes", "max"), speed=("tokens_per_s", "median"),
+        trial_id=("trial_id", lambda ids: " ".join(map(str, ids))),
+    ).reset_index()  # fmt: skip
+    if len(points) < 3:
+        return []
+    plot: Any = new_plot("peak reserved memory (GiB)", "throughput (tokens/s)")
+    front = points.sort_values(["memory", "speed"], ascending=[True, False])
+    front = front[front["speed"] > front["speed"].cummax().shift(fill_value=-1.0)]
+    plot.add_scatter(
+        x=front["memory"] / GIB, y=front["speed"], mode="lines", hoverinfo="skip", showlegend=False,
+        line={"color": GREY, "dash": "dot", "shape": "hv"},
+    )  # fmt: skip
+    ends = []
+    known = {group.id: group for group in groups}
+    told = dict(zip(known, names(groups), strict=True))
+    for _, point in points.iterrows():
+        look, name = view.look(known[str(point["id"])]), told[str(point["id"])]
+        plot.add_scatter(
+            x=[point["memory"] / GIB], y=[point["speed"]], mode="markers", name=escape(name), showlegend=False,
+            marker={"color": look.colour, "symbol": look.symbol, "size": 10},
+            hovertemplate=escape(name) + "<br>%{x:.3~f} GiB, %{y:,.4~g} tokens/s<extra></extra>", **look.trace,
+        )  # fmt: skip
+        if point["id"] in set(front["id"]):
+            ends.append(End(point["memory"] / GIB, float(point["speed"]), name, look))
+    finish(plot, ends, [0.0, float(points["speed"].max())], zero=True)
+    plot.update_xaxes(tickformat=",~g")
+    return [Figure(
+        "pareto",
+        "Memory against speed",
+        f"One point per combination of settings at {length:,} tokens; no other beats those on the dotted line.",
+        plot,
+        points.drop(columns="id"),
+    )]

@@ -1,0 +1,312 @@
+"""What `import vramsweep` gives to a notebook: the objects that the verbs print, each of which shows itself.
+
+    import vramsweep
+    rows = vramsweep.load("results/gpt2-cpu")      # a tidy DataFrame: a row for each trial
+    vramsweep.fit(rows[rows.seq_len >= 64], metric="peak_allocated_bytes")
+    vramsweep.figure(rows, "memory_by_length")
+
+Rows are what `load` or `predict` gave, filtered by pandas or not, or a path that `load` takes. Everything raises UserError,
+in a line or two, for what its caller can mend.
+
+Not covered: sweeping, which takes hours and belongs in a terminal; how results look (display.py).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from vramsweep.analysis import display
+from vramsweep.analysis.data import importers
+from vramsweep.analysis.data import load as reading
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.metrics import GIB, METRICS
+from vramsweep.analysis.data.ranks import HOW, over_ranks
+from vramsweep.analysis.display import Compared, Fits, Limits, Report, Rows
+from vramsweep.harness import command, journal
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.row import BY_NAME
+
+Given = str | os.PathLike[str] | pd.DataFrame
+FREE = ("seq_len", "micro_batch", "tokens")
+
+
+def load(
+    source: Given,
+    *,
+    columns: str | None = None,
+    mapping: str | os.PathLike[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    ranks: str = "worst",
+) -> Rows:
+    """The rows of a results folder, a journal, a CSV or a Parquet file: one for each finished trial, typed, null where
+    unknown.
+
+    `columns`, `mapping` and `settings` are for files of others, as `--columns`, `--mapping` and `--set` of the command
+    line; `ranks` is worst, min, mean or max. `frame.attrs` has "units" (of each column), "source" and "notes" (what was
+    left out or flagged); `units(frame)` is a table of the first. Memory is in bytes: `gib(frame)` is the same in GiB.
+
+    >>> rows = load("results/qwen0.5b-torch-cuda")
+    >>> rows.groupby("micro_batch").peak_allocated_bytes.max()
+    """
+    if isinstance(source, pd.DataFrame):
+        return _rows(reading.from_frame(source, _source(source)))
+    if ranks not in HOW:
+        raise UserError(f"ranks={ranks}: allowed is {', '.join(HOW)}")
+    said = [f"{name}={value}" for name, value in (settings or {}).items()]
+    table, notes = importers.open_rows(Path(source), columns, None if mapping is None else Path(mapping), said)
+    return _rows(over_ranks(table, ranks), notes)
+
+
+def predict(folder: str | os.PathLike[str] | None = None, **settings: Any) -> Rows:
+    """Predict memory on cards that need not be here, as `vramsweep predict` does, in a process of its own.
+
+    Settings are those of the command line; `gpu` stands for device.gpu. A list or a range is tried value by value, a
+    dict names settings inside a setting. With `folder` rows and traces stay there, and the same call returns at once.
+
+    >>> predict(model="qwen0.5b", seq_len=[512, 1024], micro_batch=range(1, 5), gpu="h100-80gb")
+    >>> predict(model="gpt2", seq_len=1024, device={"gpu": ["l4-24gb", "a100-40gb"]}, checkpointing=True)
+
+    Raises UserError for settings that are none, and where what predictions need is not installed.
+    """
+    if taken := settings.keys() & {"name", "results", "report"}:
+        raise UserError(
+            f"{min(taken)}: predict(folder=...) says where rows are kept, and report(rows, folder) draws them"
+        )
+    words = _words(settings)
+    with tempfile.TemporaryDirectory(prefix="vramsweep-") as place:
+        kept = Path(place) / "predicted" if folder is None else Path(folder).resolve()
+        own = [f"results={command.value(str(kept.parent))}", f"name={command.value(kept.name)}", "report=false"]
+        line = [sys.executable, "-m", "vramsweep", "predict", *words, *own]
+        done = subprocess.run(line, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False)
+        if done.returncode not in (0, 1) or not kept.is_dir():  # 1: some have no answer, which their rows say
+            told = [text for text in done.stderr.splitlines() if text.strip()] or ["it gave no reason"]
+            raise UserError("\n".join(told[-2:]).removeprefix("vramsweep: "))
+        table = reading.load(kept)
+        asked = {str(one) for plan in journal.plans(kept)[-1:] for one in plan.get("trials") or []}
+        if asked:
+            table = table.where(table.frame["trial_id"].isin(asked))
+        return _rows(table)
+
+
+def fit(
+    rows: Given,
+    *,
+    metric: str | Sequence[str] | None = None,
+    axis: str = "seq_len",
+    start: float | None = None,
+    stop: float | None = None,
+    prediction: Given | None = None,
+    robust: bool = False,
+) -> Fits:
+    """How memory and step time depend on `axis` (seq_len, micro_batch or tokens): a fit for each metric and group of
+    equal settings, as `vramsweep fit` prints them.
+
+    `metric` is a column or several (default: all that the rows have); `start` and `stop` bound x; `prediction` are
+    predicted rows of the same settings, whose shape is taken; `robust`: outliers count less.
+
+    >>> one = fit(rows, metric="peak_allocated_bytes")[0]
+    >>> one.predict(numpy.array([4096])).new_high      # a new run's upper end, in bytes
+    """
+    from vramsweep.analysis.data.pairing import Beside, Chosen
+    from vramsweep.analysis.model.fit import fit_table
+
+    metrics = (metric,) if isinstance(metric, str) else tuple(metric or METRICS)
+    if unknown := [name for name in metrics if name not in METRICS]:
+        raise UserError(f"metric={unknown[0]}: allowed is {', '.join(METRICS)}")
+    _axis(axis, FREE)
+    table = _table(rows)
+    beside: Beside | Chosen = Beside(table) if prediction is None else Chosen(_table(prediction))
+    fits, notes = fit_table(table, metrics, start, stop, robust, axis=axis, beside=beside.of)
+    if not fits:
+        raise UserError(
+            f"{table.source}: nothing could be fitted; a curve needs finished rows at three values of {axis} or more"
+        )
+    return Fits(tuple(fits), tuple(notes))
+
+
+def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: str = "seq_len") -> Limits:
+    """The largest length for each batch (axis="seq_len") or batch for each length ("micro_batch") that fits in cards of
+    so many GiB (default: all sizes of listed cards): what rows prove, then what fits say.
+
+    >>> frontier(rows, gib=[24, 80])
+    """
+    from vramsweep.analysis.model import frontier as model
+
+    _axis(axis, FREE[:2])
+    sizes = model.SIZES if gib is None else [gib] if isinstance(gib, int | float) else list(gib)
+    if not sizes or not all(0 < size < float("inf") for size in sizes):
+        raise UserError(f"gib={gib}: allowed are sizes above 0, such as gib=[24, 80]")
+    limits = model.frontier(_table(rows), sizes, axis)
+    if not limits:
+        raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")
+    return Limits(tuple(limits))
+
+
+def compare(
+    a: Given,
+    b: Given | None = None,
+    *,
+    by: str | None = None,
+    names: tuple[str, str] | None = None,
+    axis: str | None = None,
+    tolerance: float = 0.001,
+) -> Compared:
+    """Two sets of rows, paired by equal settings: the verdicts on memory and speed that `vramsweep compare` prints.
+
+    With `by` one set against itself. Memory that differs by no more than the share `tolerance` is EQUAL; `names` are
+    what the sets are called; trends are along `axis`.
+
+    >>> compare(rows, by="allocator=default,expandable")
+    >>> compare("results/before", "results/after").worse
+    """
+    from vramsweep.analysis.compare import trends, verdicts
+
+    if (b is None) == (by is None):
+        raise UserError('compare takes two sets of rows, or one with by="AXIS=VALUE,VALUE"')
+    if not 0 <= tolerance < 1:
+        raise UserError(f"tolerance={tolerance:g}: allowed is a share such as 0.001 (0.1 %), or 0")
+    if axis is not None:
+        _axis(axis, FREE)
+    if by is not None:
+        setting, _, values = by.partition("=")
+        sides = verdicts.split(_table(a), setting, values.split(","))
+        found_names = tuple(f"{setting}={value}" for value in values.split(","))
+    else:
+        assert b is not None
+        sides = _table(a), _table(b)
+        paths = [str(one) for one in (a, b) if not isinstance(one, pd.DataFrame)]
+        found_names = tuple(paths) if len(paths) == 2 else ("A", "B")
+    first, second = names or found_names
+    found = verdicts.compare(*sides, (first, second), tolerance)
+    return Compared(found, trends.along(found, axis))
+
+
+def figure(rows: Given, name: str) -> Any:
+    """A figure of the report as a plotly Figure, by the name that its file has there; `layout.meta` has its caption.
+
+    >>> figure(rows, "memory_by_length").update_layout(width=700)
+
+    Raises UserError that lists the figures which these rows allow, where there is none of that name.
+    """
+    from vramsweep.analysis.report.content import collect
+
+    drawn = {one.name: one for one in collect(_table(rows)).figures}
+    if name not in drawn:
+        raise UserError(f"these rows have no figure {name!r}; they have {', '.join(drawn) or 'none'}")
+    one = drawn[name]
+    return display.titled(one)
+
+
+def report(rows: Given, folder: str | os.PathLike[str] | None = None, *, images: Sequence[str] = ()) -> Report:
+    """Write report.html, figures and rows.csv into a folder (default: the one that the rows are from), and static
+    figures too: images=["png", "svg", "pdf"].
+
+    >>> report(rows, "report-of-gpt2")
+    """
+    from vramsweep.analysis.answers.registry import asked
+    from vramsweep.analysis.report.write import write_report
+
+    if unknown := sorted({images} if isinstance(images, str) else set(images) - {"png", "svg", "pdf"}):
+        raise UserError(f"images={', '.join(unknown)}: allowed is a list of png, svg and pdf")
+    table = _table(rows)
+    source = Path(table.source)
+    if folder is None and not source.is_dir():
+        raise UserError(f"say where the report is to be written: report(rows, folder); the rows are from {source}")
+    place = source if folder is None else Path(folder)
+    return Report(write_report(table, place, list(images), asked(source)))
+
+
+def gib(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same rows with every `..._bytes` column of numbers as `..._gib`: 1 GiB is 1024³ bytes, null stays null.
+
+    >>> gib(rows)[["seq_len", "peak_allocated_gib"]]
+    """
+    wide = {str(name): str(name).removesuffix("_bytes") + "_gib" for name in frame.columns if _in_bytes(frame, name)}
+    made = frame.assign(**{name: frame[name].astype("Float64") / GIB for name in wide}).rename(columns=wide)
+    known = frame.attrs.get("units", {})
+    made.attrs["units"] = {wide.get(name, name): "GiB" if name in wide else unit for name, unit in known.items()}
+    return made
+
+
+def units(frame: pd.DataFrame) -> pd.DataFrame:
+    """Unit and meaning of each column of `frame` that is known anywhere, as `vramsweep columns` lists them.
+
+    >>> units(rows).loc["peak_reserved_bytes"]
+    """
+    known = [str(name) for name in frame.columns if frame[name].notna().any()]
+    told = frame.attrs.get("units", {})
+    lines = []
+    for name in known:
+        column = BY_NAME.get(name) or BY_NAME.get(name.removesuffix("_gib") + "_bytes")
+        unit = told.get(name, column.unit if column else "")
+        lines.append({"column": name, "unit": unit, "meaning": column.meaning if column else ""})
+    return pd.DataFrame(lines, columns=["column", "unit", "meaning"]).set_index("column")
+
+
+def _in_bytes(frame: pd.DataFrame, name: Any) -> bool:
+    return str(name).endswith("_bytes") and pd.api.types.is_numeric_dtype(frame[name].dtype)
+
+
+def _axis(axis: str, allowed: Sequence[str]) -> None:
+    if axis not in allowed:
+        raise UserError(f"axis={axis}: allowed is {', '.join(allowed)}")
+
+
+def _source(frame: pd.DataFrame) -> str:
+    return str(frame.attrs.get("source", "the rows given"))
+
+
+def _table(rows: Given) -> Table:
+    """The rows as the analysis takes them. Raises UserError for a frame that has no rows of trials."""
+    if not isinstance(rows, pd.DataFrame):
+        return importers.open_rows(Path(rows))[0]
+    if missing := {"trial_id", "outcome"} - set(rows.columns):
+        raise UserError(
+            f"these rows have no column {min(missing)}; filter rows, not columns: rows[rows.seq_len > 512], not "
+            'rows[["seq_len", ...]]'
+        )
+    return reading.from_frame(rows.loc[:, [name for name in rows.columns if _ours(name)]], _source(rows))
+
+
+def _ours(name: Any) -> bool:
+    return name in BY_NAME or str(name).startswith(reading.EXTRA)
+
+
+def _rows(table: Table, notes: Sequence[str] = ()) -> Rows:
+    frame = Rows(table.frame)
+    frame.attrs = {
+        "units": {str(name): BY_NAME[str(name)].unit for name in frame.columns if str(name) in BY_NAME},
+        "source": table.source,
+        "notes": [*notes, *table.warnings],
+    }
+    return frame
+
+
+def _words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as words of the command line."""
+    found: list[str] = []
+
+    def add(key: str, value: Any) -> None:
+        if hasattr(value, "tolist"):  # of numpy or pandas
+            value = value.tolist()
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                add(f"{key}.{name}", inner)
+        elif isinstance(value, list | tuple | range):
+            if not value:
+                raise UserError(f"{key}: an empty list leaves nothing to predict")
+            found.append(f"{key}={','.join(command.value(one) for one in value)}")
+        else:
+            found.append(f"{key}={command.value(value)}")
+
+    for name, value in settings.items():
+        add("device.gpu" if name == "gpu" else name, value)
+    return found

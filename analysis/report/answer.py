@@ -1,0 +1,157 @@
+"""What a reader wants first, as data: what was asked, the answers to six questions, and what they rest on.
+
+Not covered: how the answers are found (tiles.py), sentences with all their numbers (findings.py), the layout, which is
+a template's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group, groups
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.model.fit import Fit, fit_table
+from vramsweep.analysis.model.frontier import Limit, frontier
+from vramsweep.analysis.report import tiles
+from vramsweep.analysis.report.findings import values
+from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Tile, said
+from vramsweep.harness import check
+from vramsweep.harness.errors import UserError
+
+JUDGED = 50_000  # rows of a folder that are read again for the verdict
+_CALLED = {
+    "trial.device.gpu": "card", "gpu_name": "card", "cpu_name": "processor", "micro_batch": "batch",
+    "seq_len": "length", "allocator_conf": "allocator's options",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Card:
+    """What was asked, the configuration that the answers are `of` ("" where there is one only), and the answers.
+
+    `counts` are rows: measured, predicted, imported, flagged, unproven.
+    """
+
+    asked: str
+    varied: str
+    of: str
+    fits: Tile
+    cost: Tile
+    speed: Tile
+    dominates: Tile
+    allocator: Tile
+    trust: Tile
+    counts: Mapping[str, int]
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """In reading order."""
+        return (self.fits, self.cost, self.speed, self.dominates, self.allocator, self.trust)
+
+
+def card(
+    table: Table, found: Sequence[Group], fits: Sequence[Fit], limits: Sequence[Limit], judged: check.Verdict | None
+) -> Card:
+    """The answers, from rows, their groups, fits and limits. `judged` is harness/check.py's verdict on the folder, None
+    where the rows came without one."""
+    head = tiles.head(found)
+    what, varied = asked(table, found)
+    number = counts(table)
+    kinds = " and ".join(kind for kind in (MEASURED, PREDICTED, IMPORTED) if number[kind])
+    return Card(
+        asked=what, varied=varied, of=head.name if head else "", fits=tiles.fits(table.frame, head, limits),
+        cost=tiles.cost(head, fits), speed=tiles.speed(table.frame, found), dominates=tiles.dominates(head, fits),
+        allocator=tiles.allocator(table, head, kinds), trust=_trust(number, kinds, judged), counts=number,
+    )  # fmt: skip
+
+
+def brief(table: Table) -> Card:
+    """The answers of a table alone: only the configuration that they are of is fitted."""
+    found = groups(table)
+    head = tiles.head(found)
+    mine = [head.group] if head else []
+    fits, _ = fit_table(table, limit=1, found=mine)
+    return card(table, found, fits, frontier(table, fits=fits, found=mine), verdict(table))
+
+
+def verdict(table: Table) -> check.Verdict | None:
+    """What `vramsweep check` says of the folder that the rows are of; None of rows from elsewhere, and of very many."""
+    folder = Path(table.source)
+    if not folder.is_dir() or len(table.frame) > JUDGED:
+        return None
+    try:
+        return check.judged(folder)
+    except UserError:
+        return None
+
+
+def counts(table: Table) -> dict[str, int]:
+    """How many rows that finished, or ran out of memory, are what."""
+    frame = table.frame
+    told = frame[frame["outcome"].isin(["ok", "oom"]).fillna(False).astype(bool)]
+    foreign, simulated = told["foreign"].notna(), told["device"].eq("simulated").fillna(False)
+    lists = {name: told[name].list.len().fillna(0).astype(int).gt(0) for name in ("flags", "unproven")}
+    return {
+        MEASURED: int((~foreign & ~simulated).sum()), PREDICTED: int((~foreign & simulated).sum()),
+        IMPORTED: int(foreign.sum()), "flagged": int(lists["flags"].sum()), "unproven": int(lists["unproven"].sum()),
+    }  # fmt: skip
+
+
+def axis_name(key: str) -> str:
+    """What a reader calls a setting that distinguishes groups."""
+    plain = key.removeprefix("trial.").removeprefix("runner.options.")
+    return _CALLED.get(key) or plain.replace("_", " ").replace(".", " ")
+
+
+def asked(table: Table, found: Sequence[Group]) -> tuple[str, str]:
+    """What was run on what, as a question; and what varied, "" where nothing did."""
+    frame = table.frame
+    axes = list(dict.fromkeys(key for group in found for key in group.settings))
+    varied = [n for n in ("seq_len", "micro_batch") if n not in axes and frame[n].nunique() > 1]
+    names = [*varied, *(key for key in axes if key in frame and frame[key].nunique(dropna=True) > 1)]
+    told = "; ".join(f"{axis_name(key)} {values(frame, key, most=4)}" for key in names)
+    fixed = [text for key in ("precision", "runner") if key not in names and (text := values(frame, key, most=3))]
+    model = values(frame, "model", most=3) or "a model that the rows do not name"
+    how = f" ({', '.join(fixed)})" if fixed else ""
+    return f"What does training {model}{how} need on {_where(frame)}?", told
+
+
+def _where(frame: pd.DataFrame) -> str:
+    """The devices."""
+    found = []
+    for device, column in (("cuda", "gpu_name"), ("cpu", "cpu_name"), ("simulated", "simulated_gpu")):
+        rows = frame[frame["device"].eq(device).fillna(False) & frame["foreign"].isna()]
+        if len(rows):
+            name = values(rows, column, most=4)
+            found.append(f"the CPU {name}".rstrip() if device == "cpu" else name or "a card that is not named")
+    foreign = frame[frame["foreign"].notna()]
+    if len(foreign):
+        found.append(values(foreign, "gpu_name", most=3) or "a card that is not named")
+    return " and ".join(dict.fromkeys(found)) or "a device that the rows do not name"
+
+
+def _trust(number: Mapping[str, int], kinds: str, judged: check.Verdict | None) -> Tile:
+    question = "Can I trust it?"
+    total = sum(number[kind] for kind in (MEASURED, PREDICTED, IMPORTED))
+    told = " · ".join(f"{n:,} {name}" for name, n in number.items() if n)
+    if not total:
+        return Tile(question, about="No trial finished, and none ran out of memory.")
+    if number[PREDICTED] == total:
+        rest = f"{number['unproven']:,} rest on techniques that no card has run as predicted yet"
+        text = said("no card ran any of this: measure what you rely on", rest if number["unproven"] else "")
+        return Tile(question, "A prediction", told, text, kinds)
+    if judged is None:
+        who = "what others measured, as they gave it" if number[IMPORTED] else "these rows came without their sweep"
+        flagged = f"{number['flagged']:,} rows are flagged" if number["flagged"] else "no row is flagged"
+        return Tile(question, "As far as its source", told, said(who, flagged), kinds)
+    may, may_not = ([claim for claim, well in judged.claims.items() if well is which] for which in (True, False))
+    if may and not may_not:
+        text = "Nothing speaks against publishing it (vramsweep check)."
+        return Tile(question, f"{' and '.join(may).capitalize()}: yes", told, text, kinds)
+    value = f"{' and '.join(may).capitalize()} yes, {' and '.join(may_not)} not yet" if may else "Not yet"
+    worst = next((one.text for one in judged.findings if one.forbids), "")
+    return Tile(question, value, told, said(worst, "vramsweep check has all reasons"), kinds)

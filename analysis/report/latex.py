@@ -1,0 +1,357 @@
+"""LaTeX by templates (templates/*.tex.j2): whatever they show is text, unless it was made here; and tables that fit.
+
+A table is a tuple of `Column`s. It stands in one column of a paper (3.5 in) where it fits there, with text that wraps
+in the rest of the width, else over both (`table*`, 7.25 in); columns and lines that fit in neither are left out, and
+said. Nothing is shrunk. Numbers are siunitx's (version 3), with units in the head.
+
+Not covered: which tables there are (paper_tables.py); other classes' fonts: widths are Computer Modern's at 8 pt, which
+is wider than most.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import zip_longest
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from vramsweep.harness.terminal import shown
+
+
+class Tex(str):
+    """Text that is LaTeX already."""
+
+
+_COMMANDS = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "|": r"\textbar{}", "`": r"\textasciigrave{}", '"': "''", "²": r"\textsuperscript{2}",
+    "³": r"\textsuperscript{3}", "·": r"\ensuremath{\cdot}", "°": r"\ensuremath{^{\circ}}",
+    "µ": r"\ensuremath{\mu}", "–": "--", "—": "---", "−": r"\ensuremath{-}",
+    "×": r"\ensuremath{\times}", "±": r"\ensuremath{\pm}",
+    "≤": r"\ensuremath{\leq}", "≥": r"\ensuremath{\geq}", "→": r"\ensuremath{\rightarrow}", "…": r"\dots{}",
+    "’": "'", "\u00a0": r"~", "ß": r"\ss{}", "ø": r"\o{}", "Ø": r"\O{}", "æ": r"\ae{}", "Æ": r"\AE{}",
+}  # fmt: skip
+_ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308": '"', "\u030a": "r", "\u0327": "c",
+            "\u030c": "v"}  # fmt: skip
+_LIGATURES = re.compile(r"(?<=-)(?=-)|(?<=')(?=')|(?<=,)(?=,)|(?<=[?!])(?=`)")
+_LINE_ENDS = re.compile(r"[\n\r\t]+")
+_BREAKS = re.compile(r"(?<=[A-Za-z0-9)\]])([_/=:@+-]|[.,](?!\d))(?=[A-Za-z0-9(\[])")
+LONG = 14  # letters of a word that has nowhere to break; a longer one may break anywhere
+
+
+def tex(text: object) -> Tex:
+    """Text for LaTeX: nothing in it is a command. A sign that TeX's fonts do not have is written by its number."""
+    if isinstance(text, Tex):
+        return text
+    plain = shown(_LINE_ENDS.sub(" ", str(text)))
+    return Tex("".join(_sign(sign) for sign in _LIGATURES.sub("\u200b", plain)))
+
+
+@cache
+def _sign(sign: str) -> str:
+    if sign == "\u200b":  # between two signs that TeX would draw as one
+        return "{}"
+    if sign in _COMMANDS:
+        return _COMMANDS[sign]
+    if sign.isascii():
+        return sign
+    base, *marks = unicodedata.normalize("NFD", sign)
+    if base.isascii() and base.isalpha() and len(marks) == 1 and marks[0] in _ACCENTS:
+        return rf"\{_ACCENTS[marks[0]]}{{{base}}}"
+    return f"[U+{ord(sign):04X}]"
+
+
+def slug(text: str) -> str:
+    """A label's or file's name of any text: letters, digits, _ . and -."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.") or "x"
+
+
+def _breakable(text: str) -> Tex:
+    """The same with places to break a line inside long words, so that a narrow column holds them."""
+    words = []
+    for word in shown(_LINE_ENDS.sub(" ", text)).split(" "):
+        pieces = []
+        for piece in _BREAKS.sub("\\1\0", word).split("\0"):
+            pieces += [piece[at : at + LONG] for at in range(0, len(piece), LONG)] or [""]
+        words.append(r"\allowbreak{}".join(map(tex, pieces)))
+    return Tex(" ".join(words))
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """Templates whose expressions are \\VAR{...} and blocks \\BLOCK{...}; what an expression gives is `tex`."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("vramsweep.analysis.report"), undefined=jinja2.StrictUndefined, autoescape=False,
+        block_start_string=r"\BLOCK{", block_end_string="}", variable_start_string=r"\VAR{", variable_end_string="}",
+        comment_start_string=r"\#{", comment_end_string="}", trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, finalize=tex,
+    )  # fmt: skip
+    made.filters["plain"] = Tex  # of a name that is a `slug`
+    return made
+
+
+def render(template: str, **values: Any) -> str:
+    """The template of this name with these values."""
+    return environment().get_template(template).render(**values)
+
+
+def markdown(template: str, **values: Any) -> str:
+    """A Markdown template with these values, which are Markdown already (markup.py)."""
+    return _of_markdown().get_template(template).render(**values)
+
+
+@cache
+def _of_markdown() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("vramsweep.analysis.report"), undefined=jinja2.StrictUndefined, autoescape=False,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+
+
+# --- widths, in points of 8 pt Computer Modern ---
+_WIDTHS = {**dict.fromkeys("iljI.,:;'!|[]", 2.7), **dict.fromkeys("tfr()°· ", 3.4), **dict.fromkeys("mwMW@%&—", 7.3)}
+_SMALL, _CAPITAL = 4.4, 6.2
+ONE_COLUMN, TWO_COLUMNS = 252.0, 520.0  # 3.5 in and 7.25 in, less a little
+GAP = 6.0  # between columns: twice \tabcolsep
+NUMBER = 4.26  # a digit
+_NARROWEST = 44.0  # of a column whose text wraps
+
+
+def width(text: str) -> float:
+    """How wide the text is set, in points, rather too wide."""
+    return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _SMALL) for sign in text)
+
+
+# --- columns ---
+UNITS = {"GiB": r"\gibi\byte", "MiB": r"\mebi\byte", "KiB": r"\kibi\byte", "B": r"\byte", "s": r"\second",
+         "ms": r"\milli\second", "%": r"\percent"}  # fmt: skip
+NONE = ("–", "")
+BEYOND = "°"  # after a number: beyond what was measured
+_NUMBER = r"[+−-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
+_QUANTITY = re.compile(rf"({_NUMBER})(?: ?([A-Za-z%][\w/%]*))?\Z")
+_SPREAD = re.compile(rf"({_NUMBER}) ± ({_NUMBER})\Z")
+_RANGE = re.compile(rf"({_NUMBER}) to ({_NUMBER})\Z")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: what its head says, its cells as text, its unit. Cells of `numbers` are `12.3`, `12.3(4)` as siunitx
+    writes an uncertainty, `12°` or –; those of `ranges` are two numbers with ` to ` between, or –."""
+
+    head: str
+    cells: tuple[str, ...]
+    unit: str = ""
+    kind: str = "text"
+
+    @property
+    def heads(self) -> list[str]:
+        """The head in lines no wider than its cells or its longest word, the unit in the last."""
+        cells = max(map(width, self.cells), default=0.0)
+        room = max(min(cells, _NARROWEST) if self.kind == "text" else cells, *map(width, self.head.split()), 0.0)
+        lines: list[str] = []
+        for word in self.head.split():
+            if lines and width(f"{lines[-1]} {word}") <= room:
+                lines[-1] += f" {word}"
+            else:
+                lines.append(word)
+        return [*lines, *([f"({self.unit})"] if self.unit else [])]
+
+    @property
+    def natural(self) -> float:
+        """Its width where nothing wraps."""
+        spare = NUMBER if self.kind == "numbers" else 2 * NUMBER if self.kind == "ranges" else 0.0
+        return max(max(map(width, self.heads), default=0.0), spare + max(map(width, self.cells), default=0.0))
+
+    @property
+    def narrowest(self) -> float:
+        """Its width where text wraps."""
+        return self.natural if self.kind != "text" else min(self.natural, max(_NARROWEST, *map(width, self.heads), 0.0))
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """A cell of a number; – where it is not known."""
+    return "–" if value is None or pd.isna(value) else f"{float(value):.{digits}f}"
+
+
+def columns(frame: pd.DataFrame) -> list[Column]:
+    """Columns of a frame of text cells: numbers in one unit are numbers, with the unit in the head."""
+    return [_column(str(name), [str(cell) for cell in frame[name]]) for name in frame.columns]
+
+
+def _column(name: str, cells: Sequence[str]) -> Column:
+    known = [cell for cell in cells if cell not in NONE]
+    head, unit = _split(name)
+    found = [_QUANTITY.match(cell) for cell in known]
+    units = {match[2] or "" for match in found if match}
+    if known and all(found) and len(units) == 1 and (not unit or units == {""}):
+        numbers = iter(_plain(match[1]) for match in found if match)
+        return Column(
+            head, tuple("–" if cell in NONE else next(numbers) for cell in cells), unit or units.pop(), "numbers"
+        )
+    for pattern, kind in ((_SPREAD, "numbers"), (_RANGE, "ranges")):
+        pairs = [pattern.match(cell) for cell in known]
+        if known and all(pairs):
+            made = iter(
+                f"{_plain(pair[1])} +- {_plain(pair[2])}"
+                if pattern is _SPREAD
+                else f"{_plain(pair[1])} to {_plain(pair[2])}"
+                for pair in pairs
+                if pair
+            )
+            return Column(head, tuple("–" if cell in NONE else next(made) for cell in cells), unit, kind)
+    return Column(name, tuple(cells))
+
+
+def _split(name: str) -> tuple[str, str]:
+    """A head and the unit in brackets at its end."""
+    match = re.fullmatch(r"(.*\S) \(([\w/%]+)\)", name)
+    return (match[1], match[2]) if match else (name, "")
+
+
+def _plain(number: str) -> str:
+    return number.replace(",", "").replace("−", "-")
+
+
+# --- tables ---
+MOST = 44  # lines of a table, which a page holds
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a paper: `name` is its file's, `notes` stand below it; a little room is above the rows of `groups`."""
+
+    name: str
+    caption: str
+    columns: tuple[Column, ...]
+    notes: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
+    own: pd.DataFrame | None = field(default=None, repr=False)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """All of it as text, for CSV and Markdown: `own` where the columns were made of one."""
+        if self.own is not None:
+            return self.own
+        return pd.DataFrame({c.head + (f" ({c.unit})" if c.unit else ""): c.cells for c in self.columns})
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A table's columns with a width of each that wraps (None: as wide as it is), and whether it takes both columns."""
+
+    columns: tuple[Column, ...]
+    wraps: tuple[float | None, ...]
+    star: bool
+
+
+def latex(table: Table, label: str) -> str:
+    """The table as a float. Every table gets one: what does not fit is left out, and a note says where it is."""
+    laid = _lay(table.columns)
+    notes = list(table.notes)
+    if gone := [column.head for column in table.columns if column not in laid.columns]:
+        notes.append(f"Left out for want of room, and in {table.name}.csv: {', '.join(gone)}.")
+    tall = [_height(laid, row) for row in range(len(table.columns[0].cells))]
+    rows = max(1, next((n for n in range(len(tall), 0, -1) if sum(tall[:n]) <= MOST), 1))
+    if more := len(tall) - rows:
+        notes.append(f"{more:,} more {'line is' if more == 1 else 'lines are'} in {table.name}.csv.")
+    shown_columns = [replace(column, cells=column.cells[:rows]) for column in laid.columns]
+    heads = list(zip_longest(*(reversed(_head(column)) for column in shown_columns), fillvalue=""))
+    body = [[_cell(column, column.cells[row], wrap) for column, wrap in zip(shown_columns, laid.wraps, strict=True)]
+            for row in range(rows)]  # fmt: skip
+    return render(
+        "table.tex.j2", star="*" if laid.star else "", caption=table.caption, label=Tex(label), notes=notes,
+        groups=table.groups,
+        spec=Tex("".join(_spec(c, w, laid.star) for c, w in zip(shown_columns, laid.wraps, strict=True))),
+        heads=[Tex(" & ".join(line)) for line in reversed(heads)], rows=[Tex(" & ".join(row)) for row in body],
+    )  # fmt: skip
+
+
+def _lay(found: Sequence[Column]) -> _Laid:
+    """The layout that keeps most columns: first one column wide without many lines a row, then two."""
+    for count in range(len(found), 0, -1):
+        kept = tuple(found[:count])
+        for star, room in ((False, ONE_COLUMN), (True, TWO_COLUMNS)):
+            wraps = _wraps(kept, room)
+            laid = None if wraps is None else _Laid(kept, wraps, star)
+            if laid and (star or max(_height(laid, row) for row in range(len(kept[0].cells))) <= 4):
+                return laid
+    return _Laid(tuple(found[:1]), (TWO_COLUMNS if found[0].kind == "text" else None,), True)
+
+
+def _wraps(columns: Sequence[Column], room: float) -> tuple[float | None, ...] | None:
+    """Widths of the columns that wrap, in points; None where they do not fit."""
+    room -= GAP * (len(columns) - 1)
+    if sum(column.natural for column in columns) <= room:
+        return (None,) * len(columns)
+    if sum(column.narrowest for column in columns) > room:
+        return None
+    texts = [column for column in columns if column.natural > column.narrowest]
+    spare = room - sum(column.narrowest for column in columns)
+    wanted = sum(column.natural - column.narrowest for column in texts)
+    return tuple(
+        column.narrowest + spare * (column.natural - column.narrowest) / wanted if column in texts else None
+        for column in columns
+    )
+
+
+def _height(laid: _Laid, row: int) -> int:
+    """How many lines the row takes, roughly."""
+    pairs = zip(laid.columns, laid.wraps, strict=True)
+    return max((-int(-1.15 * width(c.cells[row]) // wrap) for c, wrap in pairs if wrap), default=1) or 1
+
+
+def _spec(column: Column, wrap: float | None, star: bool) -> str:
+    if wrap is not None:
+        share = rf"{wrap / TWO_COLUMNS:.3f}\textwidth" if star else rf"{wrap / ONE_COLUMN:.3f}\columnwidth"
+        return rf">{{\raggedright\arraybackslash}}p{{{share}}}"
+    if column.kind == "numbers":
+        beyond = r",table-space-text-post={$^{\circ}$}" if any(c.endswith(BEYOND) for c in column.cells) else ""
+        return f"S[{_format(column.cells)}{beyond}]"
+    if column.kind == "ranges":
+        ends = list(zip(*(cell.split(" to ") for cell in column.cells if cell not in NONE), strict=True)) or [
+            ["0"],
+            ["0"],
+        ]
+        return rf"S[{_format(ends[0])}]@{{\,--\,}}S[{_format(ends[1])}]"
+    return "l"
+
+
+def _format(cells: Iterable[str]) -> str:
+    """siunitx's description of what a column of numbers needs."""
+    signed, whole, after, spread = "", 1, 0, 0
+    for cell in cells:
+        match = re.match(r"([+-]?)(\d+)(?:\.(\d+))?(?:\((\d+)\))?", cell)
+        if match:
+            signed = "+" if match[1] else signed
+            whole, after = max(whole, len(match[2])), max(after, len(match[3] or ""))
+            spread = max(spread, len(match[4] or ""))
+        if " +- " in cell:
+            spread = max(spread, len(cell.split(" +- ")[1].replace(".", "").lstrip("0")))
+    return f"table-format={signed}{whole}{f'.{after}' if after else ''}{f'({spread})' if spread else ''}"
+
+
+def _head(column: Column) -> list[Tex]:
+    """The cells of a head, from above."""
+    lines = [tex(line) for line in column.heads]
+    if column.unit:
+        lines[-1] = Tex(rf"(\unit{{{UNITS.get(column.unit, tex(column.unit))}}})")
+    if column.kind == "ranges":
+        return [Tex(rf"\multicolumn{{2}}{{c}}{{{line}}}") for line in lines]
+    return [Tex(f"{{{line}}}") for line in lines]
+
+
+def _cell(column: Column, cell: str, wrap: float | None) -> Tex:
+    if column.kind == "text":
+        return _breakable(cell) if wrap else tex(cell)
+    if column.kind == "ranges":
+        return Tex(r"\multicolumn{2}{c}{--}" if cell in NONE else Tex(cell.replace(" to ", " & ")))
+    if cell.endswith(BEYOND):
+        return Tex(rf"{cell.removesuffix(BEYOND)}{{$^{{\circ}}$}}")
+    return Tex("{--}" if cell == "–" else cell)

@@ -1,0 +1,222 @@
+"""The folder for a paper: tables and figures for LaTeX, the methods, the rows themselves, and what makes it all again.
+
+A link where something is to be written stops it, as with a report. Not covered: traces and recordings beyond those that
+a table shows, which stay in the sweep's folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from vramsweep import __version__
+from vramsweep.analysis.answers.what_if import MOST as RECORDINGS
+from vramsweep.analysis.data import markup
+from vramsweep.analysis.data.export import guarded_frame, write_csv, write_parquet
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, draw
+from vramsweep.analysis.figures.plots import Figure, column_width
+from vramsweep.analysis.report import findings, latex, lock, paper_tables
+from vramsweep.analysis.report.content import Content, collect, split_worlds
+from vramsweep.analysis.report.write import Written, no_links, unwritable, write_residuals
+from vramsweep.harness import inferred, journal, names, others
+from vramsweep.harness.errors import UserError
+
+WRITTEN = (
+    "rows", "rows.csv", "residuals.csv", "figures", "tables", "methods.txt", "methods.tex", "environment.json",
+    "lock.txt", "reproduce.py", "README.md", "example.tex",
+)  # fmt: skip
+WIDTH = 336  # CSS pixels, of which an inch has 96: 3.5 in
+FONT = 8 * 96 / 72  # pixels of 8 pt
+COMPARED = (".tex", ".md", ".csv", ".txt")  # what is the same again, byte for byte; a PDF holds its date
+
+
+def write_paper(table: Table, folder: Path, answer: str | None = None, given: Sequence[str] = ()) -> Written:
+    """Write the paper's folder. `given` are the words that said how to read the rows (--ranks, --set, ...), for making
+    it again. Raises UserError where it cannot be written."""
+    no_links(folder, WRITTEN)
+    content = collect(table, answer)
+    prefix = latex.slug(findings.values(table.frame, "sweep", 1) or Path(table.source).stem)
+    figures, tables = _named(content.figures), paper_tables.tables(content)
+    try:
+        _clear(folder, Path(table.source))
+        for name in ("figures", "tables", "rows"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        command = _copy_rows(table, folder / "rows", given)
+        drawn, notes = _write_figures(figures, content, folder / "figures", prefix)
+        for one in tables:
+            _write_table(one, folder / "tables", prefix)
+        residuals = write_residuals(content, folder)
+        write_csv(table.frame, folder / "rows.csv")
+        (folder / "methods.txt").write_text(_methods(content.methods, figures), encoding="utf-8")
+        said = {"prefix": prefix, "tables": [one.name for one in tables], "figures": drawn, "methods": content.methods,
+                "version": __version__, "title": content.title}  # fmt: skip
+        for name in ("methods.tex", "example.tex"):
+            (folder / name).write_text(latex.render(f"{name}.j2", **said), encoding="utf-8")
+        readme = {"title": markup.prose(content.title),
+                  "tables": [(one.name, markup.cell(one.caption)) for one in tables],
+                  "figures": [(one.name, markup.cell(one.title), one.name in drawn) for one in figures],
+                  "residuals": bool(residuals)}  # fmt: skip
+        (folder / "README.md").write_text(latex.markdown("README.md.j2", **(said | readme)), encoding="utf-8")
+        (folder / "lock.txt").write_text(lock.text(table.frame), encoding="utf-8")
+        script = resources.files("vramsweep.analysis.report").joinpath("templates", "reproduce.py")
+        (folder / "reproduce.py").write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
+        _write_environment(content, folder, command)
+    except OSError as error:
+        raise unwritable(error, folder) from None
+    places = {"read me": folder / "README.md", "tables": folder / "tables", "figures": folder / "figures",
+              "methods": folder / "methods.txt", "machine": folder / "environment.json", "lock": folder / "lock.txt",
+              "rows": folder / "rows.csv", "again": folder / "reproduce.py"} | residuals  # fmt: skip
+    return Written(places, content.summary, (*content.warnings, *notes))
+
+
+def _clear(folder: Path, source: Path) -> None:
+    """Take an earlier paper's files away, which would no longer be true; other files stay, and rows that are read."""
+    if not ((folder / "reproduce.py").is_file() and (folder / "environment.json").is_file()):
+        return
+    for name in ("figures", "tables"):
+        for file in (folder / name).glob("*"):
+            if file.suffix in (*COMPARED, ".pdf"):
+                file.unlink()
+    if not source.resolve().is_relative_to((folder / "rows").resolve()):
+        shutil.rmtree(folder / "rows", ignore_errors=True)
+
+
+def _named(figures: Sequence[Figure]) -> list[Figure]:
+    """The figures by names that LaTeX takes, each its own."""
+    found: dict[str, Figure] = {}
+    for figure in figures:
+        name = first = latex.slug(figure.name)
+        while name in found:
+            name = f"{first}-{len(found)}"
+        found[name] = replace(figure, name=name)
+    return list(found.values())
+
+
+def column(figure: Figure) -> tuple[Any, int]:
+    """The figure's plot for one column of a paper, 3.5 in wide with text of 8 pt, and its height in pixels."""
+    plot = column_width(figure.plot)
+    plot.update_layout(font={"size": FONT, "family": "Helvetica, Arial, sans-serif"}, legend={"font": {"size": FONT}})
+    plot.update_annotations(font_size=FONT)
+    plot.update_xaxes(title_font_size=FONT, tickfont_size=FONT)
+    plot.update_yaxes(title_font_size=FONT, tickfont_size=FONT)
+    entries = [str(trace.name) for trace in plot.data if plot.layout.showlegend and trace.showlegend is not False]
+    lines = len(entries) if any(len(entry) > 20 for entry in entries) else (len(entries) + 1) // 2
+    return plot, 236 + 17 * lines
+
+
+def _write_figures(
+    figures: Sequence[Figure], content: Content, folder: Path, prefix: str
+) -> tuple[list[str], list[str]]:
+    """The data of each, and where there is a browser its PDF and the LaTeX that shows it; their names, and notes."""
+    for figure in figures:
+        guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
+    notes: list[str] = []
+    try:
+        draw(
+            [
+                Picture(plot, folder / f"{one.name}.pdf", WIDTH, height)
+                for one in figures
+                for plot, height in [column(one)]
+            ]
+        )
+    except NoBrowser as why:
+        notes = [f"no PDF figures ({str(why)[:120]}): install Chromium, for example apt-get install chromium"]
+    except NotDrawn as why:
+        notes = [f"not all PDF figures were drawn: {str(why)[:300]}"]
+    worlds = [(world, paper_tables.context(world, rows)) for world, rows in split_worlds(content.table)]
+    drawn = [figure for figure in figures if (folder / f"{figure.name}.pdf").is_file()]
+    for figure in drawn:
+        mine = [about for world, about in worlds if figure.title.rstrip(")").endswith(world)]
+        about = " ".join(mine or [about for _, about in worlds])
+        caption = f"{paper_tables.sentence(figure.title, figure.caption)} {about}"
+        text = latex.render("figure.tex.j2", name=latex.Tex(figure.name), caption=caption, prefix=latex.Tex(prefix))
+        (folder / f"{figure.name}.tex").write_text(text, encoding="utf-8")
+    return [figure.name for figure in drawn], notes
+
+
+def _write_table(table: latex.Table, folder: Path, prefix: str) -> None:
+    (folder / f"{table.name}.tex").write_text(latex.latex(table, f"tab:{prefix}:{table.name}"), encoding="utf-8")
+    (folder / f"{table.name}.md").write_text(markup.markdown(table.frame), encoding="utf-8")
+    guarded_frame(table.frame).to_csv(folder / f"{table.name}.csv", index=False)
+
+
+def _methods(methods: str, figures: Sequence[Figure]) -> str:
+    captions = "\n".join(f"{figure.name}: {figure.title}. {figure.caption}" for figure in figures)
+    return f"{methods}\n\nFigures\n{captions}\n"
+
+
+def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
+    """The rows as they were read, and what a report reads beside them; the command that makes a paper of them.
+
+    What is a link out of the sweep's folder is not copied: it may have come from elsewhere, and this is to be shared.
+    """
+    source, words = Path(table.source), list(given)
+    journals = [file for file in journal.files(source) if file.is_file()] if source.is_dir() else []
+    if journals and all(names.inside(source, file.name) for file in journals):
+        for file in (*journals, *_beside(table, source)):
+            if file.is_file() and names.inside(source, str(file.relative_to(source))):
+                _copy(file, folder, file.relative_to(source))
+        if (folder / "timelines").is_dir():
+            (folder / "traces").mkdir(exist_ok=True)
+            (folder / "traces" / "README").write_text(
+                "Left out for their size; timelines/ has what was read from them.\n"
+            )
+        return ["rows", *words]
+    if not source.is_file():  # a folder of other tools' reports
+        write_parquet(table.frame, folder / "rows.parquet")
+        return ["rows/rows.parquet"]
+    _copy(source, folder, Path(source.name))
+    if "--mapping" in words:
+        at = words.index("--mapping") + 1
+        copied = Path(f"mapping-{Path(words[at]).name}")
+        _copy(Path(words[at]), folder, copied)
+        words[at] = f"rows/{copied}"
+    return [f"rows/{source.name}", *words]
+
+
+def _beside(table: Table, source: Path) -> Iterator[Path]:
+    """What a report of the sweep in this folder reads besides its journals."""
+    yield from sorted(source.glob("plan*.json"))
+    yield from (source / name for name in (others.FILE, inferred.NAME))
+    yield from (source / str(name) for name in table.frame["recording"].dropna().head(RECORDINGS))
+    if (source / "traces").is_dir():
+        yield from sorted((source / "timelines").glob("*.json"))
+
+
+def _copy(file: Path, folder: Path, name: Path) -> None:
+    to = folder / name
+    to.parent.mkdir(parents=True, exist_ok=True)
+    if names.inside(folder, str(name)) is None:
+        raise UserError(f"{to} leads out of {folder}; remove the link, or choose another folder with --out")
+    if not (to.exists() and to.samefile(file)):
+        shutil.copyfile(file, to)
+
+
+def _write_environment(content: Content, folder: Path, command: Sequence[str]) -> None:
+    """What the rows say of their machine, what made the folder, and how: reproduce.py reads it."""
+    made = sorted(file for file in folder.rglob("*") if file.is_file() and not file.is_relative_to(folder / "again"))
+    rows = [file for file in made if file.is_relative_to(folder / "rows")]
+    same = [folder / "methods.tex", folder / "methods.txt"]
+    same += [f for f in made if f.parent.name in ("figures", "tables") and f.suffix in COMPARED]
+    said = {
+        "vramsweep": __version__,
+        "command": ["paper", *command],
+        "rows": {_relative(file, folder): hashlib.sha256(file.read_bytes()).hexdigest() for file in rows},
+        "files": sorted({_relative(file, folder) for file in same if file.is_file()}),
+        "machine": content.machine,
+        "asked": content.asked,
+        "coverage": content.coverage,
+        "warnings": content.warnings,
+    }
+    (folder / "environment.json").write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _relative(file: Path, folder: Path) -> str:
+    return file.relative_to(folder).as_posix()

@@ -1,0 +1,269 @@
+"""The tables of a paper: what is asked first is laid out for one column, everything else is the report's own tables.
+
+Measured, predicted and foreign rows never share one of the first; every caption names card, versions and protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import ceil, floor, log10
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep import __version__
+from vramsweep.analysis.data.groups import Group, groups
+from vramsweep.analysis.data.load import Table as Rows
+from vramsweep.analysis.data.metrics import GIB, METRICS, MIB
+from vramsweep.analysis.model.curves import Curve
+from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.model.frontier import FEW, Limit
+from vramsweep.analysis.report.content import PREDICTED, Content, split_worlds
+from vramsweep.analysis.report.findings import values
+from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, number, slug
+from vramsweep.analysis.report.tables import of_fits
+from vramsweep.harness import repeats
+
+CARDS = (16, 24, 40, 48, 80, 96, 141, 180)  # GiB: sizes of which a paper shows up to SIZES
+SIZES = 5
+OWN = ("settings", "frontier", "fits")  # of the report's tables: here laid out anew, or apart
+BRACKETS = "In brackets, in units of the last digit: half of the 95 % interval of {}."
+_NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_version", "Transformers"),
+          ("deepspeed_version", "DeepSpeed"))  # fmt: skip
+PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+
+
+def tables(content: Content) -> list[Table]:
+    """Every table of the paper's folder, in reading order; none is empty."""
+    worlds = split_worlds(content.table)
+    made: list[Table] = []
+    for world, rows in worlds:
+        found = groups(rows)
+        ids = {group.id for group in found}
+        fits = [fit for fit in content.fits if fit.group in ids]
+        about = context(world, rows)
+        own = [
+            _settings([group for group in found if not group.varies], about),
+            *(_per_token(name, fits, about) for name in PEAKS),
+            _frontier([limit for limit in content.limits if limit.group in ids], about),
+            _of_frame("fits", "Fitted curves", of_fits(fits), about),
+        ]
+        ending = f"_{slug(world).replace('-', '_')}" if len(worlds) > 1 else ""
+        made += [replace(table, name=table.name + ending) for table in own if table is not None]
+    whole = " ".join(context(world, rows) for world, rows in worlds[:2])
+    answer = content.answer
+    others = [*([(answer.title, "answer", answer.frame)] if answer else []), *content.tables]
+    made += [
+        table
+        for title, name, frame in others
+        if name not in OWN and (table := _of_frame(slug(name), title, frame, whole)) is not None
+    ]
+    return made
+
+
+def _of_frame(name: str, title: str, frame: pd.DataFrame, about: str) -> Table | None:
+    """A table of the report as it is there, a frame of text cells."""
+    return Table(name, sentence(title, about), tuple(columns(frame)), own=frame) if len(frame) else None
+
+
+def sentence(title: str, more: str) -> str:
+    """A caption: what it shows, and of what."""
+    return f"{title}{'' if title.endswith(('?', '.', '!')) else '.'} {more}".strip()
+
+
+def context(world: str, rows: Rows) -> str:
+    """What a caption says of its rows: on what, with which versions, by which protocol."""
+    frame = rows.frame
+    if frame["foreign"].notna().any():
+        return f"From {values(frame, 'foreign', 3)}, read by vramsweep {__version__}."
+    devices = (values(frame, name, 3) for name in ("gpu_name", "simulated_gpu", "cpu_name"))
+    device = next(filter(None, devices), "a machine that the rows do not name")
+    named = [f"{name} {text}" for column, name in _NAMED if (text := values(frame, column, 3))]
+    versions = "; ".join([*named, f"vramsweep {__version__}"])
+    if world == PREDICTED:
+        return f"Predicted, not measured, for {device} ({versions})."
+    warm, steps = values(frame, "warmup_steps", 3), values(frame, "measured_steps", 3)
+    protocol = f", {steps} timed steps after {warm} of warm-up" if steps and warm else ""
+    return f"Measured on {device} ({versions}){protocol}."
+
+
+def _settings(found: Sequence[Group], about: str) -> Table | None:
+    """Memory and speed of each configuration at the longest sequence that ran."""
+    lines: list[tuple[Any, ...]] = []
+    remarks: dict[str, str] = {}
+    for group in found:
+        frame = group.take(
+            "outcome", "seq_len", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_s", "flags", "model"
+        )
+        done = frame[frame["outcome"].eq("ok").fillna(False).astype(bool)]
+        longest = done["seq_len"].max()
+        at = done[done["seq_len"].eq(longest).fillna(False).astype(bool)]
+        speeds = at["tokens_per_s"].dropna()
+        sure = repeats.interval(list(speeds)) if len(speeds) else None
+        flags = ", ".join(sorted({str(flag) for of_row in at["flags"].dropna() for flag in of_row}))
+        mark = f" [{remarks.setdefault(flags, _letter(len(remarks)))}]" if flags else ""
+        lines.append(
+            (
+                _named(group) + mark,
+                number(longest),
+                number(at["peak_allocated_bytes"].median() / GIB if len(at) else None, 2),
+                number(at["peak_reserved_bytes"].median() / GIB if len(at) else None, 2),
+                number(speeds.median() if len(speeds) else None)
+                if sure is None
+                else _uncertain(sure.mean, (sure.low, sure.high), 0),
+            )
+        )
+    notes = [f"[{letter}] flagged: {flags.replace('_', ' ')}." for flags, letter in remarks.items()]
+    notes = [*notes, BRACKETS.format("the mean between processes")] if any("(" in line[-1] for line in lines) else notes
+    return _table(
+        "settings",
+        sentence("Peak memory and throughput at the longest sequence that ran", about),
+        (
+            ("setting", "", "text"),
+            ("longest", "tokens", "numbers"),
+            ("peak allocated", "GiB", "numbers"),
+            ("peak reserved", "GiB", "numbers"),
+            ("speed", "tokens/s", "numbers"),
+        ),
+        lines,
+        notes,
+    )
+
+
+def _letter(count: int) -> str:
+    return chr(ord("a") + count % 26)
+
+
+def _named(group: Group) -> str:
+    return group.label if group.settings else (values(group.take("model"), "model") or group.label)
+
+
+def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
+    """What a token costs: the slope of each curve of this column at the longest length, and where it begins."""
+    curves = [(fit, key, curve) for fit in fits if fit.metric.column == column for key, curve in _curves(fit)]
+    found = []
+    for fit, key, curve in curves:
+        longest = fit.range[1]
+        start, _, _, slope, bend = next(piece for piece in reversed(curve.lines()) if not piece[0] > longest)
+        ends = None if bend else fit.intervals[key].get(f"b{len(curve.pieces)}")
+        modulus = fit.chosen.model.modulus
+        of = f", lengths {'' if key else 'not '}divisible by {modulus}" if modulus else ""
+        at = float(curve.predict(np.zeros(1))[0]) / GIB
+        bounds = None if ends is None or not np.isfinite(ends).all() else (ends[0] / MIB, ends[1] / MIB)
+        found.append((fit, f"{fit.label}{of}", at, (slope + 2 * bend * longest) / MIB, bounds, start))
+    digits = _digits([(slope, ends) for _, _, _, slope, ends, _ in found])
+    lines = [
+        (
+            label,
+            number(at, 2),
+            number(slope, digits) if ends is None else _uncertain(slope, ends, digits),
+            number(start if np.isfinite(start) else None),
+            number(fit.chosen.rms / MIB, 1),
+        )
+        for fit, label, at, slope, ends, start in found
+    ]
+    notes = [
+        "Slope: growth of the peak per token of sequence length, of the whole micro-batch, at the longest length; it "
+        "holds from the length given. Intercept: the fitted curve at length 0. RMS: of the points about the curve."
+    ]
+    notes += [BRACKETS.format("the slope")] if any("(" in line[2] for line in lines) else []
+    label = METRICS[column].label
+    return _table(
+        f"per_token_{label.removeprefix('peak ')}",
+        sentence(f"What a token costs: fitted {label} memory against sequence length", about),
+        (
+            ("setting", "", "text"),
+            ("intercept", "GiB", "numbers"),
+            ("slope", "MiB", "numbers"),
+            ("from", "tokens", "numbers"),
+            ("RMS", "MiB", "numbers"),
+        ),
+        lines,
+        notes,
+    )
+
+
+def _curves(fit: Fit) -> Iterable[tuple[bool, Curve]]:
+    return fit.chosen.model.curves.items()
+
+
+def _uncertain(value: float, ends: tuple[float, float], digits: int) -> str:
+    """`12.3(4)`: the value with the longer half of its interval, rounded up, in units of the last digit."""
+    half = max(ends[1] - value, value - ends[0]) * 10**digits
+    return f"{value:.{digits}f}({max(ceil(half - 1e-9), 1)})"
+
+
+def _digits(found: Iterable[tuple[float, tuple[float, float] | None]]) -> int:
+    """Decimals that show three digits of the smallest slope, and one of the narrowest interval's half."""
+    sizes = []
+    for slope, ends in found:
+        if slope:
+            sizes.append(2 - floor(log10(abs(slope))))
+        if ends is not None and 0 < ends[1] - ends[0] < np.inf:
+            sizes.append(ceil(-log10((ends[1] - ends[0]) / 2)))
+    return min(max([0, *sizes]), 4)
+
+
+def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
+    """The largest length for each of a few sizes of card: what ran, what is safe, what the curve says, what failed."""
+    known = [limit for limit in limits if limit.remark != FEW]
+    of_use = [size for size in CARDS if any(limit.gib == size and limit.value is not None for limit in known)]
+    of_use = of_use[:SIZES] or [size for size in CARDS if any(limit.gib == size for limit in known)][:1]
+    lines, firsts = [], []
+    for limit in (limit for limit in known if limit.gib in of_use):
+        of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
+        firsts.append(f"{limit.group}{of}")
+        lines.append(
+            (
+                "" if firsts[-2:-1] == firsts[-1:] else limit.label + of,
+                f"{limit.gib:g}",
+                number(limit.largest_ok),
+                number(limit.low),
+                number(limit.value) + BEYOND * (limit.extrapolated and limit.value is not None),
+                number(limit.smallest_too_large),
+            )
+        )
+    notes = [
+        "Ran: the longest run within what PyTorch can have of such a card. Safe: a new run of that length fits with "
+        "97.5 %. Curve: the fitted curve's limit. Too long: the shortest run that needs more."
+    ]
+    if any(BEYOND in line[4] for line in lines):
+        notes.append(f"{BEYOND} beyond what was measured.")
+    axis = known[0].axis.replace("seq_len", "sequence length") if known else ""
+    table = _table(
+        "frontier",
+        sentence(f"The largest {axis} that fits in a card's memory", about),
+        (
+            ("setting", "", "text"),
+            ("card", "GiB", "numbers"),
+            ("ran", "tokens", "numbers"),
+            ("safe", "tokens", "numbers"),
+            ("curve", "tokens", "numbers"),
+            ("too long", "tokens", "numbers"),
+        ),
+        lines,
+        notes,
+    )
+    return table and replace(table, groups=_starts(firsts))
+
+
+def _starts(names: Sequence[str]) -> tuple[int, ...]:
+    """Where another name begins, but for the first."""
+    return tuple(at for at in range(1, len(names)) if names[at] != names[at - 1])
+
+
+def _table(
+    name: str,
+    caption: str,
+    heads: Sequence[tuple[str, str, str]],
+    lines: Sequence[Sequence[str]],
+    notes: Sequence[str],
+) -> Table | None:
+    """The table without columns that nothing is known of; None where there is no line."""
+    if not lines:
+        return None
+    made = [Column(head, tuple(line[at] for line in lines), unit, kind) for at, (head, unit, kind) in enumerate(heads)]
+    kept = tuple(column for column in made if any(cell not in ("–", "") for cell in column.cells))
+    return Table(name, caption, kept, tuple(notes)) if kept else None

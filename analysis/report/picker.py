@@ -1,0 +1,122 @@
+"""What the reader of a page can choose among, and which choice each group and row belongs to.
+
+An axis is a setting that distinguishes groups; where rows are of several kinds (measured, predicted, foreign), the kind
+is one too. Values are compared as text, as figures say them in their traces (`meta.settings`).
+
+Not covered: choosing, which the page does (report.js).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.metrics import METRICS
+from vramsweep.analysis.report.answer import axis_name
+from vramsweep.harness.flags import BY_NAME
+
+KIND = "rows"
+MOST = 200  # values of one axis: nobody looks through more
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One select: its key in settings, what it is called, and its values: as settings have them, and in words."""
+
+    key: str
+    name: str
+    values: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Picker:
+    """The axes; of each group its settings, label and flags (how many rows have each); of each row its group (-1: none)."""
+
+    axes: tuple[Axis, ...] = ()
+    settings: tuple[dict[str, str], ...] = ()
+    labels: tuple[str, ...] = ()
+    flags: tuple[dict[str, int], ...] = ()
+    of_row: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    numbers: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def number(self, group: Any) -> int | None:
+        """Which group an id is of."""
+        return self.numbers.get(str(group))
+
+
+def picker(table: Table, worlds: Sequence[tuple[str, Sequence[Group]]]) -> Picker:
+    """Of the groups of a table's worlds, by name; rows of none of them are always shown."""
+    of_row = np.full(len(table.frame), -1, dtype=np.int64)
+    settings: list[dict[str, str]] = []
+    labels: list[str] = []
+    flags: list[dict[str, int]] = []
+    numbers: dict[str, int] = {}
+    for name, groups in worlds:
+        for group in groups:
+            of_row[table.frame.index.get_indexer(group.source.index[group.rows])] = len(settings)
+            numbers[group.id] = len(settings)
+            own = {key: str(value) for key, value in group.settings.items()}
+            settings.append(own | ({KIND: name} if len(worlds) > 1 else {}))
+            labels.append("" if group.label == "all rows" else group.label)
+            flags.append(_flags(group.take("flags")["flags"]))
+    return Picker(_axes(settings), tuple(settings), tuple(labels), tuple(flags), of_row, numbers)
+
+
+def _flags(column: pd.Series[Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for of_row in column.dropna():
+        for name in of_row:
+            found[str(name)] = found.get(str(name), 0) + 1
+    return found
+
+
+def _axes(settings: Sequence[dict[str, str]]) -> tuple[Axis, ...]:
+    found: dict[str, list[str]] = {}
+    for own in settings:
+        for key, value in own.items():
+            values = found.setdefault(key, [])
+            if value not in values:
+                values.append(value)
+    return tuple(
+        Axis(key, axis_name(key), tuple((value, _words(value)) for value in sorted(values, key=_order)))
+        for key, values in found.items()
+        if 1 < len(values) <= MOST
+    )
+
+
+def _order(value: str) -> tuple[int, float, str]:
+    try:
+        return 0, float(value), value
+    except ValueError:
+        return 1, 0.0, value
+
+
+def _words(value: str) -> str:
+    return {"None": "not known", "True": "yes", "False": "no", "": "none"}.get(value, value)
+
+
+def forbidding(flags: dict[str, int], claim: str) -> dict[str, int]:
+    """The flags that speak against a claim, or are to be said beside any number."""
+    return {name: n for name, n in flags.items() if name not in BY_NAME or claim in (BY_NAME[name].forbids or (claim,))}
+
+
+def in_words(flags: dict[str, int], rows: int | None = None) -> str:
+    """Flags as a sentence: each with its meaning, and in how many rows where that is more than one thing."""
+    said = []
+    for name, n in flags.items():
+        many = f"{n:,} row{'s' * (n != 1)} " if rows is None else ""
+        said.append(f"{many}{name}: {BY_NAME[name].meaning}" if name in BY_NAME else f"{many}{name}")
+    return "Flagged. " + "; ".join(said)
+
+
+def claim_of(column: str) -> str | None:
+    """What kind of number a column of a report's table holds, by its unit; None for what no flag is about."""
+    if "GiB" in column or "MiB" in column or column in METRICS:
+        return "memory"
+    return "speed" if "tokens/s" in column else None

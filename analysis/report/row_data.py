@@ -1,0 +1,85 @@
+"""The rows of a page's table as columns, so that thousands of them stay small: texts that repeat are said once.
+
+Not covered: sorting, searching and showing them (rows.js); rows beyond `MOST`, which are in rows.csv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.load import Table, trials
+from vramsweep.analysis.report.findings import reproduce
+from vramsweep.analysis.report.picker import Picker
+from vramsweep.harness.flags import BY_NAME
+from vramsweep.harness.terminal import shown
+
+MOST = 20_000
+
+
+def row_data(table: Table, picker: Picker) -> dict[str, Any]:
+    """Columns of equal length by name; `texts` are what other columns point into, `flags` say what each forbids.
+
+    Numbers are in bytes and tokens/s, null where not known. A command is given by its words, as places in `words`.
+    """
+    frame = table.frame.head(MOST)
+    known = trials(Path(table.source), set(frame["trial_id"].dropna()))
+    names = sorted({str(name) for of_row in frame["flags"].dropna() for name in of_row})
+    at = {name: number for number, name in enumerate(names)}
+    words: dict[str, int] = {}
+    commands = []
+    for _, row in frame[["trial_id", "foreign"]].iterrows():
+        command = shown(reproduce(row, known.get(row["trial_id"])))
+        commands.append([words.setdefault(word, len(words)) for word in command.split(" ")])
+    ends = frame["outcome"].fillna("unknown").astype(str)
+    reasons = [
+        end if pd.isna(reason) else f"{end}: {reason}" for end, reason in zip(ends, frame["reason"], strict=True)
+    ]
+    return {
+        "trial": [shown(str(one)) for one in frame["trial_id"].fillna("–")],
+        "group": [int(one) for one in picker.of_row[: len(frame)]],
+        "labels": [shown(label) for label in picker.labels],
+        "length": _numbers(frame["seq_len"]),
+        "batch": _numbers(frame["micro_batch"]),
+        "allocated": _numbers(frame["peak_allocated_bytes"]),
+        "reserved": _numbers(frame["peak_reserved_bytes"]),
+        "speed": _numbers(frame["tokens_per_s"], 2),
+        "outcome": _coded(shown(text) for text in reasons),
+        "kind": _coded(_kinds(frame)),
+        "flagged": [[] if _missing(of_row) else [at[str(name)] for name in of_row] for of_row in frame["flags"]],
+        "flags": [_flag(name) for name in names],
+        "unproven": _coded(
+            shown("" if _missing(of_row) else ", ".join(map(str, of_row))) for of_row in frame["unproven"]
+        ),
+        "words": list(words),
+        "command": commands,
+    }  # fmt: skip
+
+
+def _missing(value: Any) -> bool:
+    return not isinstance(value, list | np.ndarray)
+
+
+def _numbers(column: pd.Series[Any], digits: int = 0) -> list[float | None]:
+    return [None if pd.isna(v) else round(float(v), digits) if digits else int(v) for v in column]
+
+
+def _kinds(frame: pd.DataFrame) -> Iterable[str]:
+    for foreign, device in zip(frame["foreign"], frame["device"], strict=True):
+        yield "imported" if not pd.isna(foreign) else "predicted" if device == "simulated" else "measured"
+
+
+def _coded(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """Texts as places in a list of the different ones."""
+    at: dict[str, int] = {}
+    places = [at.setdefault(text, len(at)) for text in texts]
+    return {"texts": list(at), "at": places}
+
+
+def _flag(name: str) -> dict[str, Any]:
+    flag = BY_NAME.get(name)
+    return {"name": shown(name), "meaning": flag.meaning if flag else "", "forbids": list(flag.forbids) if flag else []}

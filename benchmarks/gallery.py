@@ -1,0 +1,225 @@
+"""The figures of docs/gallery.md: runs their commands, draws them at column size and writes the page.
+
+    python benchmarks/gallery.py [--work build/gallery] [--only memory_by_length]
+
+Each command is run as the page shows it, in a folder of its own whose results/ has the reference rows; sweeps go on
+where they were, so a second time only draws. Ten minutes on two cores, no GPU; Chromium is needed (apt-get install
+chromium). To add a figure is an entry in PICTURES. Machine, versions, and whether it is measured or predicted are read
+from its rows.
+
+Not covered: figures of validation.md and of the published sweep, which take hours; the page shows those that are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES, PAGE = ROOT / "docs" / "images" / "gallery", ROOT / "docs" / "gallery.md"
+WIDTH, LARGEST = 800, 150_000  # pixels of a column of the site; bytes of a file
+
+GPT2 = "vramsweep report results/reference/gpt2-cpu"
+TINY = "vramsweep sweep -m model=tiny device=cpu sweep=cpu"
+QWEN = (
+    "vramsweep sweep -m model=qwen0.5b device=simulated device.gpu=l4-24gb seq_len=512,1024,2048,4096 micro_batch=1,4 "
+    "allocator=default,expandable checkpointing=none,full name=qwen"
+)
+LENGTHS = (
+    "vramsweep sweep -m model=gpt2 device=simulated device.gpu=l4-24gb precision=bf16 seq_len=1024 micro_batch=8 "
+    "\"data='lengths:lognormal(256,0.8)'\" protocol=long allocator=default,expandable,max_split_128 name=lengths"
+)
+COMPARE = "vramsweep compare results/qwen --by checkpointing=none,full --figure compare.svg"
+STEP = "model=gpt2 seq_len=512 micro_batch=8 device=simulated device.gpu=rtx4090-24gb"
+TIMELINE = f"vramsweep timeline {STEP} --out timeline.html"
+RECORDING = "tests/data/snapshots/silmont2000__b61be4_mem_snapshot.pickle"
+REPLAY = f"vramsweep replay {RECORDING} --allocator expandable_segments:True --figure replay.html"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the page: what it is drawn from, by which command, and what it shows."""
+
+    name: str  # of its file in docs/images/gallery
+    title: str
+    command: str
+    file: str  # what the command leaves, below the working folder: .svg, or .html whose first plot is taken
+    caption: str
+    rows: str | None = None  # the results folder that says machine and versions
+    made: str = ""  # the same in words, where there is none
+
+
+PICTURES = (
+    Picture("memory_by_length", "Memory by length", GPT2, "results/reference/gpt2-cpu/figures/memory_by_length.svg",
+            "GPT-2's peak against length: flat while weights, gradients and optimizer state make the peak, then "
+            "rising with the activations. Points are measured, the line is the fit ([how](analysis.md#fits)).",
+            "results/reference/gpt2-cpu"),
+    Picture("memory_by_phase", "Memory by phase", TINY, "results/tiny-torch-cpu/figures/memory_by_phase.svg",
+            "Which phase of a step makes the peak, at each length.", "results/tiny-torch-cpu"),
+    Picture("memory_by_category", "Memory by what it is", QWEN, "results/qwen/figures/memory_by_category.svg",
+            "What the peak is made of: weights, gradients, optimizer state, activations and what is short-lived.",
+            "results/qwen"),
+    Picture("allocators", "Allocators", QWEN, "results/qwen/figures/allocators.svg",
+            "What is reserved under each allocator setting: of one length alone they differ by little.",
+            "results/qwen"),
+    Picture("frontier", "What fits", QWEN, "results/qwen/figures/frontier.svg",
+            "The largest length for each setting, by the memory of a card.", "results/qwen"),
+    Picture("compare", "Two settings over each other", f"{QWEN}\n{COMPARE}", "compare.svg",
+            "With and without recomputing activations, and the difference ([verdicts](analysis.md#compare)).",
+            "results/qwen"),
+    Picture("lengths", "Lengths that vary", LENGTHS, "results/lengths/figures/lengths.svg",
+            "Reserved memory over 500 steps whose samples differ in length ([more](lengths.md)): here the allocator's "
+            "setting decides.", "results/lengths"),
+    Picture("timeline", "A step from event to event", TIMELINE, "timeline.html",
+            "All that a predicted step holds, by what it is, up to its peak ([more](explain.md#a-steps-timeline)).",
+            made="Predicted for an RTX 4090, not measured"),
+    Picture("replay", "A recording, replayed", REPLAY, "replay.html",
+            "Somebody's recording of PyTorch's allocator, as it was, replayed ([more](allocator.md#replay)).",
+            made="Replayed on a CPU; the recording is of a GPU (its origin: tests/data/snapshots/README.md)"),
+)  # fmt: skip
+
+KEPT = """
+## Predictions against what others published
+
+![Predicted against measured memory, and the errors by source](images/validation.png)
+
+312 readings of thirteen projects: [all of them](validation.md), with versions. Predicted and measured.
+
+```
+make validate
+```
+
+## Every length of a published sweep
+
+![Active and reserved memory of 2,048 lengths, and what was predicted](images/published_sweep.png)
+
+Qwen1.5-0.5B under ZeRO-3, measured by others at every length on a 24 GB card, and predicted from 30 traces:
+[more](simulated.md#against-a-published-sweep), with versions.
+
+```
+python benchmarks/published_sweep.py
+```
+"""
+
+
+def prepared(work: Path) -> None:
+    """The folder that commands run in, with the reference rows and the recording where the repository has them."""
+    for name in ("results/reference/gpt2-cpu", "tests/data/snapshots"):
+        shutil.copytree(ROOT / name, work / name, dirs_exist_ok=True)
+
+
+def run(command: str, work: Path) -> None:
+    """One command as the page shows it, and the figures of its sweep as SVG. Raises SystemExit where one fails."""
+    words = shlex.split(command)[1:]
+    print(f"$ {command}", flush=True)
+    if words[0] == "sweep":
+        name = next((word.removeprefix("name=") for word in words if word.startswith("name=")), "tiny-torch-cpu")
+        _call([*words, "report=false"], work)
+        words = ["report", f"results/{name}"]
+    _call([*words, "--images", "svg"] if words[0] == "report" else words, work)
+
+
+def _call(words: list[str], work: Path) -> None:
+    call = [sys.executable, "-m", "vramsweep", *words]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(call, cwd=work, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"vramsweep {shlex.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+
+
+def draw(wanted: Iterable[tuple[Path, Path]]) -> None:
+    """PNGs of SVG files and of the first plots of pages, as fine as LARGEST allows. Raises FileNotFoundError."""
+    from playwright.sync_api import sync_playwright
+
+    browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for source, target in wanted:
+            if not source.is_file():
+                others = ", ".join(sorted(path.stem for path in source.parent.glob(f"*{source.suffix}")))
+                raise FileNotFoundError(f"{source} is not there; in its folder: {others or 'nothing of its kind'}")
+            for scale in (2, 1.5, 1.25, 1):
+                page = browser.new_page(viewport={"width": WIDTH, "height": 700}, device_scale_factor=scale)
+                if source.suffix == ".svg":
+                    image = (
+                        f'<img src="{html.escape(source.resolve().as_uri())}" style="width: {WIDTH}px; display: block">'
+                    )
+                    frame = source.with_suffix(".frame.html")
+                    frame.write_text(f'<!doctype html><body style="margin: 0; background: #fff">{image}</body>')
+                    page.goto(frame.resolve().as_uri())
+                    shot = page.locator("img").screenshot()
+                    frame.unlink()
+                else:
+                    page.goto(source.resolve().as_uri())
+                    page.wait_for_selector(".js-plotly-plot .main-svg")
+                    page.wait_for_timeout(1000)  # transitions
+                    shot = page.locator(".js-plotly-plot").first.screenshot()
+                page.close()
+                if len(shot) < LARGEST:
+                    break
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(shot)
+            print(f"{target.relative_to(ROOT)}: {len(shot) / 1000:.0f} kB, {scale} pixels a pixel", flush=True)
+
+
+def made(rows: Path) -> str:
+    """Of the last finished row: measured or predicted, on which machine, with which versions."""
+    lines = [json.loads(line) for line in (rows / "journal.jsonl").read_text().splitlines()]
+    row: dict[str, Any] = next(row for row in reversed(lines) if row["outcome"] == "ok")
+    if row["device"] == "simulated":
+        what = f"Predicted for {row['simulated_gpu']}, not measured"
+    else:
+        what = f"Measured on {row['gpu_name'] or row['cpu_name']}"
+    versions = {"Python": "python", "torch": "torch", "transformers": "transformers", "DeepSpeed": "deepspeed"}
+    said = [f"{name} {row[f'{key}_version']}" for name, key in versions.items() if row.get(f"{key}_version")]
+    return f"{what}; {', '.join(said)}"
+
+
+def page(work: Path) -> str:
+    parts = [
+        "# Gallery",
+        "Real figures, each with its command, machine and versions. `python benchmarks/gallery.py` runs "
+        "them all, without a GPU; no card has been measured with this version yet.",
+    ]
+    for picture in PICTURES:
+        parts += [
+            f"## {picture.title}",
+            f"![{picture.title}](images/gallery/{picture.name}.png)",
+            f"{picture.caption} {made(work / picture.rows) if picture.rows else picture.made}.",
+            f"```\n{picture.command}\n```",
+        ]
+    return "\n\n".join(parts) + "\n" + KEPT
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "gallery", help="where commands run (build/gallery)"
+    )
+    parser.add_argument("--only", action="append", help="run and draw these alone, and leave the page")
+    arguments = parser.parse_args()
+    known = {picture.name: picture for picture in PICTURES}
+    if unknown := set(arguments.only or ()) - set(known):
+        parser.error(f"--only {', '.join(sorted(unknown))}: pictures are {', '.join(known)}")
+    chosen = [known[name] for name in arguments.only or known]
+    prepared(arguments.work)
+    for command in dict.fromkeys(line for picture in chosen for line in picture.command.splitlines()):
+        run(command, arguments.work)
+    draw((arguments.work / picture.file, IMAGES / f"{picture.name}.png") for picture in chosen)
+    if not arguments.only:
+        PAGE.write_text(page(arguments.work))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Which versions of Python, torch and transformers work together: an environment for each, and the core tests in it.
+
+    python benchmarks/versions.py --torch 2.13.0 --transformers 4.57.6 5.0.0 5.23.0
+    python benchmarks/versions.py --python python3.12 --light
+
+writes docs/versions.md; what it found before stays there until it is found again. `--light` installs no extras and runs
+the tests that read rows. Everything but torch, transformers and what transformers asks for itself is as constraints.txt
+says. It needs the network, and about five minutes for each combination.
+
+Not covered: GPUs, DeepSpeed, builds of torch for CUDA; what no row of the table says was not tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIGHT = (
+    "tests/analysis/test_load.py", "tests/analysis/test_fit.py", "tests/analysis/test_frontier.py",
+    "tests/analysis/test_compare.py", "tests/analysis/test_importers.py", "tests/harness/test_journal.py",
+    "tests/harness/test_row.py", "tests/harness/test_upgrade.py",
+)  # fmt: skip
+CORE = (
+    *LIGHT, "tests/harness/test_trial.py", "tests/runners/test_build.py", "tests/runners/test_trace.py",
+    "tests/runners/test_runners.py", "tests/runners/test_watching.py",
+)  # fmt: skip
+TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+FREE = ("torch", "transformers", "huggingface_hub", "tokenizers")  # transformers asks for the last two by version
+BEGIN, END = "<!-- found by benchmarks/versions.py: ", " -->"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of one combination; `torch` and `transformers` are None in a light install. `failed` are test names."""
+
+    python: str
+    torch: str | None
+    transformers: str | None
+    passed: int
+    failed: tuple[str, ...]
+    skipped: int
+    problem: str | None  # where the tests could not be run
+    day: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from others."""
+        return self.python, self.torch or "", self.transformers or ""
+
+
+def main() -> int:
+    """Try each combination; returns 1 if a test failed in any."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters (default: this one)")
+    parser.add_argument("--torch", help="its version, as pip takes it")
+    parser.add_argument("--transformers", nargs="+", default=[])
+    parser.add_argument("--light", action="store_true", help="without extras")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "versions.md")
+    arguments = parser.parse_args()
+    if arguments.light == bool(arguments.torch and arguments.transformers):
+        parser.error("give --torch and --transformers, or --light")
+    known = {one.key: one for one in read(arguments.out)}
+    worst = 0
+    for python in arguments.python:
+        for version in arguments.transformers or [None]:
+            one = attempt(python, arguments.torch, version)
+            print(json.dumps(asdict(one)), flush=True)
+            known[one.key] = one
+            worst |= bool(one.failed or one.problem)
+            arguments.out.write_text(page(list(known.values())), encoding="utf-8")
+    return worst
+
+
+def attempt(python: str, torch: str | None, transformers: str | None) -> Found:
+    """An environment of its own, the tests in it, and what came of them."""
+    said = subprocess.run([python, "-c", "import platform; print(platform.python_version())"], **_CAPTURED).stdout
+    day = f"{datetime.now(UTC):%Y-%m-%d}"
+    began = time.monotonic()
+
+    def found(passed: int = 0, failed: tuple[str, ...] = (), skipped: int = 0, problem: str | None = None) -> Found:
+        print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return Found(said.strip(), torch, transformers, passed, failed, skipped, problem, day)
+
+    with tempfile.TemporaryDirectory(prefix="vramsweep-versions-") as place:
+        folder = Path(place)
+        own = folder / "env" / "bin" / "python"
+        constraints = folder / "constraints.txt"
+        lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        constraints.write_text("\n".join(line for line in lines if re.split("==", line)[0] not in FREE) + "\n")
+        what = f"{ROOT}[predict,sweep]" if torch else str(ROOT)
+        packages = [f"torch=={torch}", f"transformers=={transformers}"] if torch else []
+        steps = (
+            [python, "-m", "venv", str(folder / "env")],
+            [str(own), "-m", "pip", "install", "--quiet", "-c", str(constraints), "-e", what, *packages, *TOOLS],
+        )
+        for step in steps:
+            done = subprocess.run(step, **_CAPTURED)
+            if done.returncode:
+                return found(problem=(done.stderr.strip().splitlines() or ["no reason given"])[-1][:300])
+        report = folder / "report.xml"
+        marks = "not slow and not gpu"
+        tests = CORE if torch else LIGHT
+        command = [str(own), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, f"--junitxml={report}"]
+        done = subprocess.run([*command, *tests], cwd=ROOT, **_CAPTURED)
+        if not report.is_file():
+            return found(problem=(done.stdout.strip().splitlines() or ["no reason given"])[-1][:300])
+        return found(*counted(report))
+
+
+def counted(report: Path) -> tuple[int, tuple[str, ...], int]:
+    """Passed, the names of those that failed, and skipped: from pytest's JUnit file."""
+    passed, skipped, failed = 0, 0, []
+    for case in ET.parse(report).getroot().iter("testcase"):
+        kinds = {child.tag for child in case}
+        if kinds & {"failure", "error"}:
+            failed.append(f"{str(case.get('classname')).rpartition('.')[2]}::{case.get('name')}")
+        elif "skipped" in kinds:
+            skipped += 1
+        else:
+            passed += 1
+    return passed, tuple(failed), skipped
+
+
+def read(path: Path) -> list[Found]:
+    """What the page says was found before."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    start = text.find(BEGIN)
+    if start < 0:
+        return []
+    told = json.loads(text[start + len(BEGIN) : text.index(END, start)])
+    return [Found(**{**one, "failed": tuple(one["failed"])}) for one in told]
+
+
+def page(results: list[Found]) -> str:
+    """The page, whose table and numbers are those of the runs."""
+    results = sorted(results, key=lambda one: (one.torch is None, _numbers(one.python), _numbers(one.transformers)))
+    lines = [
+        "# Tested versions",
+        "",
+        "Each row is a fresh environment in which the core tests ran (`python benchmarks/versions.py --help`), on "
+        f"{platform.system()} {platform.machine()} without a GPU. Core tests: models are built, traced and predicted, "
+        "one short measured run for each runner, and rows are read, fitted and compared. Without torch: the last alone.",
+        "",
+        "| Python | torch | transformers | passed | failed | skipped | day |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
+    for one in results:
+        cells = [one.python, one.torch or "none (light)", one.transformers or "none"]
+        counts = ["–", "–", "–"] if one.problem else [str(one.passed), str(len(one.failed)), str(one.skipped)]
+        lines.append("| " + " | ".join([*cells, *counts, one.day]) + " |")
+    troubles = [
+        f"- Python {one.python}, torch {one.torch}, transformers {one.transformers}: "
+        + (one.problem or ", ".join(f"`{name}`" for name in one.failed))
+        for one in results
+        if one.problem or one.failed
+    ]
+    lines += ["", "What failed:", "", *troubles] if troubles else []
+    lines += [
+        "",
+        "**Not tried**: any other combination; in particular torch other than those above, builds of torch for CUDA, "
+        "torch on Python 3.12, and DeepSpeed beside each of these (the whole test suite runs with the versions of "
+        "`constraints.txt`, DeepSpeed's among them, on Python 3.11). `pyproject.toml` allows more than was tried: what it "
+        "allows is expected to work, and what is not in this table is not known to.",
+        "",
+        "macOS and Windows: reading, fitting, drawing and comparing rows is tested with stand-ins (POSIX modules and "
+        "functions taken away, a locale of cp1252), not run on these systems. Sweeping and predicting need Linux.",
+        "",
+        BEGIN + json.dumps([asdict(one) for one in results]).replace(">", "\\u003e") + END,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _numbers(version: str | None) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version or "")]
+
+
+_CAPTURED: dict[str, bool] = {"capture_output": True, "text": True, "check": False}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The parts of these pages that the code writes: `python docs/reference.py` puts them in, `make docs` does so first.
+
+A part stands between `<!-- NAME -->` and `<!-- end of NAME -->` in some page; what is around it is written by hand.
+Pages are kept in git whole, so that they can be read where no site is built; tests/test_docs.py holds them to the code.
+To add a part is a line in PARTS and its two marks in a page.
+
+Not covered: docs/validation.md, which takes an hour (`make validate`), and docs/gallery.md (benchmarks/gallery.py).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).parent
+CONF = HERE.parent / "conf"
+sys.path.insert(0, str(HERE.parent))
+
+from vramsweep import __main__ as front_door  # noqa: E402
+from vramsweep.harness import flags, gpus, links, outcome, registry, row  # noqa: E402
+from vramsweep.harness.allocator import config  # noqa: E402
+from vramsweep.harness.techniques import tables  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the code writes into the pages that have its marks: Markdown, without a heading."""
+
+    name: str
+    text: Callable[[], str]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").strip()
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table. Cells are text: what would end a cell is escaped."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def verb_lines() -> list[tuple[str, str]]:
+    """Every verb and its line, as `vramsweep --help` has them."""
+    return list((front_door.HARNESS | front_door.ANALYSIS).items())
+
+
+def verbs() -> str:
+    return table(("verb", "what it does"), [(f"`vramsweep {name}`", line) for name, line in verb_lines()])
+
+
+def _head(name: str, more: str) -> str:
+    """A heading and, where there is more to say, a sentence below it."""
+    return f"## {name[0].upper()}{name[1:]}" + (f"\n\n{more[0].upper()}{more[1:]}." if more else "")
+
+
+def _headings(text: str, mark: str = "") -> str:
+    """What the code writes in bold above a table, for terminals too, as a heading that a page can link to; `mark` goes
+    around its name.
+    """
+
+    def heading(found: re.Match[str]) -> str:
+        more = re.sub(r"^\((.*)\)$", r"\1", found[2].strip(" :"))
+        return _head(f"{mark}{found[1]}{mark}", more)
+
+    return re.sub(r"(?m)^\*\*(\w+)\*\*(.*)$", heading, text)
+
+
+def columns() -> str:
+    found = (row.markdown_table(), *(of.markdown_table() for of in (outcome, flags, registry)))
+    return _headings("\n".join(found)).replace("](docs/", "](")
+
+
+def techniques() -> str:
+    return _headings(tables.markdown_table(), "`")
+
+
+_SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that a runner or a ds_config may change
+_SETTING = re.compile(r"([a-z_]+): +(.+?)(?: +# ?(.*))?$")
+
+
+def _said(default: str) -> str:
+    return found[1] if (found := _SAID.fullmatch(default)) else default
+
+
+def settings() -> str:
+    """The settings of conf/config.yaml that are no group's, by its headings, with its comments or else what the column
+    of that name means. A comment that begins a line is a heading; one further in goes on with the one above.
+    """
+    found: dict[str, list[list[str]]] = {}
+    lines = (CONF / "config.yaml").read_text().split("\n# the trial\n")[1].split("\nhydra:\n")[0].splitlines()
+    for line in ("# the trial", *lines):
+        if line.startswith("#"):
+            rows = found.setdefault(line.lstrip("# "), [])
+        elif line.lstrip().startswith("#"):
+            rows[-1][2] += " " + line.lstrip("# ")
+        elif setting := _SETTING.match(line):
+            name, default, meaning = setting.groups()
+            known = row.BY_NAME[name].meaning if name in row.BY_NAME else ""
+            rows.append([f"`{name}`", f"`{_said(default)}`", meaning or known])
+    parts = []
+    for heading, rows in found.items():
+        name, _, more = heading.partition(": ")
+        parts.append(f"{_head(name, more)}\n\n" + table(("setting", "default", "meaning"), map(tuple, rows)))
+    return "\n\n".join(parts)
+
+
+def groups() -> str:
+    """Each group of conf/ with its options: the comment that a file begins with says what it is."""
+    parts = []
+    for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
+        rows = []
+        for file in sorted(folder.glob("*.yaml")):
+            comment = []
+            for line in file.read_text().splitlines():
+                if not line.startswith("#"):
+                    break
+                comment.append(line.lstrip("# "))
+            rows.append((f"`{file.stem}`", " ".join(line for line in comment if not line.startswith("@package"))))
+        parts.append(f"## `{folder.name}`\n\n" + table((f"`{folder.name}=`", "what it is"), rows))
+        keys = [key for key in _keys(folder) if key != "name"]
+        if keys and folder.name in ("device", "protocol", "cluster"):
+            parts.append(f"Beside it: {', '.join(f'`{folder.name}.{key}=`' for key in keys)}.")
+    return "\n\n".join(parts)
+
+
+def _keys(folder: Path) -> list[str]:
+    found = {key: None for file in sorted(folder.glob("*.yaml")) for key in yaml.safe_load(file.read_text()) or ()}
+    return list(found)
+
+
+PARTS = (
+    Part("verbs", verbs),
+    Part("columns", columns),
+    Part("settings", settings),
+    Part("groups", groups),
+    Part("techniques", techniques),
+    Part("cards", gpus.card_table),
+    Part("links", links.markdown_table),
+    Part("allocator options", config.option_table),
+)
+
+
+_PAGE = re.compile(r"\(docs/(\w+)\.md\)")  # as the code's own texts name a page
+
+
+def filled(text: str) -> str:
+    """A page with every part that it has marks for as the code writes it now."""
+    for part in PARTS:
+        begin, end = f"<!-- {part.name} -->", f"<!-- end of {part.name} -->"
+        if begin in text:
+            before, rest = text.split(begin)
+            linked = _PAGE.sub(r"([\1](\1.md))", part.text().strip())
+            text = f"{before}{begin}\n\n{linked}\n\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def pages() -> list[Path]:
+    return sorted(HERE.glob("*.md"))
+
+
+if __name__ == "__main__":
+    for page in pages():
+        if (new := filled(old := page.read_text())) != old:
+            page.write_text(new)
+            print(f"{page.name}: written again")

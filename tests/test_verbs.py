@@ -1,0 +1,231 @@
+"""Every verb as a user meets it: help, examples, documentation, sizes, files to write, an output that has gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from vramsweep import __main__ as front_door
+from vramsweep import verbs
+from vramsweep.harness import doctor, machine, overrides, parsers, settings, units
+from vramsweep.harness.errors import UserError
+from vramsweep.harness.plan import SETTINGS
+from vramsweep.harness.trial import Trial
+from vramsweep.verbs import VERBS, Verb
+
+each = pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+ROWS = str(ROOT / "results" / "reference" / "gpt2-cpu")
+INTERNAL = {"repeat", "fingerprints"}  # of a trial, which nobody types
+
+
+def words(example: str) -> list[str]:
+    typed = shlex.split(example.removeprefix('eval "$(').removesuffix(')"'), comments=True)
+    assert typed[0] == "vramsweep"
+    return typed[1:]
+
+
+# what is said of each
+
+
+@each
+def test_help_is_one_page_of_100_columns_with_examples(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    assert front_door.main([verb.name, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 100
+    assert verb.line in page and all(example in page for example in verb.examples) and len(verb.examples) == 2
+    assert (f"1, {verb.no};" in page) == (verb.no is not None)
+    assert front_door.main(["help", verb.name]) == 0
+    assert capsys.readouterr().out == page
+
+
+@each
+def test_examples_are_what_the_verb_takes(verb: Verb) -> None:
+    known = {*settings.defaults(), *(group.name for group in settings.groups())}
+    for example in verb.examples:
+        name, *typed = words(example)
+        assert name == verb.name
+        typed = typed[: typed.index("--")] if "--" in typed else typed
+        _, rest = verb.parser().parse_known_args(typed)
+        given = {word.partition("=")[0] for word in rest if Path(word).parts[0] != "results"}
+        assert given <= (known if verb.settings else set()), example
+
+
+def test_the_overview_has_every_verb_in_a_section_and_every_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert front_door.main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 100
+    assert {verb.section for verb in VERBS} == set(verbs.SECTIONS)
+    lines = page.splitlines()
+    assert all(f"  {verb.name:<12}{verb.line}" in lines for verb in VERBS)
+    assert all(re.search(rf"^  {status} +\w", page, re.MULTILINE) for status in verbs.STATUSES)
+    assert {*front_door.HARNESS, *front_door.ANALYSIS} == {verb.name for verb in VERBS}
+
+
+def test_what_is_documented_exists_and_what_exists_is_documented() -> None:
+    if not (ROOT / "docs" / "verbs.md").exists():
+        pytest.skip("the page of all verbs, docs/verbs.md, is not there")
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL))
+    named = set(re.findall(r"(?:^|[`\s(])vramsweep ([a-z]+)(?![\w.=-])", code, re.MULTILINE))
+    assert named - verbs.BY_NAME.keys() == set()
+    assert verbs.BY_NAME.keys() - named == set()
+
+
+def test_help_on_settings_has_every_setting_option_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert front_door.main(["sweep", "--help"]) == 0
+    page = capsys.readouterr().out
+    told = settings.defaults()
+    assert {key for key in (*SETTINGS, *Trial.model_fields) if key not in INTERNAL} <= {
+        *told, *(group.name for group in settings.groups()),
+    }  # fmt: skip
+    groups = {group.name for group in settings.groups()}
+    composed = {key for key in overrides.keys() if not key.startswith("model.config.")}  # noqa: SIM118 a function's
+    assert {key for key in composed - groups if not key.endswith(".name")} <= told.keys()
+    assert not [one.key for one in settings.every() if not one.meaning]
+    assert all(re.search(rf"^  {re.escape(key)}=", page, re.MULTILINE) for key in told)
+    for group in settings.groups():
+        files = {file.stem for file in (ROOT / "conf" / group.name).glob("*.yaml")}
+        assert files == {one.name for one in group.options} and all(one.meaning for one in group.options)
+        assert all(re.search(rf"(^| ){re.escape(name)}[, \n]", page) for name in files)
+    assert "h100-80gb 78.4" in page
+    config = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())
+    assert told["seed"] == str(config["seed"]) and told["micro_batch"] == "1" and told["runner.stop"] == "true"
+
+
+def test_flags_of_hydra_are_those_that_verbs_hand_on() -> None:
+    _, parser = overrides.parse([], "run")
+    assert {*parser._option_string_actions, "--json"} == set(parsers.FLAGS)
+
+
+# sizes, and files to be written
+
+
+def actions(verb: Verb) -> list[Any]:
+    return verb.parser()._actions
+
+
+@each
+def test_every_flag_that_takes_a_size_takes_no_nonsense(verb: Verb) -> None:
+    parser = verb.parser()
+    for action in actions(verb):
+        assert (action.type is units.size) == (action.metavar == "SIZE"), action.option_strings
+        if action.metavar not in ("SIZE", "SIZES"):
+            continue
+        bad = ["24G", "24Gb", "-1GiB", "0GiB", "lots", "nan", "", "9" * 400 + "TiB"]
+        for text in [*bad, *(["24"] if action.metavar == "SIZE" else ["0", "inf"])]:
+            with pytest.raises(UserError) as error:
+                parser.parse_known_args([f"{action.option_strings[0]}={text}"])
+            assert str(error.value).startswith(f"{action.option_strings[0]}: ") and "\n" not in str(error.value)
+
+
+def test_every_setting_that_is_a_size_or_a_time_takes_units_and_no_nonsense() -> None:
+    named = [key for key in settings.defaults() if re.search(r"_gib$|_s$|hours$", key)]
+    assert {"device.memory_gib", "device.headroom_gib", "cluster.mem_gib", "timeout_s", "cluster.hours"} <= set(named)
+    for key in named:
+        good, bare = ("1.5GiB", "1.5") if key.endswith("_gib") else ("90m", "1.5" if key.endswith("hours") else "5400")
+        assert overrides.today(f"{key}={good}") == f"{key}={bare}"
+        assert overrides.today(f"{key}=2,{good}") == f"{key}=2,{bare}"
+        for text in ("24G", "24x", "0GiB", "0m"):
+            with pytest.raises(UserError, match=f"^{key}={text}"):
+                overrides.today(f"{key}={text}")
+
+
+@each
+def test_every_file_that_is_written_is_refused_at_once_if_it_cannot_be(
+    verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = [one for one in actions(verb) if one.dest in ("out", "figure", "efficiencies") or "OUT" in str(one.metavar)]
+    folders = verb.name in ("report", "paper")
+    assert all(isinstance(one.type, parsers.OutFile) != folders for one in out)
+    for one in [] if folders else out:
+        given = {"words": ["x.yaml"], "file": ["x.pickle"], "rows": ["x"], "readings": ["x.json"], "data": ["x.json"]}
+        before = [word for action in actions(verb) for word in given.get(action.dest, [])]
+        assert front_door.main([verb.name, *before, *one.option_strings[:1], "x.gif"]) == 2
+        said = capsys.readouterr().err
+        assert f"allowed suffixes are {', '.join(one.type.suffixes)}, and x.gif has another" in said
+    assert not list(tmp_path.iterdir())
+
+
+# an output that has gone
+
+REAL: dict[str, list[str]] = {  # where there is something to print at once; the others print their help
+    **{name: [name] for name in ("columns", "techniques", "cards", "doctor", "status")},
+    **{name: [name, ROWS] for name in ("check", "status")},
+    "compare": ["compare", ROWS, ROWS],
+    "plan": ["plan", "model=tiny", "device=cpu"],
+    "completion": ["completion", "bash"],
+    "help": ["help"],
+}
+
+
+@each
+@pytest.mark.parametrize("broken", ["its reader has gone", "its disk is full"])
+def test_an_output_that_has_gone_is_no_traceback(
+    verb: Verb, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if broken == "its disk is full":
+        if not Path("/dev/full").exists():
+            pytest.skip("this system has no /dev/full")
+        stream = Path("/dev/full").open("w")  # noqa: SIM115
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+        stream = os.fdopen(writing, "w")
+    with stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        status = front_door.main(REAL.get(verb.name, [verb.name, "--help"]))
+        monkeypatch.undo()
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("note: ", "no usable CUDA"))]
+    assert (status, said) == {
+        "its reader has gone": (141, []),
+        "its disk is full": (2, ["vramsweep: the output cannot be written: No space left on device"]),
+    }[broken]
+
+
+@pytest.mark.parametrize(
+    ("shell", "status", "said"),
+    [
+        ("{} columns | head -1 >/dev/null; exit ${{PIPESTATUS[0]}}", (0, 141), ""),
+        ("{} columns | true; exit ${{PIPESTATUS[0]}}", (141,), ""),
+        ("{} columns 2>&1 | true; exit ${{PIPESTATUS[0]}}", (141,), ""),
+        ("{} columns >/dev/full", (2,), "vramsweep: the output cannot be written: No space left on device\n"),
+        ("{} columns >&-", (2,), "vramsweep: standard output is closed; to discard it say >/dev/null\n"),
+        ("{} columns 2>&- >/dev/null <&-", (0,), ""),
+        ("{} nonsense 2>/dev/full", (2,), ""),
+    ],
+)
+def test_at_the_end_of_the_interpreter_too(shell: str, status: tuple[int, ...], said: str) -> None:
+    command = shell.format(f"{shlex.quote(sys.executable)} -m vramsweep")
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode in status and done.stderr == said
+
+
+# what auto means
+
+
+def test_doctor_says_what_auto_means_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = machine.Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", "580.1", 80 << 30, 1 << 20, ())
+    for cards, built, environ, device, sweep, why in (
+        ([card], "13.0", {}, "device=cuda, measured: NVIDIA H100 80GB HBM3", "sweep=cuda", "built with CUDA 13.0"),
+        ([card], None, {}, "device=simulated, predicted for h100-80gb", "sweep=simulated", "a build for CPUs"),
+        ([], "13.0", {}, "device=simulated, predicted for h100-80gb", "sweep=simulated", "no NVIDIA driver or GPU"),
+        ([card], "13.0", {"CUDA_VISIBLE_DEVICES": ""}, "device=simulated", "sweep=simulated", "leaves no GPU"),
+    ):
+        monkeypatch.setattr(machine, "gpus", lambda cards=cards: cards)
+        monkeypatch.setattr(machine, "torch_cuda", lambda built=built: built)
+        monkeypatch.setattr(machine, "torch_version", lambda: "2.13.0")
+        checks = {check.name: check for check in doctor.doctor(tmp_path, environ)}
+        assert checks["device=auto"].text.startswith(device) and why in checks["device=auto"].text
+        assert checks["sweep=auto"].text.startswith(f"{sweep}: ")

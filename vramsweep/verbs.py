@@ -1,0 +1,240 @@
+"""Every verb of `vramsweep`, as data: name, section, one line, two examples, what its exit status 1 means, its parser.
+
+Help texts, completion, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a
+verb or reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry here, and a function
+of its name in harness/cli.py (what runs something) or analysis/cli.py (what reads rows).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import textwrap
+from dataclasses import dataclass
+
+from vramsweep.harness.parsers import WIDTH, Parser
+
+HARNESS, ANALYSIS, FRONT = "harness", "analysis", "front"  # where a verb's code is
+SWEEP, PREDICT, LOOK, ABOUT = "Sweep and watch", "Predict, for a card that need not be here", "Look at rows", "About"
+SECTIONS = (SWEEP, PREDICT, LOOK, ABOUT)
+STATUSES = {
+    0: "done",
+    1: "done, and the answer is no, as a verb's help says; or a traceback, which is a fault of ours",
+    2: "a mistake that can be mended: of the words, a file, the machine",
+    130: "interrupted",
+    141: "whoever read the output has gone, as after `| head`",
+}
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb. `no` is what status 1 says (None: it never ends so); `settings`: it takes GROUP=OPTION, KEY=VALUE."""
+
+    name: str
+    section: str
+    line: str
+    examples: tuple[str, ...]
+    side: str
+    no: str | None = None
+    settings: bool = False
+
+    def parser(self) -> argparse.ArgumentParser:
+        """The verb's own parser: usage, options, and in `description` what there is to say beyond the line."""
+        if self.side == FRONT:
+            return _OWN[self.name]()
+        found: argparse.ArgumentParser = importlib.import_module(f"vramsweep.{self.side}.cli").parser(self.name)
+        return found
+
+    def help(self) -> str:
+        """What `vramsweep VERB --help` prints: at most 100 columns wide."""
+        parser = self.parser()
+        usage, about = parser.usage and parser.format_usage().removeprefix("usage: ").strip(), parser.description
+        words = [action.metavar or action.dest for action in parser._get_positional_actions()]
+        parts = [f"usage: {usage or ' '.join([parser.prog, *map(str, words), '[OPTION ...]'])}", self.line]
+        parts.append("\n".join(f"  {one}" for one in self.examples))
+        parts += [textwrap.fill(paragraph, WIDTH, break_on_hyphens=False) for paragraph in (about or "").split("\n\n")]
+        parser.description, parser.usage = None, argparse.SUPPRESS
+        parts.append(parser.format_help().strip())
+        if self.settings:
+            from vramsweep.harness import settings
+
+            parts.append(settings.text())
+        no = f"1, {self.no}; " if self.no else ""
+        parts.append(_filled("Status", f"0; {no}2, a mistake; 130, interrupted."))
+        return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _own_help() -> Parser:
+    parser = Parser(prog="vramsweep help")
+    parser.add_argument("verb", nargs="?", metavar="VERB", choices=list(BY_NAME), help="one of those that it lists")
+    return parser
+
+
+def _own_completion() -> Parser:
+    parser = Parser(
+        prog="vramsweep completion",
+        description="In bash: verbs, flags, settings, groups, values. A query is what the script itself asks.",
+    )
+    parser.add_argument("what", choices=["bash", "query"], metavar="SHELL", help="bash: print its script")
+    parser.add_argument("typed", nargs="?", metavar="LINE", help="query: a command line, to its last word")
+    return parser
+
+
+_OWN = {"help": _own_help, "completion": _own_completion}
+_FAILED = "some trials failed"
+
+VERBS: tuple[Verb, ...] = (
+    Verb(
+        "sweep", SWEEP, "run a sweep: every combination of the settings' values is a trial",
+        ("vramsweep sweep model=gpt2 seq_len=512",
+         "vramsweep sweep -m model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc"),
+        HARNESS, _FAILED, settings=True,
+    ),
+    Verb(
+        "run", SWEEP, "sweep a training command of your own, as it is",
+        ("vramsweep run seq_len=512,1024 micro_batch=1,2 -- python t.py --len {seq_len} --bs {micro_batch}",
+         "vramsweep run world_size=2 seq_len=512 -- torchrun --nproc-per-node {world_size} train.py"),
+        HARNESS, _FAILED, settings=True,
+    ),
+    Verb(
+        "plan", SWEEP, "what a sweep would run, what cannot run and why, what it needs, how long it takes",
+        ("vramsweep plan -m model=gpt2 seq_len=512,1024,2048", "vramsweep plan -m sweep=auto model=qwen0.5b --json"),
+        HARNESS, settings=True,
+    ),
+    Verb(
+        "status", SWEEP, "how far a running or finished sweep is",
+        ("vramsweep status", "vramsweep status results/gpt2-torch-cuda --watch 5"), HARNESS,
+    ),
+    Verb(
+        "predict", PREDICT, "predict memory for ranges of lengths and batches: a table of what fits",
+        ("vramsweep predict model=qwen0.5b device.gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
+         "vramsweep predict --largest seq_len model=gpt2 micro_batch=8 device.gpu=l4-24gb,rtx4090-24gb"),
+        HARNESS, "some trials failed, or reserve more than --max-reserved", settings=True,
+    ),
+    Verb(
+        "advise", PREDICT, "which changes make a run fit, what each costs, and which to take together",
+        ("vramsweep advise model=gpt2 runner=trainer seq_len=512 micro_batch=8 device.gpu=rtx2070-8gb",
+         "vramsweep advise --goal longest model=llama3-8b device.memory_gib=40 device.capability=8.6"),
+        HARNESS, "nothing fits", settings=True,
+    ),
+    Verb(
+        "explain", PREDICT, "what takes the memory of a predicted run, part by part, and why it does not fit",
+        ("vramsweep explain model=gpt2 runner=trainer seq_len=512 precision=fp32 device.gpu=l4-24gb",
+         "vramsweep explain results/gpt2-torch-predicted"),
+        HARNESS, settings=True,
+    ),
+    Verb(
+        "timeline", PREDICT, "what a predicted step holds from event to event, as a page",
+        ("vramsweep timeline model=gpt2 seq_len=512 device.gpu=l4-24gb --out step.html",
+         "vramsweep timeline results/gpt2-torch-predicted"),
+        HARNESS, settings=True,
+    ),
+    Verb(
+        "replay", PREDICT, "replay a recording of PyTorch's allocator under other settings",
+        ("vramsweep replay snapshot.pickle --allocator expandable_segments:True --memory-limit 24GiB",
+         "vramsweep replay snapshot.pickle --search --figure replay.html"),
+        HARNESS,
+    ),
+    Verb(
+        "validate", PREDICT, "predict runs that others measured and published, and show how far off that is",
+        ("vramsweep validate benchmarks/published/*.yaml",
+         "vramsweep validate my-run.yaml --out validation.md --figure validation.png"),
+        HARNESS, "a file or a run could not be read or predicted, and does not say so itself (cannot)",
+    ),
+    Verb(
+        "report", LOOK, "figures, tables and one page of a sweep",
+        ("vramsweep report results/gpt2-torch-cuda", "vramsweep report rows.csv --out page --images none"), ANALYSIS,
+    ),
+    Verb(
+        "fit", LOOK, "how memory and speed depend on length, batch or tokens",
+        ("vramsweep fit results/gpt2-torch-cuda", "vramsweep fit rows.csv --metric peak_reserved_bytes --from 256"),
+        ANALYSIS,
+    ),
+    Verb(
+        "frontier", LOOK, "the largest length per batch, or batch per length, that fits",
+        ("vramsweep frontier results/gpt2-torch-cuda --gib 24,80", "vramsweep frontier rows.csv --batch"), ANALYSIS,
+    ),
+    Verb(
+        "compare", LOOK, "two sets of rows: what differs, and whether that is more than chance",
+        ("vramsweep compare results/before results/after --figure both.html",
+         "vramsweep compare results/gpt2-torch-cuda --by allocator=default,expandable"),
+        ANALYSIS, "B is slower or needs more memory",
+    ),
+    Verb(
+        "check", LOOK, "may a results folder be published, memory and speed, and why not",
+        ("vramsweep check results/gpt2-torch-cuda", "vramsweep check results/gpt2-torch-cuda --claim memory"),
+        HARNESS, "something may not",
+    ),
+    Verb(
+        "calibrate", LOOK, "the estimated speed of simulated rows, corrected by measured rows",
+        ("vramsweep calibrate results/gpt2-torch-cuda results/gpt2-torch-simulated",
+         "vramsweep calibrate results/all results/all --json"),
+        ANALYSIS,
+    ),
+    Verb(
+        "paper", LOOK, "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
+        ("vramsweep paper results/gpt2-torch-cuda", "vramsweep paper results/gpt2-torch-cuda --out paper"), ANALYSIS,
+    ),
+    Verb(
+        "export", LOOK, "the tidy table as CSV or Parquet; also of a foreign file",
+        ("vramsweep export results/gpt2-torch-cuda rows.parquet",
+         "vramsweep export theirs.csv ours.csv --columns seq_len,peak_reserved_mib --set model=gpt2"),
+        ANALYSIS,
+    ),
+    Verb(
+        "track", LOOK, "log a finished sweep to an experiment tracker",
+        ("vramsweep track results/gpt2-torch-cuda mlflow", "vramsweep track rows.csv wandb --project memory"), ANALYSIS,
+    ),
+    Verb(
+        "errors", LOOK, "tables and figure of what validate predicted",
+        ("vramsweep errors results/validation/readings.json",
+         "vramsweep errors results/validation/readings.json --out errors.md --figure errors.svg"),
+        ANALYSIS,
+    ),
+    Verb(
+        "draw", LOOK, "draw the data of timeline --json as a page",
+        ("vramsweep draw timeline.json timeline.html", "vramsweep draw replay.json replay.html"), ANALYSIS,
+    ),
+    Verb(
+        "doctor", ABOUT, "is this machine fit for a sweep, and what device=auto and sweep=auto mean here",
+        ("vramsweep doctor", "vramsweep doctor --results /data/results --json"), HARNESS, "something is a problem",
+    ),
+    Verb(
+        "cards", ABOUT, "the cards that device.gpu can name: memory, capability, peaks",
+        ("vramsweep cards", "vramsweep cards --json"), HARNESS,
+    ),
+    Verb(
+        "techniques", ABOUT, "settings that trade memory, time or exactness: what each needs, how far it is proven",
+        ("vramsweep techniques", "vramsweep techniques optimizer"), HARNESS,
+    ),
+    Verb(
+        "columns", ABOUT, "what the columns of a row mean, its outcomes and flags",
+        ("vramsweep columns", "vramsweep columns --json"), HARNESS,
+    ),
+    Verb(
+        "completion", ABOUT, "a shell script that completes verbs, settings and values",
+        ('eval "$(vramsweep completion bash)"', "vramsweep completion bash"), FRONT,
+    ),
+    Verb("help", ABOUT, "this, or what VERB --help says", ("vramsweep help", "vramsweep help sweep"), FRONT),
+)  # fmt: skip
+BY_NAME = {verb.name: verb for verb in VERBS}
+
+
+def overview() -> str:
+    """What `vramsweep --help` prints: the verbs in their sections, and what exit statuses mean."""
+    parts = ["usage: vramsweep VERB [ARGUMENT ...]"]
+    for section in SECTIONS:
+        lines = [f"  {verb.name:<12}{verb.line}" for verb in VERBS if verb.section == section]
+        parts.append("\n".join([section, *lines]))
+    parts.append(
+        "  vramsweep sweep -m model=gpt2 seq_len=256,512,1024\n"
+        "  vramsweep predict model=llama3-8b device.gpu=h100-80gb seq_len=512..8192..512"
+    )
+    parts.append("vramsweep VERB --help tells more: options, settings, presets, cards; --version prints the version")
+    statuses = [_filled(f"  {number:<4}", meaning) for number, meaning in STATUSES.items()]
+    parts.append("\n".join(["Exit status", *statuses]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _filled(head: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=f"{head} ", subsequent_indent="    ")
