@@ -232,9 +232,10 @@ class Region(Counts):
 
     def _table(self, narrow: bool) -> Table:
         """The last rows, the newest first."""
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), header_style="dim", border_style="dim", show_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        table.header_style = table.border_style = "dim"
         table.add_column("outcome", no_wrap=True)
-        table.add_column("trial", ratio=None)
+        table.add_column("trial")
         table.add_column("allocated", justify="right", no_wrap=True)
         if not narrow:
             table.add_column("reserved", justify="right", no_wrap=True)
