@@ -268,8 +268,8 @@ def _size(value: int | None) -> str:
 
 
 def _speed(row: Row) -> str:
-    """Measured, or what a roofline allows at most."""
-    for name, text in (("tokens_per_s", ""), ("estimated_tokens_per_s", "≤ ")):
+    """Measured, else by published speeds, else what a roofline allows at most."""
+    for name, text in (("tokens_per_s", ""), ("calibrated_tokens_per_s", "≈ "), ("estimated_tokens_per_s", "≤ ")):
         if row.get(name) is not None:
             return f"{text}{row[name]:,.0f}"
     return "–"

@@ -30,7 +30,13 @@ LABEL = 16  # columns that a configuration has at least
 LEAST = 0.02  # of memory: what a change must save to be told
 UNITS = {"seq_len": "tokens", "micro_batch": "samples"}
 BASES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
-SPEEDS = ("tokens_per_s", "estimated_tokens_per_s")
+# The mark of each speed, the surest first: timed, by published speeds of the card, by the roofline.
+SPEEDS = {"tokens_per_s": "", "calibrated_tokens_per_s": "≈", "estimated_tokens_per_s": "≤"}
+MARKS = {
+    "≈": "≈ estimated from published speeds: no card ran it",
+    "≤": "≤ at most, by the roofline: no card ran it",
+    "~": "~ a smaller one did not fit",
+}
 COLUMNS = ("outcome", "seq_len", "micro_batch", *BASES, *SPEEDS, "unlimited_peak_reserved_bytes")
 # What a user may change and still train the same model: no model, card, data or version.
 CHANGES = (
@@ -46,7 +52,8 @@ class Line:
     nothing that was tried fits; `torn` where a smaller one did not fit.
 
     `mib_per_token` is what peak allocated grows by, in MiB, with a token of a rank's micro-batch, over the upper half
-    of what fitted. The others are those of the largest that fits. `estimated` is a speed by the roofline, an upper end.
+    of what fitted. The others are those of the largest that fits; `estimated` is the mark (`MARKS`) of a speed that was
+    not timed, "" of one that was.
     """
 
     label: str
@@ -56,7 +63,7 @@ class Line:
     mib_per_token: float | None
     reserved_over_allocated: float | None
     tokens_per_s: float | None
-    estimated: bool
+    estimated: str
     predicted: bool
 
 
@@ -72,8 +79,8 @@ class Summary:
     findings: tuple[str, ...]
 
 
-def summary(table: Table) -> Summary:
-    """What the rows come to."""
+def summary(table: Table, beyond: str = "") -> Summary:
+    """What the rows come to; `beyond` is what a curve says of lengths that were not tried."""
     lengths, batches = (table.frame[axis].dropna().nunique() for axis in ("seq_len", "micro_batch"))
     axis = "micro_batch" if batches > 1 and lengths < 2 else "seq_len"
     found = groups(table, axis)
@@ -82,7 +89,7 @@ def summary(table: Table) -> Summary:
     if len(lines) == 1 and lines[0].label == "all rows":
         lines = [_renamed(lines[0], table)]
     shown = sorted(zip(found, lines, strict=False), key=lambda pair: _place(pair[0]))
-    findings = [*_fits(lines, axis, frames), *_costs(lines), *_changes(found, frames, axis)]
+    findings = [*_fits(lines, axis, frames, beyond), *_costs(lines), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]
     more = len(found) - len(lines)
     return Summary(_title(table), axis, tuple(line for _, line in shown), more, tuple(findings[:3]))
@@ -131,7 +138,7 @@ def _grid(found: Summary, width: int) -> tuple[Grid, int]:
 
 def _cells(line: Line) -> list[str]:
     fits = "none" if line.fits == 0 else f"{'~' if line.torn else ''}{_number(line.fits, 0)}"
-    speed = f"{'≤ ' if line.estimated else ''}{_number(line.tokens_per_s, 0)}"
+    speed = f"{line.estimated} {_number(line.tokens_per_s, 0)}".strip()
     ratio = "–" if line.reserved_over_allocated is None else f"{line.reserved_over_allocated:.2f}"
     return [_number(line.tried, 0), fits, _number(line.mib_per_token, 3), ratio, speed]
 
@@ -140,10 +147,8 @@ def _below(lines: Sequence[Line], more: int) -> Iterator[str]:
     """What is left out, and what marks in the table mean."""
     if more:
         yield f"and {more:,} more in the report"
-    if any(line.estimated for line in lines):
-        yield "≤ at most, by the roofline: no card ran it"
-    if any(line.torn for line in lines):
-        yield "~ a smaller one did not fit"
+    used = {line.estimated for line in lines} | {"~" for line in lines if line.torn}
+    yield from (meaning for mark, meaning in MARKS.items() if mark in used)
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -196,7 +201,8 @@ def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
     tried = x[~kinds.isin(["invalid", "skipped"]).fillna(False).to_numpy(bool)].dropna()
     fits = int(ran.max()) if len(ran) else 0 if len(failed) else None
     at = frame[ok & x.eq(fits or 0).fillna(False).to_numpy(bool)]
-    measured, estimated = (_median(at[name]) for name in SPEEDS)
+    speeds = [(value, mark) for name, mark in SPEEDS.items() if (value := _median(at[name])) is not None]
+    speed, mark = next(iter(speeds), (None, ""))
     ratio = None
     if not group.resident and len(at):
         reserved, allocated = _median(at["peak_reserved_bytes"]), _median(at["peak_allocated_bytes"])
@@ -208,8 +214,8 @@ def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
         bool(fits and len(failed) and failed.min() < fits),
         None if group.varies else _per_token(group, frame[ok], axis),
         ratio,
-        estimated if measured is None else measured,
-        measured is None and estimated is not None,
+        speed,
+        mark,
         bool(group.take("device")["device"].eq("simulated").fillna(False).all()),
     )
 
@@ -236,7 +242,7 @@ def _per_token(group: Group, ran: pd.DataFrame, axis: str) -> float | None:
     return float(at[high] - at[low]) / float((high - low) * other) / MIB
 
 
-def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame]) -> list[str]:
+def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyond: str) -> list[str]:
     """What fits: the largest, and whether anything did not."""
     known = [line for line in lines if line.fits is not None and line.tried is not None]
     best = max(known, key=lambda line: line.fits or 0, default=None)
@@ -253,7 +259,9 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame]) -> l
     which = f" ({best.label})" if len(ties) == 1 else f" ({len(ties)} of {len(known)} configurations)"
     which = "" if len(ties) == len(known) else which
     if all(line.fits == line.tried and not line.torn for line in known):
-        return [f"All that was tried fits{predicted}: up to {best.fits:,} {unit}{which}. More was not tried."]
+        return [
+            f"All that was tried fits{predicted}: up to {best.fits:,} {unit}{which}. {beyond or 'More was not tried.'}"
+        ]
     text = f"What fits{predicted}: up to {best.fits:,} {unit}{which}"
     worst = min(known, key=lambda line: line.fits or 0)
     if worst.fits == best.fits:
@@ -270,10 +278,14 @@ def _costs(lines: Sequence[Line]) -> list[str]:
         return []
     low, high = known[0], known[-1]
     predicted = " (predicted)" if all(line.predicted for line in known) else ""
-    texts = [f"{_number(one.mib_per_token, 3)} MiB" for one in (low, high)]
+    texts = [_size(one.mib_per_token or 0.0) for one in (low, high)]
     if texts[0] == texts[1]:
         return [f"A token costs {texts[0]} of peak memory{predicted}, at the longest that fitted."]
     return [f"A token costs {texts[0]} ({low.label}) to {texts[1]} ({high.label}) of peak memory{predicted}."]
+
+
+def _size(mib: float) -> str:
+    return f"{mib:.3g} MiB" if mib >= 0.1 else f"{1024 * mib:.3g} KiB"
 
 
 def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) -> list[str]:

@@ -75,6 +75,8 @@ def test_a_prediction_and_an_estimate_say_so() -> None:
     assert found.title.endswith("predicted for l4-24gb") and all("predicted" in one for one in found.findings)
     said = text(found, 100)
     assert said.count("≤ 5,000") == 6 and "≤ at most, by the roofline" in said
+    better = text(of([{**row, "calibrated_tokens_per_s": 3e3} for row in rows]), 100)
+    assert better.count("≈ 3,000") == 6 and "≤" not in better and "≈ estimated from published speeds" in better
 
 
 def test_a_resident_set_is_no_allocator() -> None:
