@@ -114,7 +114,7 @@ def _stacked(
     _crosses(plot, out, axis, own, view.look(first), unit)
     _measured(plot, ran, axis, view.look(first), unit)
     for limit in [*([own] if own is not None and own.size <= top else []), *other_limits(own, top, view.table.frame)]:
-        add_card_limit(plot, limit, unit)
+        add_card_limit(plot, limit, unit, right=float(rows[axis].max()) < last)
     finish(plot, ends, [0.0, top / unit], zero=True, share=1 - STRIP)
     plot.update_xaxes(range=[places.min(), last + 0.02 * (last - places.min())])
     caption = sentence(
@@ -240,7 +240,8 @@ def _out_of_memory(view: View) -> list[Figure]:
     """Where nothing fits: what was to be held when memory ran out, the request included."""
     found = []
     for group in view.groups:
-        rows = group.take("seq_len", "micro_batch", "outcome", "oom_parts_bytes", "trial_id").dropna()
+        rows = group.take("seq_len", "micro_batch", "oom_parts_bytes", "unlimited_peak_reserved_bytes", "trial_id")
+        rows = rows.dropna(subset=["oom_parts_bytes", "seq_len", "micro_batch"])
         found += [(group, row) for _, row in rows.sort_values("seq_len").head(2).iterrows()]
     found = [(group, row) for group, row in found if _oom_parts(row)][:CONFIGURATIONS]
     if not found:
@@ -248,7 +249,8 @@ def _out_of_memory(view: View) -> list[Figure]:
     frame = pd.DataFrame([row for _, row in found])
     known = [_oom_parts(row) for _, row in found]
     stack = {part: np.array([float(one.get(part, 0)) for one in known]) for part in PARTS}
-    caption = "At the request for which there was no room, which is included; nothing in this sweep fits."
+    caption = "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what would "
+        "be reserved without a limit."
     title = "What was to be held when memory ran out"
     told = [group for group, _ in found]
     return [_lying(view, told, stack, frame, "memory", "composition", title, caption)]
@@ -290,8 +292,16 @@ def _lying(
                 hovertemplate="%{x:,.4~f} " + unit_name + "<extra>" + called(part) + "</extra>",
                 **view.look(group).trace,
             )  # fmt: skip
-    plot.update_layout(barmode="stack", bargap=0.3, showlegend=True, legend=plots.ABOVE | {"traceorder": "normal"})
-    plot.update_xaxes(tickformat=",~g", range=[0, top / unit * 1.04])
+    height = 34 * len(known)
+    plot.update_layout(
+        barmode="stack", bargap=0.3, showlegend=True, height=height + 130,
+        legend=plots.ABOVE | {"traceorder": "normal", "y": 1 + 18 / height},
+    )  # fmt: skip
+    needed = rows.get("unlimited_peak_reserved_bytes", pd.Series(dtype=float)).to_numpy(float, na_value=np.nan)
+    for place_of, size, end in zip(y, needed, total / unit, strict=False):
+        if np.isfinite(size):
+            plots.add_text(plot, [end], [place_of], [f" needs {show_bytes(size)}"], Look(INK), "middle right", 11)
+    plot.update_xaxes(tickformat=",~g", range=[0, top / unit * (1.2 if np.isfinite(needed).any() else 1.04)])
     plot.update_yaxes(type="category", autorange="reversed", tickformat=None, showgrid=False)
     for limit in [*([own] if own is not None and own.near else []), *other_limits(own, top, view.table.frame)][:3]:
         add_card_limit(plot, limit, unit, upright=True)

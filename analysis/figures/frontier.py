@@ -41,6 +41,7 @@ def frontier_chart(view: View) -> list[Figure]:
     of = {first.id: [first, *others] for first, *others in alike}
     best = {(size, group.id): found for size in sorted({size for size, _ in said}) for group in shown
             if (found := _nearest(said, size, of[group.id])) is not None}  # fmt: skip
+    refused = {(one.gib, one.group): one.smallest_too_large for one in every if one.smallest_too_large is not None}
     sizes = _cards(view, best, LINES if len(shown) == 1 else CARDS)
     if len(shown) > (most := max(1, LINES // len(sizes))):
         shown, note = shown[:most], f"{most} of {len(alike):,} groups."
@@ -58,8 +59,13 @@ def frontier_chart(view: View) -> list[Figure]:
         for group, name in zip(shown, names(shown), strict=True):
             one, whose = best.get((size, group.id), (None, group))
             told = name if len(shown) > 1 else f"{size:g} GiB card"
-            ticks.append((at, escape(plots.short(told, 40)) + ("" if one is not None else ": nothing known")))
-            if one is not None:
+            ticks.append((at, escape(plots.short(told, 40)) + " "))
+            if one is None:
+                least = min((found for who in of[group.id] if (found := refused.get((size, who.id)))), default=None)
+                none = "nothing known" if least is None else f"not even {least:,}"
+                look = Look(INK, settings=view.look(group).settings)
+                plots.add_text(plot, [0], [at], [f" {none}"], look, "middle right", 11)
+            else:
                 look = replace(view.look(group), settings=view.look(whose).settings)
                 top = max(top, _row(plot, at, one, look, told, view.predicted, _beyond(view, one)))
             at += 1
@@ -117,12 +123,21 @@ def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], mo
     usable = {size: one.usable_gib for (size, _), (one, _) in best.items()}
     own = _own(view.table.frame[["memory_limit_bytes", "device_total_bytes"]])
     kept = sorted({min(usable, key=lambda size: abs(usable[size] - limit)) for limit in own})[:most]
-    middle = kept[0] if kept else sorted(usable)[len(usable) // 2]
+    said = {size: sorted((who, one.largest_ok, one.low, one.value) for (gib, who), (one, _) in best.items() if gib == size)
+            for size in usable}  # fmt: skip
+    middle = kept[0] if kept else _enough(best)
+    kept = kept or [middle]
     for size in sorted(usable, key=lambda size: abs(np.log(size / middle))):
-        new = all(abs(np.log(size / other)) > np.log(APART) for other in kept)
+        new = all(abs(np.log(size / other)) > np.log(APART) and said[size] != said[other] for other in kept)
         if new and len(kept) < min(most, CARDS):
             kept.append(size)
     return sorted(kept)
+
+
+def _enough(best: Mapping[tuple[float, str], tuple[Limit, Group]]) -> float:
+    """The smallest size in which all that ran does so."""
+    ran = {size: sum(one.largest_ok or 0 for (gib, _), (one, _) in best.items() if gib == size) for size, _ in best}
+    return min(size for size, lengths in ran.items() if lengths == max(ran.values()))
 
 
 def _beyond(view: View, one: Limit) -> int | None:
@@ -174,6 +189,6 @@ def _row(plot: Any, at: float, one: Limit, look: Look, name: str, predicted: boo
     guess = f"> {beyond:,}°" if beyond is not None else ""
     if one.value is not None and one.value != one.largest_ok:
         guess = f"≈ {one.value:,}{'°' * one.extrapolated}"
-    text = ", ".join(filter(None, (ran, guess)))
+    text = ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"
     plots.add_text(plot, [end], [at], [f" {text}"], Look(INK, settings=look.settings), "middle right", 11)
     return end

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 
-from vramsweep.analysis.figures.plots import BLOG, DIRECT, INK, WORLD, Figure, escape
+from vramsweep.analysis.figures.plots import BLOG, DIRECT, INK, WORLD, Figure, apart, escape
 
 POINT = 96 / 72
 COLUMN = (336, 250)  # px: 3.5 in x 2.6 in; taller where a legend has many lines
@@ -36,7 +34,7 @@ def column(figure: Figure) -> go.Figure:
     height = COLUMN[1] if plot.layout.height is None else max(COLUMN[1], int(plot.layout.height * 0.62) + 60)
     lines = _legend_lines(plot, COLUMN[0])
     height += 20 * max(lines - 1, 0)
-    apply_narrow(plot, narrow(plot, COLUMN[0], height - 90))
+    apply_narrow(plot, narrow(plot, COLUMN[0], height - 20 * lines - 110))
     plot.update_layout(font={"size": TEXT, "color": _DARK})
     for axis in (*plot.select_xaxes(), *plot.select_yaxes()):
         axis.title.update(standoff=4, font={"size": TEXT})
@@ -73,14 +71,14 @@ def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
     right = 14 + size * max(map(len, texts)) if fit else 10
     layout = {
         "showlegend": legend,
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "xref": "paper",
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0.01, "xref": "container",
                    "itemwidth": 30, "font": {"size": TEXT}},
-        "margin": {"l": 44, "r": round(right), "t": 22 if world else 8, "b": 42 + 20 * lines},
+        "margin": {"l": 44, "r": round(right), "t": 22 if world else 8, "b": 42 + 20 * lines + 12 * bool(lines)},
         "xaxis": {"tickangle": 0},
-        "yaxis": _wrapped(plot.layout.yaxis, height - 20 * lines),
+        "yaxis": _wrapped(plot.layout.yaxis, height),
     }  # fmt: skip
     if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
-        layout["yaxis2"] = _wrapped(plot.layout.yaxis2, height - 20 * lines)
+        layout["yaxis2"] = _wrapped(plot.layout.yaxis2, height)
     ticks = plot.layout.yaxis.ticktext or ()
     across = width - layout["margin"]["r"] - max(60, size * max((len(str(one)) for one in ticks), default=0))
     layout["xaxis"]["nticks"] = max(3, min(5, int(across / 55)))
@@ -114,21 +112,6 @@ def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
     plot.update_layout(change["layout"])
     for number, update in change["traces"].items():
         plot.data[number].update(update)
-
-
-def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The places moved as little as need be, so that each is `gap` from the next and all are within the range."""
-    order = np.argsort(places, kind="stable")
-    found = np.array(places, dtype=float)
-    at = low + gap / 2
-    for i in order:
-        found[i] = at = max(found[i], at)
-        at += gap
-    at = high - gap / 2
-    for i in order[::-1]:
-        found[i] = at = min(found[i], at)
-        at -= gap
-    return [float(one) for one in found]
 
 
 def _by_itself(

@@ -48,8 +48,9 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
             drawn = figure if alone and not known.predicted else of_world(figure, name, alone)
             return replace(drawn, source=source(rows_of(figure, known.table.frame)))
 
-        main += [shown(figure) for figure in composition(known, beside, measured)]
-        others += [shown(figure) for build in FIGURES for figure in build(known)]
+        first = composition(known, beside, measured)
+        main += [shown(figure) for figure in first or phases(known)]  # what is known, where parts are not
+        others += [shown(figure) for build in FIGURES if first or build is not phases for figure in build(known)]
     return [*main, *others]
 
 
@@ -70,7 +71,7 @@ def source(frame: pd.DataFrame) -> str:
     foreign = frame["foreign"].dropna().unique()
     kinds = ["measured"] * bool((~predicted).any()) + ["predicted"] * bool(predicted.any())
     cards = _few("cards", frame["simulated_gpu"].fillna(frame["gpu_name"]).fillna(frame["cpu_name"]))
-    on = ("for " if kinds == ["predicted"] else "on ") + cards if cards else "card unknown"
+    on = ("for " if kinds == ["predicted"] else "on ") + cards if cards else "on an unknown card"
     versions = [
         f"{name} {told}"
         for name in ("torch", "transformers", "deepspeed", "vramsweep")
