@@ -103,5 +103,7 @@ def _differs(table: pd.DataFrame, called: Sequence[str]) -> str:
         share, size = gap[at] / table[0][at], show_bytes(abs(gap[at]))
         same = "as much at every length" if not gap[at] else ""
         way = "less" if gap[at] < 0 else "more"
-        said.append(same and f"{name} reserves {same}" or f"{name} reserves {size} {way} ({share:+.1%}) at {at:,} tokens")
+        said.append(
+            same and f"{name} reserves {same}" or f"{name} reserves {size} {way} ({share:+.1%}) at {at:,} tokens"
+        )
     return f"Against {called[0]}: {'; '.join(said)}." if said else ""

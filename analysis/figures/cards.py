@@ -66,7 +66,11 @@ def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list
 
 def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False, right: bool = False) -> None:
     """A line across the plot with its name at its left, or right, above it; `upright`: across bars that lie."""
-    line = {"color": INK if limit.own else GREY, "width": 1.6 if limit.own else 1, "dash": "dash" if limit.own else "dot"}
+    line = {
+        "color": INK if limit.own else GREY,
+        "width": 1.6 if limit.own else 1,
+        "dash": "dash" if limit.own else "dot",
+    }
     words = {"text": escape(limit.name), "showarrow": False, "font": {"size": 11, "color": INK}, "name": "limit"}
     at = limit.size / unit
     if upright:

@@ -124,7 +124,9 @@ def _stacked(
         f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
         "" if own is None or own.size <= top else own.told(),
     )  # fmt: skip
-    found = pd.concat([*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True)
+    found = pd.concat(
+        [*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True
+    )
     return Figure("composition", "Memory by what it is", caption, plot, found)
 
 
@@ -249,8 +251,10 @@ def _out_of_memory(view: View) -> list[Figure]:
     frame = pd.DataFrame([row for _, row in found])
     known = [_oom_parts(row) for _, row in found]
     stack = {part: np.array([float(one.get(part, 0)) for one in known]) for part in PARTS}
-    caption = "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what would "
+    caption = (
+        "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what would "
         "be reserved without a limit."
+    )
     title = "What was to be held when memory ran out"
     told = [group for group, _ in found]
     return [_lying(view, told, stack, frame, "memory", "composition", title, caption)]
@@ -305,7 +309,9 @@ def _lying(
     plot.update_yaxes(type="category", autorange="reversed", tickformat=None, showgrid=False)
     for limit in [*([own] if own is not None and own.near else []), *other_limits(own, top, view.table.frame)][:3]:
         add_card_limit(plot, limit, unit, upright=True)
-    data = rows.assign(group=[group.label for group in known], **stack).drop(columns=["oom_parts_bytes"], errors="ignore")
+    data = rows.assign(group=[group.label for group in known], **stack).drop(
+        columns=["oom_parts_bytes"], errors="ignore"
+    )
     return Figure(name, title, sentence(caption, "" if own is None else own.told()), plot, data)
 
 

@@ -96,7 +96,9 @@ def _alike(groups: Sequence[Group]) -> list[list[Group]]:
     return list(found.values())
 
 
-def _nearest(said: Mapping[tuple[float, str], Limit], size: float, groups: Sequence[Group]) -> tuple[Limit, Group] | None:
+def _nearest(
+    said: Mapping[tuple[float, str], Limit], size: float, groups: Sequence[Group]
+) -> tuple[Limit, Group] | None:
     """What is said of a size by the group whose own card is nearest to it."""
     known = [(one, group) for group in groups if (one := said.get((size, group.id))) is not None]
 

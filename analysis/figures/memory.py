@@ -175,5 +175,3 @@ def _crosses(out: Sequence[pd.DataFrame]) -> str:
     if every.empty:
         return ""
     return f"Crosses: {len(every):,} ran out of memory, the shortest at {int(every['seq_len'].min()):,} tokens."
-
-

@@ -189,6 +189,7 @@ def new_plot(x_title: str, y_title: str) -> go.Figure:
         }
     )
 
+
 def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = False, share: float = 1.0) -> None:
     """Set the y range (from zero unless that wastes half of it, or `zero`) and put each label at the end of its line.
 

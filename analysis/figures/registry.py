@@ -75,12 +75,15 @@ def source(frame: pd.DataFrame) -> str:
     versions = [
         f"{name} {told}"
         for name in ("torch", "transformers", "deepspeed", "vramsweep")
-        if (told := _few("versions", frame[f"{name}_version"], 2)) and (name != "deepspeed" or frame["runner"].eq(name).any())
+        if (told := _few("versions", frame[f"{name}_version"], 2))
+        and (name != "deepspeed" or frame["runner"].eq(name).any())
     ]
     of = f"from {_few('files', frame['foreign'])}" if len(foreign) else f"sweep {sweep}" if sweep else ""
     rows = f"{len(frame):,} row{'s' * (len(frame) != 1)}"
-    return f"{' and '.join(kinds).capitalize()} {on} · {', '.join(versions) or 'versions unknown'} · {of}, {rows}".replace(
-        " · , ", " · "
+    return (
+        f"{' and '.join(kinds).capitalize()} {on} · {', '.join(versions) or 'versions unknown'} · {of}, {rows}".replace(
+            " · , ", " · "
+        )
     )
 
 
@@ -93,5 +96,3 @@ def _few(what: str, column: pd.Series[str], most: int = 3) -> str:
 def by_name(figures: Sequence[Figure], name: str) -> Figure | None:
     """The first figure of this name, of whichever world."""
     return next((one for one in figures if one.name == name or one.name.startswith(f"{name}_")), None)
-
-

@@ -49,14 +49,20 @@ def heat_map(view: View) -> list[Figure]:
     plot.update_xaxes(type="category", showgrid=False)
     plot.update_yaxes(type="category", showgrid=False)
     what = "reserved" if column == "peak_reserved_bytes" else "allocated"
-    return [Figure(
-        "heat_map",
-        "Memory over batch and length",
-        f"Peak {what} memory" + ("; crosses ran out of memory, the line is the edge between what fitted and what did not."
-        if oom else "."),
-        plot,
-        rows[["micro_batch", "seq_len", column, "outcome", "trial_id"]],
-    )]
+    return [
+        Figure(
+            "heat_map",
+            "Memory over batch and length",
+            f"Peak {what} memory"
+            + (
+                "; crosses ran out of memory, the line is the edge between what fitted and what did not."
+                if oom
+                else "."
+            ),
+            plot,
+            rows[["micro_batch", "seq_len", column, "outcome", "trial_id"]],
+        )
+    ]
 
 
 def _edge(plot: Any, lengths: Any, batches: Any, oom: set[tuple[int, int]]) -> None:
@@ -115,10 +121,12 @@ def pareto(view: View) -> list[Figure]:
             ends.append(End(point["memory"] / unit, float(point["speed"]), name, look))
     finish(plot, ends, [0.0, float(points["speed"].max())], zero=True)
     plot.update_xaxes(tickformat=",~g")
-    return [Figure(
-        "pareto",
-        "Memory against speed",
-        f"One point per combination of settings at {length:,} tokens; no other beats those on the dotted line.",
-        plot,
-        points.drop(columns="id"),
-    )]
+    return [
+        Figure(
+            "pareto",
+            "Memory against speed",
+            f"One point per combination of settings at {length:,} tokens; no other beats those on the dotted line.",
+            plot,
+            points.drop(columns="id"),
+        )
+    ]
