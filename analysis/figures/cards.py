@@ -1,4 +1,4 @@
-"""What a card's allocator can have, as lines in a figure: the rows' own card, and cards of other sizes that are near."""
+"""What a card's allocator can have, as lines in a figure: the rows' own card, and others that are near."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -120,7 +119,8 @@ def _stacked(
     caption = sentence(
         _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "",
         _phases(rows, axis),
-        f"Points: {len(ran):,} rows measured with these settings; filled: allocated, open: reserved." if len(ran) else "",
+        f"Points: {len(ran):,} rows measured with these settings (filled: allocated, open: reserved)."
+        if len(ran) else "",
         f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
         "" if own is None or own.size <= top else own.told(),
     )  # fmt: skip
@@ -139,10 +139,10 @@ def _areas(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top:
             continue
         beyond = part == BEYOND
         colour = GREY if beyond else PARTS[part]
-        seen, named = float(size.max()) > top / THIN, size[-1] > top / 45  # the others are in the legend
+        seen, named = float(size.max()) > top / THIN, size[-1] > top / 45
         own = Look(colour, settings=look.settings, hidden=look.hidden)
         plot.add_scatter(
-            x=x, y=size / unit, name=called(part), stackgroup=group, mode="lines", showlegend=seen and not named,
+            x=x, y=size / unit, name=called(part), stackgroup=group, mode="lines", showlegend=seen,
             line={"width": 0.8 if seen else 0, "color": colour},
             **({"fillpattern": HATCH} if beyond else {"fillcolor": colour}), hovertemplate="%{y:,.4~f}", **own.trace,
         )  # fmt: skip
@@ -252,8 +252,8 @@ def _out_of_memory(view: View) -> list[Figure]:
     known = [_oom_parts(row) for _, row in found]
     stack = {part: np.array([float(one.get(part, 0)) for one in known]) for part in PARTS}
     caption = (
-        "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what would "
-        "be reserved without a limit."
+        "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what "
+        "would be reserved without a limit."
     )
     title = "What was to be held when memory ran out"
     told = [group for group, _ in found]

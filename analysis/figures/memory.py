@@ -125,7 +125,7 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
 
 
 def _misfits(plot: Any, group: Group, look: Look, limit: Any, unit: int) -> pd.DataFrame:
-    """Rows that ran out of memory, as crosses at their length on the card's limit: how much they needed is not known."""
+    """Rows that ran out of memory, as crosses at their length on the card's limit: what they needed is not known."""
     rows = group.take("seq_len", "outcome", "trial_id").assign(group=group.label)
     rows = rows[rows["outcome"].eq("oom").fillna(False) & rows["seq_len"].notna()]
     if limit is not None and len(rows):
@@ -159,8 +159,8 @@ def _lines_are(fits: Sequence[Fit]) -> str:
     if len(of) == 1:
         rest = [BASES[basis] for basis in of]
     return (
-        f"Points: rows; lines: the fit, which rests {', or '.join(rest)}; bands: where a new run lies with 95 %; below: "
-        "what the fit misses."
+        f"Points: rows; lines: the fit, which rests {', or '.join(rest)}; bands: where a new run lies with 95 %; "
+        "below: what the fit misses."
     )
 
 

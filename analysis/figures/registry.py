@@ -1,6 +1,6 @@
 """Every figure of a report, in reading order: a new one is a function of a View, added here.
 
-Not covered: figures of a folder's other files (timelines.py, inferred.py) and of comparisons (overlay.py, residuals.py).
+Not covered: figures of a folder's other files (timelines.py, inferred.py), of comparisons (overlay.py, residuals.py).
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def heat_map(view: View) -> list[Figure]:
     plot: Any = new_plot(LENGTH, "micro-batch (samples)")
     plot.add_heatmap(
         x=[f"{v:,}" for v in lengths], y=[f"{v:,}" for v in batches], z=z, text=texts, texttemplate="%{text}",
-        colorscale="Cividis", colorbar={"title": {"text": called}, "outlinewidth": 0}, hoverongaps=False, xgap=1, ygap=1,
+        colorscale="Cividis", colorbar={"title": {"text": called}, "outlinewidth": 0}, hoverongaps=False,
+        xgap=1, ygap=1,
         hovertemplate="%{x} tokens, batch %{y}: %{z:.4~g} " + called + "<extra></extra>",
     )  # fmt: skip
     plot.add_scatter(
@@ -115,7 +116,8 @@ def pareto(view: View) -> list[Figure]:
         plot.add_scatter(
             x=[point["memory"] / unit], y=[point["speed"]], mode="markers", name=escape(name), showlegend=False,
             marker={"color": look.colour, "symbol": look.symbol, "size": 10},
-            hovertemplate=escape(name) + "<br>%{x:.4~g} " + called + ", %{y:,.4~g} tokens/s<extra></extra>", **look.trace,
+            hovertemplate=escape(name) + "<br>%{x:.4~g} " + called + ", %{y:,.4~g} tokens/s<extra></extra>",
+            **look.trace,
         )  # fmt: skip
         if point["id"] in set(front["id"]):
             ends.append(End(point["memory"] / unit, float(point["speed"]), name, look))
