@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help="memory that differs by no more is EQUAL (default 0.001, of reserved at least a block of 2 MiB; 0: exact)",
     )  # fmt: skip
     compare.add_argument("--figure", type=Path, metavar="FILE", help="draw both: HTML, PNG, SVG or PDF; data beside it")
+    compare.add_argument("--report", type=Path, metavar="FILE.html", help="a page of both: verdicts, figure, answers")
     compare.add_argument("--all", action="store_true", help="print every pair")
     _foreign(compare)
     compare.add_argument("--json", action="store_true")
@@ -258,6 +259,10 @@ def _compare(arguments: argparse.Namespace) -> int:
         from vramsweep.analysis.figures import overlay
 
         overlay.check(arguments.figure, arguments.rows)
+    if arguments.report is not None:
+        from vramsweep.analysis.report import compare_page
+
+        compare_page.check(arguments.report, arguments.rows)
     if arguments.by:
         axis, _, values = arguments.by.partition("=")
         a, b = verdicts.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
@@ -271,6 +276,8 @@ def _compare(arguments: argparse.Namespace) -> int:
         _print_json({**found.as_json(), "along": along.as_json()})
     else:
         print(verdicts_words.text(found, along, arguments.all))
+    if arguments.report is not None:
+        compare_page.write(found, along, (a, b), arguments.report)
     if arguments.figure is not None:  # last, as it may need a browser
         overlay.write(overlay.figure(found, along), arguments.figure)
     return 1 if found.worse else 0

@@ -38,6 +38,7 @@ PARTS = {
     "peak_rounding_bytes": "rounding",
 }
 _PHASES = ("load", "forward", "backward", "optimizer")
+NARROW = "\u202f"  # the space before a percent sign, which no line is broken at
 _FLAT = 0.01  # of the peak: what a curve rises by over all lengths, to be called flat
 _COMPARED = 2_000  # rows of two allocators; more would take longer than anyone waits
 
@@ -143,7 +144,8 @@ def fits(frame: pd.DataFrame, of: Head | None, limits: Sequence[Limit]) -> Tile:
     most = f"batch {int(ok['micro_batch'].max())} ran too" if _larger(ok, of) else ""
     number = len(ok) + len(oom)
     all_ = f"all {number:,} trials fit" if not len(oom) else f"{len(ok):,} of {number:,} trials fit"
-    return Tile(question, f"{of.longest:,} tokens", _reach(of, limits), said(next_, all_, most), of.basis)
+    value = f"{'Up to' if len(beyond) else 'Yes,'} {of.longest:,} tokens"
+    return Tile(question, value, _reach(of, limits), said(next_, all_, most), of.basis)
 
 
 def _at(row: pd.Series[Any]) -> str:
@@ -185,7 +187,8 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
     if one.value == one.low == one.high:
         return f"proven on {gib:g} GiB"
     ends = [f"safe to {one.low:,}"] * (one.low is not None) + [f"at most {one.high:,}"] * (one.high is not None)
-    return f"by the curve {one.value:,} on {gib:g} GiB" + (f" ({', '.join(ends)})" if ends else "")
+    both = f"95{NARROW}%: {one.low:,} to {one.high:,}" if len(ends) == 2 else "".join(ends)
+    return f"by the curve {one.value:,} on {gib:g} GiB" + (f" ({both})" if both else "")
 
 
 def _memory_fit(of: Head, found: Sequence[Fit]) -> Fit | None:
@@ -219,7 +222,7 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     if abs(top - float(fit.value(np.array([low]))[0])) < _FLAT * top:
         told = said(f"{fit.metric.label} stays at {show_bytes(top)} from {low:,.0f} to {high:,.0f} tokens")
         return Tile(question, "Next to nothing", "", told, of.kind)
-    interval = f"95 %: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
+    interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     base = f"on top of {show_bytes(fixed)} that no length changes" if fixed > 0 else ""
     where = f"from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
     grows = "more with every token: its square counts" if square > 0 else ""
@@ -265,8 +268,8 @@ def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
     sure = repeats.interval([float(v) for v in runs.loc[alike.astype(bool), "tokens_per_s"].dropna()])
     interval = "one process, so no interval"
     if sure is not None:
-        interval = f"95 %: {sure.low:,.0f} to {sure.high:,.0f} ({sure.runs} processes)"
-    mfu = "" if pd.isna(best["mfu"]) else f"MFU {100 * float(best['mfu']):.1f} %"
+        interval = f"95{NARROW}%: {sure.low:,.0f} to {sure.high:,.0f} ({sure.runs} processes)"
+    mfu = "" if pd.isna(best["mfu"]) else f"MFU {100 * float(best['mfu']):.1f}{NARROW}%"
     value = float(best["tokens_per_s"]) if sure is None else sure.mean
     return Tile(question, f"{value:,.0f} tokens/s", interval, said(_point(best, group), mfu), _basis(best))
 
@@ -291,19 +294,21 @@ def dominates(of: Head | None, found: Sequence[Fit]) -> Tile:
     total = sum(parts.values())
     if total > 0:
         first, *others = sorted(parts, key=lambda name: -parts[name])
-        rest = [f"{name} {100 * parts[name] / total:.0f} %" for name in others[:3] if parts[name] >= 0.005 * total]
+        rest = [
+            f"{name} {100 * parts[name] / total:.0f}{NARROW}%" for name in others[:3] if parts[name] >= 0.005 * total
+        ]
         told = said(f"then {', '.join(rest)}" if rest else "", f"of {show_bytes(total)} allocated {at}")
-        return Tile(question, f"{first.capitalize()}, {100 * parts[first] / total:.0f} %", "", told, of.basis)
+        return Tile(question, f"{first.capitalize()}, {100 * parts[first] / total:.0f}{NARROW}%", "", told, of.basis)
     peaks = {phase: float(v) for phase in _PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
     phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
     fit = _memory_fit(of, found)
     share = _growing(fit, float(of.longest)) if fit is not None else None
     if fit is not None and share is not None:
-        value = f"What grows with length, {100 * share:.0f} %"
-        told = f"activations and the like; {100 * (1 - share):.0f} % is weights, gradients, optimizer state"
+        value = f"What grows with length, {100 * share:.0f}{NARROW}%"
+        told = f"activations and the like; {100 * (1 - share):.0f}{NARROW}% is weights, gradients, optimizer state"
         if share < 0.5:
-            value = f"What no length changes, {100 * (1 - share):.0f} %"
-            told = f"weights, gradients, optimizer state; {100 * share:.0f} % grows with length"
+            value = f"What no length changes, {100 * (1 - share):.0f}{NARROW}%"
+            told = f"weights, gradients, optimizer state; {100 * share:.0f}{NARROW}% grows with length"
         return Tile(question, value, "", said(told, f"of {fit.metric.label} {at}", phase), of.kind)
     if phase:
         return Tile(question, phase.removesuffix(" has the peak").capitalize(), "", said(at), of.basis)
@@ -331,7 +336,9 @@ def allocator(table: Table, of: Head | None, kinds: str) -> Tile:
     found = {name: over for name, over in every.items() if over is not None and over.change is not None}
     if not found:
         return Tile(question, about=said(f"no pair of equal settings ran both with {base} and with another"))
-    name = max(found, key=lambda one: abs(found[one].change or 0))
+    changes = {name: over.change or 0.0 for name, over in found.items()}
+    saves = min(changes, key=lambda one: changes[one])  # what to change, if anything helps
+    name = saves if changes[saves] < 0 else max(changes, key=lambda one: changes[one])
     over = found[name]
     what = METRICS[over.metric].label.removeprefix("peak ")
     rest = [f"{other}: {_less(one.change)}" for other, one in found.items() if other != name][:3]
@@ -352,7 +359,7 @@ def _place(settings: Mapping[str, Any]) -> str:
 def _less(change: float | None) -> str:
     if change is None or abs(change) < 0.0005:
         return "no less"
-    return f"{100 * abs(change):.1f} % {'less' if change < 0 else 'more'}"
+    return f"{100 * abs(change):.1f}{NARROW}% {'less' if change < 0 else 'more'}"
 
 
 def _compared(table: Table, base: str, other: str) -> verdicts.OverAll | None:
@@ -382,4 +389,4 @@ def _left_over(of: Head | None) -> str:
         return ""
     row = rows.loc[rows[BEYOND].idxmax()]
     share = 100 * float(row[BEYOND]) / float(row["peak_reserved_bytes"]) if row["peak_reserved_bytes"] else 0.0
-    return f"it held at most {show_bytes(float(row[BEYOND]))} ({share:.0f} %) beyond {row['base']}"
+    return f"it held at most {show_bytes(float(row[BEYOND]))} ({share:.0f}{NARROW}%) beyond {row['base']}"
