@@ -5,8 +5,9 @@ Not covered: how verdicts come about (compare/verdicts.py), the figure (figures/
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -18,6 +19,7 @@ from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, show_bytes
 from vramsweep.analysis.figures import overlay
+from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report import answer, page
 from vramsweep.harness.errors import UserError
 
@@ -52,12 +54,14 @@ def write(found: Comparison, along: Along, sides: tuple[Table, Table], out: Path
 
 def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
     """The page as text."""
+    drawn: Figure | None
     try:
-        drawn, undrawn = overlay.figure(found, along), ""
+        drawn, undrawn = _in_page(overlay.figure(found, along)), ""
     except UserError as why:
         drawn, undrawn = None, f"No figure: {why}."
     names = (f"A {found.a}", f"B {found.b}")
-    said = [sentence for quantity in (*METRICS, SPEED) for sentence in verdicts_words.sentences(along, quantity)]
+    called = {name: metric.label for name, metric in METRICS.items()} | {SPEED: "speed"}
+    said = [f"{called[of].capitalize()}: {one}." for of in called for one in verdicts_words.sentences(along, of)]
     pairs = found.pairs[:MOST]
     return page.page(
         "compare", title=f"{found.b} against {found.a}", question=f"What does {found.b} change, against {found.a}?",
@@ -65,6 +69,17 @@ def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
         said=said, cards=tuple(zip(names, map(answer.brief, sides), strict=True)), differs=_differs(found),
         pairs=pd.DataFrame([_pair(one) for one in pairs]), more=len(found.pairs) - len(pairs), choices=page.NO_CHOICES,
     )  # fmt: skip
+
+
+def _in_page(drawn: Figure) -> Figure:
+    """As high as its panels need, with the legend above them."""
+    plot = copy.deepcopy(drawn.plot)
+    plot.update_layout(
+        height=60 + 200 * len(list(plot.select_yaxes())), margin={"l": 68, "r": 12, "t": 64, "b": 56},
+        legend={"orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0}, showlegend=True,
+        paper_bgcolor="rgba(0,0,0,0)",
+    )  # fmt: skip
+    return replace(drawn, plot=plot)
 
 
 def _scope(found: Comparison) -> str:
@@ -75,7 +90,8 @@ def _scope(found: Comparison) -> str:
 def _answers(found: Comparison) -> list[Said]:
     """The verdicts in a few words: memory that was compared, and speed."""
     told = []
-    for one in found.memory:
+    first = ("peak_reserved_bytes", "peak_allocated_bytes")
+    for one in sorted(found.memory, key=lambda one: first.index(one.metric) if one.metric in first else len(first)):
         change = "" if one.change is None or one.verdict == "EQUAL" else f", {sizes.size(one.change)}"
         told.append(Said(METRICS[one.metric].label.capitalize(), one.verdict.capitalize() + change, one.reason))
     speed = found.speed
@@ -87,20 +103,22 @@ def _verdicts(found: Comparison) -> pd.DataFrame:
     lines = []
     for one in (*found.memory, *([found.speeds] if found.speeds else [])):
         memory = one.metric in METRICS
-        ends = [end for end in (one.least, one.most) if end is not None]
         change = sizes.size if memory else sizes.speed
         line = {"quantity": METRICS[one.metric].label if memory else "tokens/s", "verdict": one.verdict}
         line["mean B/A"] = "–" if one.change is None else change(one.change)
-        for name, end in zip(("least B/A", "most B/A"), ends, strict=False):
-            line[name] = f"{change(end.change)} at {label(end.settings)}" if end.settings else change(end.change)
-        lines.append(line | {"why": one.reason})
+        ends = [f"{change(end.change)} ({label(end.settings)})" for end in (one.least, one.most) if end is not None]
+        lines.append(line | {"from … to": "from " + " to ".join(ends) if ends else "–", "why": one.reason})
     if found.speeds is None:
         lines.append({"quantity": "tokens/s", "verdict": found.speed.verdict, "why": found.speed.reason})
     return pd.DataFrame(lines).fillna("–")
 
 
 def _differs(found: Comparison) -> pd.DataFrame | None:
-    lines = [{"setting": answer.axis_name(name), "A": a, "B": b} for name, (a, b) in found.differs.items()]
+    """Each difference once: a setting of the trial often says again what a column says."""
+    once: dict[tuple[str, str], str] = {}
+    for name, sides in found.differs.items():
+        once.setdefault(sides, name)
+    lines = [{"setting": answer.axis_name(name), "A": a or "none", "B": b or "none"} for (a, b), name in once.items()]
     return pd.DataFrame(lines) if lines else None
 
 

@@ -294,21 +294,20 @@ def dominates(of: Head | None, found: Sequence[Fit]) -> Tile:
     total = sum(parts.values())
     if total > 0:
         first, *others = sorted(parts, key=lambda name: -parts[name])
-        rest = [
-            f"{name} {100 * parts[name] / total:.0f}{NARROW}%" for name in others[:3] if parts[name] >= 0.005 * total
-        ]
+        share = {name: f"{100 * size / total:.0f}{NARROW}%" for name, size in parts.items()}
+        rest = [f"{name} {share[name]}" for name in others[:3] if parts[name] >= 0.005 * total]
         told = said(f"then {', '.join(rest)}" if rest else "", f"of {show_bytes(total)} allocated {at}")
-        return Tile(question, f"{first.capitalize()}, {100 * parts[first] / total:.0f}{NARROW}%", "", told, of.basis)
+        return Tile(question, f"{first.capitalize()}, {share[first]}", "", told, of.basis)
     peaks = {phase: float(v) for phase in _PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
     phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
     fit = _memory_fit(of, found)
-    share = _growing(fit, float(of.longest)) if fit is not None else None
-    if fit is not None and share is not None:
-        value = f"What grows with length, {100 * share:.0f}{NARROW}%"
-        told = f"activations and the like; {100 * (1 - share):.0f}{NARROW}% is weights, gradients, optimizer state"
-        if share < 0.5:
-            value = f"What no length changes, {100 * (1 - share):.0f}{NARROW}%"
-            told = f"weights, gradients, optimizer state; {100 * share:.0f}{NARROW}% grows with length"
+    grows = _growing(fit, float(of.longest)) if fit is not None else None
+    if fit is not None and grows is not None:
+        value = f"What grows with length, {100 * grows:.0f}{NARROW}%"
+        told = f"activations and the like; {100 * (1 - grows):.0f}{NARROW}% is weights, gradients, optimizer state"
+        if grows < 0.5:
+            value = f"What no length changes, {100 * (1 - grows):.0f}{NARROW}%"
+            told = f"weights, gradients, optimizer state; {100 * grows:.0f}{NARROW}% grows with length"
         return Tile(question, value, "", said(told, f"of {fit.metric.label} {at}", phase), of.kind)
     if phase:
         return Tile(question, phase.removesuffix(" has the peak").capitalize(), "", said(at), of.basis)
