@@ -128,8 +128,11 @@ def fits(frame: pd.DataFrame, of: Head | None, limits: Sequence[Limit]) -> Tile:
     if of is None:
         if len(oom) and not len(ok):
             small = oom.sort_values(["seq_len", "micro_batch"]).iloc[0]
-            told = said(f"already {_at(small)} ran out of memory", f"all {len(oom):,} trials did" * (len(oom) > 1))
-            return Tile(question, "Nothing fits", "", told, _basis(small))
+            need = small["unlimited_peak_reserved_bytes"]
+            would = "" if pd.isna(need) else f"it would take {show_bytes(float(need))}"
+            both = "both" if len(oom) == 2 else f"all {len(oom):,}"
+            told = said(f"already {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
+            return Tile(question, "Nothing fits", would, told, _basis(small))
         ends = ", ".join(f"{n:,} {outcome}" for outcome, n in frame["outcome"].value_counts().items())
         return Tile(question, about=said(f"no trial of a fixed length says what it needs ({ends})"))
     lengths = of.group.take("outcome", "seq_len")
@@ -284,11 +287,15 @@ def _point(row: pd.Series[Any], group: Group | None) -> str:
     return ", ".join(part for part in (length, _name(group, row)) if part)
 
 
-def dominates(of: Head | None, found: Sequence[Fit]) -> Tile:
-    """The largest part of the peak at the longest; without parts, what grows with length against what does not."""
+def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit]) -> Tile:
+    """The largest part of the peak at the longest; without parts, what grows with length against what does not. Where
+    nothing ran, the phase in which memory ran out."""
     question = "What dominates the peak?"
     if of is None:
-        return Tile(question, about="No row holds a peak.")
+        phases = frame.loc[frame["outcome"].eq("oom").fillna(False).astype(bool), "phase"].dropna().value_counts()
+        if phases.empty or len(_finished(frame)):
+            return Tile(question, about="No row holds a peak.")
+        return Tile(question, str(phases.index[0]).capitalize(), "", "Where memory ran out, so no peak is known.")
     at = f"at {of.longest:,} tokens"
     parts = {name: float(of.row[column]) for column, name in PARTS.items() if not pd.isna(of.row[column])}
     total = sum(parts.values())
@@ -325,10 +332,11 @@ def _growing(fit: Fit, longest: float) -> float | None:
 def allocator(table: Table, of: Head | None, kinds: str) -> Tile:
     """By how much the allocator that changes most changes reserved memory, over all pairs of equal settings."""
     question = "What did the allocator change?"
-    known = _finished(table.frame)["allocator"].dropna()
+    answers = table.frame["outcome"].isin(["ok", "oom"]).fillna(False).astype(bool)
+    known = table.frame.loc[answers, "allocator"].dropna()
     names = [str(name) for name in known.value_counts().index]
     if len(names) < 2:
-        only = f"only {names[0]} ran" if names else "no row that ran names one"
+        only = f"only {names[0]} was tried" if names else "no row names one"
         return Tile(question, "Not varied" if names else UNKNOWN, "", said(only, _left_over(of)), of.kind if of else "")
     base = "default" if "default" in names else names[0]
     every = {name: _compared(table, base, name) for name in names if name != base}
@@ -346,7 +354,8 @@ def allocator(table: Table, of: Head | None, kinds: str) -> Tile:
     ends = [end for end in (over.least, over.most) if end is not None]
     worst = max(ends, key=lambda end: abs(end.difference), default=None)
     most = "" if worst is None else f"at most {sizes.in_bytes(worst.difference)[0]}{_place(worst.settings)}"
-    pairs = f"mean of {sum(over.counts.values()):,} pairs"
+    number = sum(over.counts.values())
+    pairs = f"mean of {number:,} pairs" if number != 1 else "one pair"
     return Tile(question, f"{name}: {_less(over.change)} {what}", pairs, said(f"against {base}", most, *rest), kinds)
 
 
