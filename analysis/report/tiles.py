@@ -105,7 +105,7 @@ def _finished(frame: pd.DataFrame) -> pd.DataFrame:
 def _kind(row: Mapping[str, Any] | pd.Series[Any]) -> str:
     if not pd.isna(row["foreign"]):
         return IMPORTED
-    return PREDICTED if row["device"] == "simulated" else MEASURED
+    return PREDICTED if str(row["device"]) == "simulated" else MEASURED
 
 
 def _basis(row: pd.Series[Any]) -> str:
@@ -164,7 +164,7 @@ def _larger(ok: pd.DataFrame, of: Head) -> bool:
 
 def size_of_card(row: pd.Series[Any]) -> float | None:
     """The nominal size (GiB) of the card that a row is of, as the frontier knows sizes; None if that is not known."""
-    name = row["simulated_gpu"] if row["device"] == "simulated" else row["gpu_name"]
+    name = row["simulated_gpu"] if str(row["device"]) == "simulated" else row["gpu_name"]
     listed = {gpu.name: gpu for gpu in gpus.GPUS}.get(str(name)) or gpus.find(str(name))
     if listed is not None:
         return listed.memory_gib
@@ -229,8 +229,10 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     base = f"on top of {show_bytes(fixed)} that no length changes" if fixed > 0 else ""
     where = f"from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
     grows = "more with every token: its square counts" if square > 0 else ""
+    modulus, aligned = fit.chosen.model.modulus, next(iter(fit.chosen.model.curves))
+    of_class = f"lengths {'' if aligned else 'not '}divisible by {modulus}" if modulus else ""
     value = f"{_fine((slope + 2 * square * high) / batch)} per token"
-    return Tile(question, value, interval, said(base, where, grows, f"of {fit.metric.label}"), of.kind)
+    return Tile(question, value, interval, said(base, where, of_class, grows, f"of {fit.metric.label}"), of.kind)
 
 
 def _fine(value: float) -> str:
@@ -250,6 +252,7 @@ def speed(frame: pd.DataFrame, groups: Sequence[Group]) -> Tile:
     question = "How fast is it?"
     ok = _finished(frame)
     timed, rough = (ok.dropna(subset=[name]) for name in ("tokens_per_s", "estimated_tokens_per_s"))
+    timed = timed[timed["device"].ne("simulated").fillna(True)]
     if len(timed):
         return _timed(question, timed, groups)
     if rough.empty:
@@ -326,7 +329,7 @@ def _growing(fit: Fit, longest: float) -> float | None:
     _, fixed, slope, square, _ = _last(fit)
     peak = float(fit.value(np.array([longest]))[0])
     share = (slope * longest + square * longest**2) / peak if peak > 0 else float("nan")
-    return share if 0 <= share <= 1 and fixed >= 0 else None
+    return max(share, 0.0) if -_FLAT < share <= 1 and fixed >= 0 else None
 
 
 def allocator(table: Table, of: Head | None, kinds: str) -> Tile:
