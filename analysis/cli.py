@@ -118,6 +118,7 @@ def _parsers() -> dict[str, Parser]:
     compare.add_argument(
         "--figure", type=FIGURE, metavar="FILE", help="draw both: HTML, PNG, SVG or PDF; data beside it"
     )
+    compare.add_argument("--report", type=PAGE, metavar="FILE.html", help="a page of both: verdicts, figure, answers")
     compare.add_argument("--all", action="store_true", help="print every pair")
     _foreign(compare)
     compare.add_argument("--json", action="store_true", help="print the data instead")
@@ -305,6 +306,10 @@ def _compare(arguments: argparse.Namespace) -> int:
         from vramsweep.analysis.figures import overlay
 
         overlay.check(arguments.figure, arguments.rows)
+    if arguments.report is not None:
+        from vramsweep.analysis.report import compare_page
+
+        compare_page.check(arguments.report, arguments.rows)
     if arguments.by:
         axis, _, values = arguments.by.partition("=")
         a, b = verdicts.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
@@ -318,6 +323,8 @@ def _compare(arguments: argparse.Namespace) -> int:
         _print_json({**found.as_json(), "along": along.as_json()})
     else:
         print(verdicts_words.text(found, along, arguments.all))
+    if arguments.report is not None:
+        compare_page.write(found, along, (a, b), arguments.report)
     if arguments.figure is not None:  # last, as it may need a browser
         overlay.write(overlay.figure(found, along), arguments.figure)
     return 1 if found.worse else 0

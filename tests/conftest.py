@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import os
+import re
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,3 +171,9 @@ def _skip_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu") and not machine.gpus():
         pytest.skip("needs an NVIDIA card, and this machine has none")
     yield
+
+
+def unpacked(page: str) -> str:
+    """A page's text with what is packed in it: its rows and the data of its figures."""
+    packed = re.findall(r'<script type="text/plain"[^>]*>([^<]*)</script>', page)
+    return "\n".join([page, *(zlib.decompress(base64.b64decode(text)).decode() for text in packed)])

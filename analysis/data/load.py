@@ -30,7 +30,11 @@ from vramsweep.harness.trial import LEFT_OUT
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
-_PARTS = ("part_peak_allocated_bytes", "part_peak_reserved_bytes", "oom_parts_bytes")  # dicts that are kept, as JSON text
+_PARTS = (
+    "part_peak_allocated_bytes",
+    "part_peak_reserved_bytes",
+    "oom_parts_bytes",
+)  # dicts that are kept, as JSON text
 _NESTED = (
     "trial",
     *(c.name for c in COLUMNS if c.type is dict and c.name not in ("trial", *_PARTS)),

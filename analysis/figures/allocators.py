@@ -80,7 +80,8 @@ def _bars(plot: object, groups: Sequence[Group], table: pd.DataFrame, looks: Seq
             x=x, y=table[number].to_numpy(float) / unit, name=escape(name), customdata=told,
             marker={"color": faint(look.colour, 0.75), "line": {"color": look.colour, "width": 1},
                     "pattern": {"shape": _PATTERNS[number], "fgcolor": "#fff", "solidity": 0.25}},
-            hovertemplate="%{x} tokens: %{y:,.4~g} reserved, %{customdata} allocated<extra>" + escape(name) + "</extra>",
+            hovertemplate="%{x} tokens: %{y:,.4~g} reserved, %{customdata} allocated<extra>" + escape(name)
+            + "</extra>",
             **look.trace,
         )  # fmt: skip
     middle = pd.concat([_peaks(group) for group in groups]).groupby("seq_len")["peak_allocated_bytes"].median()
@@ -103,5 +104,7 @@ def _differs(table: pd.DataFrame, called: Sequence[str]) -> str:
         share, size = gap[at] / table[0][at], show_bytes(abs(gap[at]))
         same = "as much at every length" if not gap[at] else ""
         way = "less" if gap[at] < 0 else "more"
-        said.append(same and f"{name} reserves {same}" or f"{name} reserves {size} {way} ({share:+.1%}) at {at:,} tokens")
+        said.append(
+            (same and f"{name} reserves {same}") or f"{name} reserves {size} {way} ({share:+.1%}) at {at:,} tokens"
+        )
     return f"Against {called[0]}: {'; '.join(said)}." if said else ""

@@ -1,4 +1,4 @@
-"""What a card's allocator can have, as lines in a figure: the rows' own card, and cards of other sizes that are near."""
+"""What a card's allocator can have, as lines in a figure: the rows' own card, and others that are near."""
 
 from __future__ import annotations
 
@@ -64,9 +64,13 @@ def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list
     return kept
 
 
-def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False) -> None:
-    """A line across the plot with its name at its left, above it; `upright`: across bars that lie."""
-    line = {"color": INK if limit.own else GREY, "width": 1.6 if limit.own else 1, "dash": "dash" if limit.own else "dot"}
+def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False, right: bool = False) -> None:
+    """A line across the plot with its name at its left, or right, above it; `upright`: across bars that lie."""
+    line = {
+        "color": INK if limit.own else GREY,
+        "width": 1.6 if limit.own else 1,
+        "dash": "dash" if limit.own else "dot",
+    }
     words = {"text": escape(limit.name), "showarrow": False, "font": {"size": 11, "color": INK}, "name": "limit"}
     at = limit.size / unit
     if upright:
@@ -74,4 +78,5 @@ def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False
         plot.add_annotation(x=at, y=1, yref="paper", xanchor="right", yanchor="bottom", **words)
     else:
         plot.add_hline(y=at, line=line)
-        plot.add_annotation(x=0, xref="paper", y=at, xanchor="left", yanchor="bottom", **words)
+        side = {"x": 1, "xanchor": "right"} if right else {"x": 0, "xanchor": "left"}
+        plot.add_annotation(xref="paper", y=at, yanchor="bottom", **side, **words)

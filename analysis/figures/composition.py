@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,17 +113,20 @@ def _stacked(
     _crosses(plot, out, axis, own, view.look(first), unit)
     _measured(plot, ran, axis, view.look(first), unit)
     for limit in [*([own] if own is not None and own.size <= top else []), *other_limits(own, top, view.table.frame)]:
-        add_card_limit(plot, limit, unit)
+        add_card_limit(plot, limit, unit, right=float(rows[axis].max()) < last)
     finish(plot, ends, [0.0, top / unit], zero=True, share=1 - STRIP)
     plot.update_xaxes(range=[places.min(), last + 0.02 * (last - places.min())])
     caption = sentence(
         _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "",
         _phases(rows, axis),
-        f"Points: {len(ran):,} rows measured with these settings; filled: allocated, open: reserved." if len(ran) else "",
+        f"Points: {len(ran):,} rows measured with these settings (filled: allocated, open: reserved)."
+        if len(ran) else "",
         f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
         "" if own is None or own.size <= top else own.told(),
     )  # fmt: skip
-    found = pd.concat([*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True)
+    found = pd.concat(
+        [*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True
+    )
     return Figure("composition", "Memory by what it is", caption, plot, found)
 
 
@@ -137,10 +139,10 @@ def _areas(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top:
             continue
         beyond = part == BEYOND
         colour = GREY if beyond else PARTS[part]
-        seen, named = float(size.max()) > top / THIN, size[-1] > top / 45  # the others are in the legend
+        seen, named = float(size.max()) > top / THIN, size[-1] > top / 45
         own = Look(colour, settings=look.settings, hidden=look.hidden)
         plot.add_scatter(
-            x=x, y=size / unit, name=called(part), stackgroup=group, mode="lines", showlegend=seen and not named,
+            x=x, y=size / unit, name=called(part), stackgroup=group, mode="lines", showlegend=seen,
             line={"width": 0.8 if seen else 0, "color": colour},
             **({"fillpattern": HATCH} if beyond else {"fillcolor": colour}), hovertemplate="%{y:,.4~f}", **own.trace,
         )  # fmt: skip
@@ -240,7 +242,8 @@ def _out_of_memory(view: View) -> list[Figure]:
     """Where nothing fits: what was to be held when memory ran out, the request included."""
     found = []
     for group in view.groups:
-        rows = group.take("seq_len", "micro_batch", "outcome", "oom_parts_bytes", "trial_id").dropna()
+        rows = group.take("seq_len", "micro_batch", "oom_parts_bytes", "unlimited_peak_reserved_bytes", "trial_id")
+        rows = rows.dropna(subset=["oom_parts_bytes", "seq_len", "micro_batch"])
         found += [(group, row) for _, row in rows.sort_values("seq_len").head(2).iterrows()]
     found = [(group, row) for group, row in found if _oom_parts(row)][:CONFIGURATIONS]
     if not found:
@@ -248,7 +251,10 @@ def _out_of_memory(view: View) -> list[Figure]:
     frame = pd.DataFrame([row for _, row in found])
     known = [_oom_parts(row) for _, row in found]
     stack = {part: np.array([float(one.get(part, 0)) for one in known]) for part in PARTS}
-    caption = "At the request for which there was no room, which is included; nothing in this sweep fits."
+    caption = (
+        "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what "
+        "would be reserved without a limit."
+    )
     title = "What was to be held when memory ran out"
     told = [group for group, _ in found]
     return [_lying(view, told, stack, frame, "memory", "composition", title, caption)]
@@ -290,12 +296,22 @@ def _lying(
                 hovertemplate="%{x:,.4~f} " + unit_name + "<extra>" + called(part) + "</extra>",
                 **view.look(group).trace,
             )  # fmt: skip
-    plot.update_layout(barmode="stack", bargap=0.3, showlegend=True, legend=plots.ABOVE | {"traceorder": "normal"})
-    plot.update_xaxes(tickformat=",~g", range=[0, top / unit * 1.04])
+    height = 34 * len(known)
+    plot.update_layout(
+        barmode="stack", bargap=0.3, showlegend=True, height=height + 130,
+        legend=plots.ABOVE | {"traceorder": "normal", "y": 1 + 18 / height},
+    )  # fmt: skip
+    needed = rows.get("unlimited_peak_reserved_bytes", pd.Series(dtype=float)).to_numpy(float, na_value=np.nan)
+    for place_of, size, end in zip(y, needed, total / unit, strict=False):
+        if np.isfinite(size):
+            plots.add_text(plot, [end], [place_of], [f" needs {show_bytes(size)}"], Look(INK), "middle right", 11)
+    plot.update_xaxes(tickformat=",~g", range=[0, top / unit * (1.2 if np.isfinite(needed).any() else 1.04)])
     plot.update_yaxes(type="category", autorange="reversed", tickformat=None, showgrid=False)
     for limit in [*([own] if own is not None and own.near else []), *other_limits(own, top, view.table.frame)][:3]:
         add_card_limit(plot, limit, unit, upright=True)
-    data = rows.assign(group=[group.label for group in known], **stack).drop(columns=["oom_parts_bytes"], errors="ignore")
+    data = rows.assign(group=[group.label for group in known], **stack).drop(
+        columns=["oom_parts_bytes"], errors="ignore"
+    )
     return Figure(name, title, sentence(caption, "" if own is None else own.told()), plot, data)
 
 

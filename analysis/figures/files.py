@@ -33,7 +33,9 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
     for figure in figures:
         for kind in formats:
             if kind != "pdf":
-                pictures.append(Picture(page(figure), folder / f"{figure.name}.{kind}", scale=2 if kind == "png" else 1))
+                pictures.append(
+                    Picture(page(figure), folder / f"{figure.name}.{kind}", scale=2 if kind == "png" else 1)
+                )
             if kind != "svg":
                 name = f"{figure.name}.pdf" if kind == "pdf" else f"{figure.name}.column.{kind}"
                 pictures.append(Picture(column(figure), folder / name, scale=300 / 96 if kind == "png" else 1))

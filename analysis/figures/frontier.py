@@ -6,6 +6,7 @@ and cards are headings. A bar is solid as far as rows ran, hatched as far as a n
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,10 +24,10 @@ from vramsweep.analysis.model.observe import allocator_limits
 
 CARDS, LINES = 3, 18  # at most: cards where there are several settings, and rows in all
 _CARD = ("simulated_gpu", "gpu_name", "trial.device.gpu")
+TICK = 24  # characters of a setting in one line
 APART = 1.4  # times as large: cards nearer to each other say nearly the same
 AROUND = 90  # px of the figure that are not rows
 ROW = 26  # px
-ROOM = 0.2  # of the width: the numbers behind the longest bar
 
 
 def frontier_chart(view: View) -> list[Figure]:
@@ -36,49 +37,69 @@ def frontier_chart(view: View) -> list[Figure]:
     having = {group for _, group in said}
     alike = _alike([group for group in view.groups if group.id in having])
     shown, note = baseline([first for first, *_ in alike], ("micro_batch", "allocator"))
-    if not shown:
-        return []
+    if max((group.take("seq_len")["seq_len"].nunique() for group in shown), default=0) < 2:
+        return []  # of one length, the composition says whether it fits
     of = {first.id: [first, *others] for first, *others in alike}
     best = {(size, group.id): found for size in sorted({size for size, _ in said}) for group in shown
             if (found := _nearest(said, size, of[group.id])) is not None}  # fmt: skip
     sizes = _cards(view, best, LINES if len(shown) == 1 else CARDS)
     if len(shown) > (most := max(1, LINES // len(sizes))):
         shown, note = shown[:most], f"{most} of {len(alike):,} groups."
-    plot = new_plot("sequence length (tokens)", "")
-    at, ticks, top = 0.0, [], 0
-    for size in sizes:
-        usable = next(one.usable_gib for (gib, _), (one, _) in best.items() if gib == size)
-        heading = f"<b>{size:g} GiB card</b>, {usable:.1f} usable"
-        if len(shown) > 1:
-            plot.add_annotation(
-                x=0, xref="paper", y=at, text=heading, xanchor="left", yanchor="middle", showarrow=False,
-                font={"size": 12, "color": INK}, name="card",
-            )  # fmt: skip
-            at += 1
-        for group, name in zip(shown, names(shown), strict=True):
-            one, whose = best.get((size, group.id), (None, group))
-            told = name if len(shown) > 1 else f"{size:g} GiB card"
-            ticks.append((at, escape(plots.short(told, 40)) + ("" if one is not None else ": nothing known")))
-            if one is not None:
-                look = replace(view.look(group), settings=view.look(whose).settings)
-                top = max(top, _row(plot, at, one, look, told, view.predicted, _beyond(view, one)))
-            at += 1
-        at += 0.4 if len(shown) > 1 else 0
-    plot.update_layout(barmode="overlay", bargap=0.35, height=AROUND + ROW * at, margin={"t": 16})
-    plot.update_yaxes(
-        tickvals=[where for where, _ in ticks], ticktext=[text for _, text in ticks], range=[at - 0.5, -0.7],
-        showgrid=False, ticks="", tickformat=None, showline=False,
-    )  # fmt: skip
-    plot.update_xaxes(range=[0, top / (1 - ROOM)], tickformat=",~d")
-    drawn = [one for one, _ in best.values() if one.gib in sizes]
+    refused = {(one.gib, one.group): one.smallest_too_large for one in every if one.smallest_too_large is not None}
+    least = {
+        (size, group.id): min(found)
+        for size in sizes
+        for group in shown
+        if (found := [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused])
+    }
+    drawn = [one for (size, _), (one, _) in best.items() if size in sizes]
     caption = sentence(
-        "Hatched: predicted to fit" if view.predicted else "Solid: ran; hatched: a new run is safe (97.5 %)",
+        f"{'Hatched: predicted to fit' if view.predicted else 'Solid: ran; hatched: a new run is safe (97.5 %)'}; "
         "tick: the estimate, line: as far as one may fit (95 %).",
         "Arrow: more than the fit can say." if any(_beyond(view, one) for one in drawn) else "",
         "° and paler: beyond the lengths that the fit has seen." if any(one.extrapolated for one in drawn) else "",
         note,
-    ).replace(") tick", "); tick").replace("fit tick", "fit; tick")  # fmt: skip
+    )  # fmt: skip
+    plot = _drawn(view, shown, sizes, best, least)
     return [Figure("frontier", "How long one can go on which card", caption, plot, as_frame(every))]
+
+
+def _drawn(
+    view: View, shown: Sequence[Group], sizes: Sequence[float], best: Mapping[tuple[float, str], tuple[Limit, Group]],
+    least: Mapping[tuple[float, str], int],
+) -> Any:  # fmt: skip
+    """The rows below each other, under their card's name where a card has several; `least` is what does not fit."""
+    plot: Any = new_plot("sequence length (tokens)", "")
+    cardless = [replace(g, settings={k: v for k, v in g.settings.items() if k not in _CARD}) for g in shown]
+    at, ticks, top, widest = 0.0, [], 0, 0
+    for size in sizes:
+        if len(shown) > 1:
+            usable = next(one.usable_gib for (gib, _), (one, _) in best.items() if gib == size)
+            plot.add_annotation(
+                x=0, xref="paper", y=at, text=f"<b>{size:g} GiB card</b>, {usable:.1f} usable", xanchor="left",
+                yanchor="middle", showarrow=False, font={"size": 12, "color": INK}, name="card",
+            )  # fmt: skip
+            at += 1
+        for group, name in zip(shown, names(cardless), strict=True):
+            told = name if len(shown) > 1 else f"{size:g} GiB card"
+            ticks.append((at, "<br>".join(map(escape, textwrap.wrap(plots.short(told, 40), TICK)))))
+            one, whose = best.get((size, group.id), (None, group))
+            look = replace(view.look(group), settings=view.look(whose).settings)
+            if one is None:
+                end, text = 0, f"not even {least[size, group.id]:,}" if (size, group.id) in least else "nothing known"
+            else:
+                end, text = _row(plot, at, one, look, told, view.predicted, _beyond(view, one))
+            plots.add_text(plot, [end], [at], [f" {text}"], replace(look, colour=INK), "middle right", 11)
+            top, widest = max(top, end), max(widest, len(text))
+            at += 1
+        at += 0.4 if len(shown) > 1 else 0
+    plot.update_layout(barmode="overlay", bargap=0.35, height=AROUND + ROW * at, margin={"t": 16, "r": 12 + 6 * widest})
+    plot.update_yaxes(
+        tickvals=[where for where, _ in ticks], ticktext=[text for _, text in ticks], range=[at - 0.5, -0.7],
+        showgrid=False, ticks="outside", ticklen=4, tickcolor="rgba(0,0,0,0)", tickformat=None, showline=False,
+    )  # fmt: skip
+    plot.update_xaxes(range=[0, 1.02 * top], tickformat=",~d")
+    return plot
 
 
 def _alike(groups: Sequence[Group]) -> list[list[Group]]:
@@ -90,7 +111,9 @@ def _alike(groups: Sequence[Group]) -> list[list[Group]]:
     return list(found.values())
 
 
-def _nearest(said: Mapping[tuple[float, str], Limit], size: float, groups: Sequence[Group]) -> tuple[Limit, Group] | None:
+def _nearest(
+    said: Mapping[tuple[float, str], Limit], size: float, groups: Sequence[Group]
+) -> tuple[Limit, Group] | None:
     """What is said of a size by the group whose own card is nearest to it."""
     known = [(one, group) for group in groups if (one := said.get((size, group.id))) is not None]
 
@@ -117,12 +140,22 @@ def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], mo
     usable = {size: one.usable_gib for (size, _), (one, _) in best.items()}
     own = _own(view.table.frame[["memory_limit_bytes", "device_total_bytes"]])
     kept = sorted({min(usable, key=lambda size: abs(usable[size] - limit)) for limit in own})[:most]
-    middle = kept[0] if kept else sorted(usable)[len(usable) // 2]
+    said: dict[float, list[Any]] = {size: [] for size in usable}
+    for (size, who), (one, _) in best.items():
+        said[size].append((who, one.largest_ok, one.low, one.value))
+    middle = kept[0] if kept else _enough(best)
+    kept = kept or [middle]
     for size in sorted(usable, key=lambda size: abs(np.log(size / middle))):
-        new = all(abs(np.log(size / other)) > np.log(APART) for other in kept)
+        new = all(abs(np.log(size / other)) > np.log(APART) and said[size] != said[other] for other in kept)
         if new and len(kept) < min(most, CARDS):
             kept.append(size)
     return sorted(kept)
+
+
+def _enough(best: Mapping[tuple[float, str], tuple[Limit, Group]]) -> float:
+    """The smallest size in which all that ran does so."""
+    ran = {size: sum(one.largest_ok or 0 for (gib, _), (one, _) in best.items() if gib == size) for size, _ in best}
+    return min(size for size, lengths in ran.items() if lengths == max(ran.values()))
 
 
 def _beyond(view: View, one: Limit) -> int | None:
@@ -133,8 +166,10 @@ def _beyond(view: View, one: Limit) -> int | None:
     return None if fit is None else int(REACH * fit.range[1])
 
 
-def _row(plot: Any, at: float, one: Limit, look: Look, name: str, predicted: bool, beyond: int | None) -> int:
-    """One setting on one card; how far it reaches on the axis."""
+def _row(
+    plot: Any, at: float, one: Limit, look: Look, name: str, predicted: bool, beyond: int | None
+) -> tuple[int, str]:  # fmt: skip
+    """One setting on one card; how far it reaches on the axis, and what that is in words."""
     proven, low = one.largest_ok or 0, max(one.low or 0, one.largest_ok or 0)
     if predicted:
         proven, low = 0, max(low, proven)
@@ -155,7 +190,8 @@ def _row(plot: Any, at: float, one: Limit, look: Look, name: str, predicted: boo
     if one.value is not None:
         plot.add_scatter(
             x=[one.value], y=[at], mode="markers", hovertemplate=f"estimate {one.value:,}<extra>{escape(name)}</extra>",
-            marker={"symbol": "line-ns", "size": 19, "line": {"color": INK, "width": 2.5}}, showlegend=False, **look.trace,
+            marker={"symbol": "line-ns", "size": 19, "line": {"color": INK, "width": 2.5}},
+            showlegend=False, **look.trace,
         )  # fmt: skip
         if one.high is not None and one.high > end:
             plot.add_scatter(
@@ -174,6 +210,5 @@ def _row(plot: Any, at: float, one: Limit, look: Look, name: str, predicted: boo
     guess = f"> {beyond:,}°" if beyond is not None else ""
     if one.value is not None and one.value != one.largest_ok:
         guess = f"≈ {one.value:,}{'°' * one.extrapolated}"
-    text = ", ".join(filter(None, (ran, guess)))
-    plots.add_text(plot, [end], [at], [f" {text}"], Look(INK, settings=look.settings), "middle right", 11)
-    return end
+    text = ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"
+    return end, text

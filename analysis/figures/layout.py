@@ -11,14 +11,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 
-from vramsweep.analysis.figures.plots import BLOG, DIRECT, INK, WORLD, Figure, escape
+from vramsweep.analysis.figures.plots import BLOG, DIRECT, INK, WORLD, Figure, apart, escape
 
 POINT = 96 / 72
 COLUMN = (336, 250)  # px: 3.5 in x 2.6 in; taller where a legend has many lines
 TEXT, SMALL = 8 * POINT, 7 * POINT  # px: of a column's text, and the least that can be read there
+AROUND = 110  # px of a column above and below its plot, without a legend
 LONGEST = 18  # characters of labels that stand beside a narrow plot; longer ones make a legend
 _PAPER, _DARK = "#fff", "#000"
 
@@ -33,10 +33,12 @@ def page(figure: Figure) -> go.Figure:
 def column(figure: Figure) -> go.Figure:
     """The figure for one column of a paper, 3.5 in wide, in 8 pt: labels or a legend that fit, the small print in 7."""
     plot: Any = go.Figure(figure.plot)
-    height = COLUMN[1] if plot.layout.height is None else max(COLUMN[1], int(plot.layout.height * 0.62) + 60)
-    lines = _legend_lines(plot, COLUMN[0])
-    height += 20 * max(lines - 1, 0)
-    apply_narrow(plot, narrow(plot, COLUMN[0], height - 90))
+    inner = COLUMN[1] - AROUND
+    if plot.layout.height is not None:  # of rows: as many as there are
+        inner = max(70, int(0.62 * plot.layout.height) - 10)
+    change = narrow(plot, COLUMN[0], inner)
+    apply_narrow(plot, change)
+    height = inner + AROUND + change["legend"]
     plot.update_layout(font={"size": TEXT, "color": _DARK})
     for axis in (*plot.select_xaxes(), *plot.select_yaxes()):
         axis.title.update(standoff=4, font={"size": TEXT})
@@ -51,7 +53,8 @@ def column(figure: Figure) -> go.Figure:
 
 
 def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
-    """What changes where a plot has little room: `layout`, and by trace number `traces`.
+    """What changes where a plot of so many px has little room: `layout`, and by trace number `traces`; and how many px
+    the `legend` takes below.
 
     Short labels stay beside their lines, moved apart; instead of long ones there is a legend below.
     """
@@ -67,26 +70,31 @@ def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
             traces[i] = {"y": [y], "textposition": "middle right"}
     else:
         traces |= {i: {"visible": False} for i, t in enumerate(plot.data) if t.meta and t.meta.get(DIRECT)}
+    beside = texts if fit else []
     legend = bool(plot.layout.showlegend) or (bool(labels) and not fit)
-    lines = _legend_lines(plot, width) if legend else 0
     world = any(a.name == WORLD for a in plot.layout.annotations)
     right = 14 + size * max(map(len, texts)) if fit else 10
+    ticks = plot.layout.yaxis.ticktext or [
+        x for t in plot.data if t.type == "bar" and t.orientation == "h" for x in t.y
+    ]
+    left = max(60, 8 + size * max((len(str(one)) for one in ticks), default=0))
+    lines = _legend_lines(plot, int(width - left - right), beside) if legend else 0
+    below = 20 * lines + 12 * bool(lines)
     layout = {
         "showlegend": legend,
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "xref": "paper",
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0.01, "xref": "container",
                    "itemwidth": 30, "font": {"size": TEXT}},
-        "margin": {"l": 44, "r": round(right), "t": 22 if world else 8, "b": 42 + 20 * lines},
+        "margin": {"l": 44, "r": round(right), "t": 22 if world else 8, "b": 42 + below},
         "xaxis": {"tickangle": 0},
-        "yaxis": _wrapped(plot.layout.yaxis, height - 20 * lines),
+        "yaxis": _wrapped(plot.layout.yaxis, height),
     }  # fmt: skip
     if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
-        layout["yaxis2"] = _wrapped(plot.layout.yaxis2, height - 20 * lines)
-    ticks = plot.layout.yaxis.ticktext or ()
-    across = width - layout["margin"]["r"] - max(60, size * max((len(str(one)) for one in ticks), default=0))
+        layout["yaxis2"] = _wrapped(plot.layout.yaxis2, height)
+    across = width - left - right
     layout["xaxis"]["nticks"] = max(3, min(5, int(across / 55)))
     if (reach := _reach(plot, across)) is not None:
         layout["xaxis"]["range"] = [plot.layout.xaxis.range[0], reach]
-    return {"layout": layout, "traces": traces}
+    return {"layout": layout, "traces": traces, "legend": below}
 
 
 def _wrapped(axis: Any, height: float) -> dict[str, Any]:
@@ -99,7 +107,7 @@ def _wrapped(axis: Any, height: float) -> dict[str, Any]:
 
 
 def _reach(plot: Any, across: float) -> float | None:
-    """Where the x axis must end for the words behind its points to have room in so many px; None where there are none."""
+    """Where the x axis must end for the words behind its points to have room; None where there are none."""
     ends = [
         float(x) / (1 - min(0.8, 0.56 * SMALL * len(str(text)) / across))
         for trace in plot.select_traces(selector={"type": "scatter"})
@@ -116,27 +124,16 @@ def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
         plot.data[number].update(update)
 
 
-def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The places moved as little as need be, so that each is `gap` from the next and all are within the range."""
-    order = np.argsort(places, kind="stable")
-    found = np.array(places, dtype=float)
-    at = low + gap / 2
-    for i in order:
-        found[i] = at = max(found[i], at)
-        at += gap
-    at = high - gap / 2
-    for i in order[::-1]:
-        found[i] = at = min(found[i], at)
-        at -= gap
-    return [float(one) for one in found]
-
-
 def _by_itself(
     plot: Any, figure: Figure, size: tuple[int, int], text: float, small: float, below: float, colour: str
 ) -> go.Figure:  # fmt: skip
     """With its title above and its small print below what is there; `below` px are of axis and legend."""
     width, height = size
     plot.layout.annotations = [note for note in plot.layout.annotations if note.name != WORLD]
+    beside = {str(t.text[0]).strip() for t in plot.data if t.meta and t.meta.get(DIRECT) and t.visible is not False}
+    for trace in plot.data:
+        if trace.name in beside:
+            trace.showlegend = False  # its name stands beside it
     title = textwrap.wrap(figure.title, max(12, int(width / (0.56 * text))))
     told = textwrap.wrap(figure.source, max(12, int((width - 12) / (0.5 * small))))
     legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
@@ -159,14 +156,14 @@ def _by_itself(
     return plot
 
 
-def _legend_lines(plot: Any, width: int) -> int:
+def _legend_lines(plot: Any, width: int, beside: Sequence[str] = ()) -> int:
     """How many lines a legend takes below a plot so wide: its columns are as wide as its longest entry."""
     named = dict.fromkeys(
         str(trace.legendgroup or trace.name)
         for trace in plot.data
-        if trace.name and trace.showlegend is not False and trace.visible is not False
+        if trace.name and trace.showlegend is not False and trace.visible is not False and trace.name not in beside
     )
     if not named:
         return 0
     widest = 44 + 0.58 * TEXT * max(map(len, named))
-    return math.ceil(len(named) / max(1, int((width - 20) // widest)))
+    return math.ceil(len(named) / max(1, int(width // widest)))

@@ -49,7 +49,8 @@ def _figure(view: View, runs: Runs, number: int) -> Figure:
         name = ", ".join(one.allocator for one in same)
         x, y = np.arange(1, len(same[0].reserved) + 1, dtype=float), same[0].reserved / unit
         plot.add_scatter(
-            x=x, y=y, mode="lines", name=escape(name), line={"color": look.colour, "width": 2, "shape": "hv", "dash": look.dash},
+            x=x, y=y, mode="lines", name=escape(name),
+            line={"color": look.colour, "width": 2, "shape": "hv", "dash": look.dash},
             hovertemplate="step %{x:,}: %{y:,.4~g}<extra>" + escape(name) + "</extra>",
             **look.trace,
         )  # fmt: skip

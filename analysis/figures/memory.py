@@ -6,6 +6,7 @@ Not covered: the fit itself (model/fit.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def by_length(view: View) -> list[Figure]:
     plot = new_plot(LENGTH, f"peak memory ({called})")
     plot.update_layout(
         yaxis={"domain": [STRIP + 0.08, 1.0]},
-        yaxis2={**plots.AXIS, "domain": [0.0, STRIP], "title": {"text": "row − fit<br>(MiB)"}, "tickformat": ",~g",
+        yaxis2={**plots.AXIS, "domain": [0.0, STRIP], "tickformat": ",~g",
                 "nticks": 4, "zeroline": True, "zerolinecolor": GREY, "zerolinewidth": 1, "anchor": "x"},
         xaxis={"anchor": "y2"},
     )  # fmt: skip
@@ -103,11 +104,12 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
     for part, _, new in lines:
         plots.add_band(plot, part, new.new_low / unit, new.new_high / unit, look)
     plots.add_points(plot, x, y / unit, ids, look, name, hollow=dashed, faded=FAINT)
+    above = look if len(x) <= plots.MANY else replace(look, colour=plots.shade(look.colour, 0.6))
     for part, kind, new in lines:
-        plots.add_curve(plot, part, new.value / unit, look, name, "dash" if dashed else "solid")
+        plots.add_curve(plot, part, new.value / unit, above, name, "dash" if dashed else "solid")
         told = f"{name}, {kind}" if kind else name
         ends.append(End(float(part[-1]), float(new.value[-1]) / unit, told, look))
-    plots.add_points(plot, x, (y - fitted) / 2**20, ids, look, name, False, dashed, FAINT, yaxis="y2")
+    plots.add_points(plot, x, y - fitted, ids, look, name, False, dashed, FAINT, yaxis="y2")
     return pd.DataFrame(
         {
             "group": fit.label,
@@ -123,7 +125,7 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
 
 
 def _misfits(plot: Any, group: Group, look: Look, limit: Any, unit: int) -> pd.DataFrame:
-    """Rows that ran out of memory, as crosses at their length on the card's limit: how much they needed is not known."""
+    """Rows that ran out of memory, as crosses at their length on the card's limit: what they needed is not known."""
     rows = group.take("seq_len", "outcome", "trial_id").assign(group=group.label)
     rows = rows[rows["outcome"].eq("oom").fillna(False) & rows["seq_len"].notna()]
     if limit is not None and len(rows):
@@ -137,10 +139,15 @@ def _misfits(plot: Any, group: Group, look: Look, limit: Any, unit: int) -> pd.D
 
 
 def _strip_range(plot: Any) -> None:
-    """As far as nearly all residuals reach, the same up and down."""
+    """The residuals, until here in bytes, in their unit; as far as nearly all of them reach, the same up and down."""
     found = [np.abs(np.asarray(t.y, dtype=float)) for t in plot.data if t.yaxis == "y2" and t.visible is not False]
     most = float(np.nanpercentile(np.concatenate(found), 99.5)) if found else 0.0
-    plot.update_layout(yaxis2={"range": [-1.2 * (most or 1.0), 1.2 * (most or 1.0)]})
+    unit, called = next(((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if most >= u), (1, "B"))
+    for trace in plot.data:
+        if trace.yaxis == "y2":
+            trace.y = np.asarray(trace.y, dtype=float) / unit
+    reach = 1.2 * (most / unit or 1.0)
+    plot.update_layout(yaxis2={"range": [-reach, reach], "title": {"text": f"row − fit<br>({called})"}})
 
 
 def _lines_are(fits: Sequence[Fit]) -> str:
@@ -152,8 +159,8 @@ def _lines_are(fits: Sequence[Fit]) -> str:
     if len(of) == 1:
         rest = [BASES[basis] for basis in of]
     return (
-        f"Points: rows; lines: the fit, which rests {', or '.join(rest)}; bands: where a new run lies with 95 %; below: "
-        "what the fit misses."
+        f"Points: rows; lines: the fit, which rests {', or '.join(rest)}; bands: where a new run lies with 95 %; "
+        "below: what the fit misses."
     )
 
 
@@ -168,5 +175,3 @@ def _crosses(out: Sequence[pd.DataFrame]) -> str:
     if every.empty:
         return ""
     return f"Crosses: {len(every):,} ran out of memory, the shortest at {int(every['seq_len'].min()):,} tokens."
-
-

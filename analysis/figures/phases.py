@@ -92,7 +92,9 @@ def phases(view: View) -> list[Figure]:
         "What the memory is of was not recorded." if not view.predicted else "",
         "" if limit is None else limit.told(),
     )  # fmt: skip
-    return [Figure("memory_by_phase", "Peak memory by phase", caption, plot, rows)]
+    known_phases = rows[list(COLUMNS)].notna().any(axis=None)
+    title = "Peak memory by phase" if known_phases else "Peak memory: what is known of it"
+    return [Figure("memory_by_phase", title, caption, plot, rows)]
 
 
 def _known(group: Group) -> list[str]:

@@ -27,6 +27,7 @@ INK = "#555"  # of text, which a dark page brightens
 WORLD = "world"  # the annotation that says what kind of rows a figure shows
 DIRECT = "direct"  # meta of the traces that are labels
 Box = tuple[float, float, float, float]
+MANY = 100  # points from which on they are small
 POINTS = 1500  # more points in one trace than this cannot be told apart, and make a browser slow
 BLOG = (800, 460)
 
@@ -68,11 +69,11 @@ def add_points(
     faded: float = 1.0, **more: Any,
 ) -> None:  # fmt: skip
     """Rows as markers; `faded` is their opacity where a line is what counts."""
-    many = len(x) > 100 and legend
+    many = len(x) > MANY
     plot.add_scatter(
         x=x, y=y, mode="markers", name=escape(name), customdata=[escape(str(one)) for one in ids], legendgroup=name,
-        showlegend=legend, marker={"color": look.colour, "symbol": look.symbol + "-open" * hollow,
-        "size": 4 if many else 7, "opacity": min(faded, 0.55) if many else faded},
+        showlegend=legend, marker={"color": look.colour, "symbol": look.symbol + "-open" * (hollow and not many),
+        "size": 3 if many else 7, "opacity": min(faded, 0.4) if many else faded},
         hovertemplate="%{x:,} tokens: %{y:,.4~g}<br>trial %{customdata}<extra>" + escape(name) + "</extra>",
         **look.trace, **more,
     )  # fmt: skip
@@ -149,6 +150,11 @@ def ink(colour: str) -> str:
     linear = [(v / 255) ** 2.2 for v in _rgb(colour)]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     share = min(1.0, (0.18 / light) ** (1 / 2.2)) if light else 1.0
+    return shade(colour, share)
+
+
+def shade(colour: str, share: float) -> str:
+    """Darker: so much of its light."""
     return "#" + "".join(f"{round(v * share):02x}" for v in _rgb(colour))
 
 
@@ -183,6 +189,7 @@ def new_plot(x_title: str, y_title: str) -> go.Figure:
         }
     )
 
+
 def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = False, share: float = 1.0) -> None:
     """Set the y range (from zero unless that wastes half of it, or `zero`) and put each label at the end of its line.
 
@@ -205,6 +212,13 @@ def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = 
     rooms = [(last - end.x) / span * 460 for end in ends]
     right = min(260.0, max(16.0, *(24 + width - room for width, room in zip(widths, rooms, strict=True))))
     across, up = (BLOG[0] - 64 - right) / (1.06 * span), share * (BLOG[1] - 68) / (high - low)
+    plot.update_layout(margin={"r": round(right)})
+    if any(isinstance(x, float | int | np.number) for trace in plot.data for x in trace.x[:1]):
+        plot.update_xaxes(range=[first - 0.03 * span, last + 0.03 * span])
+    if len({end.x for end in ends}) == 1 and ends[0].x == last:  # behind all that is drawn: in their order
+        for end, y in zip(ends, apart([end.y for end in ends], 16 / up, low, high), strict=True):
+            add_text(plot, [end.x], [y], [f" {short(end.name)} "], end.look, "middle right", direct=True)
+        return
     points = np.array(_numbers(plot)).reshape(-1, 2) * [across, up]
     taken = np.hstack([points - 4, points + 4])
     for end, width in sorted(zip(ends, widths, strict=True), key=lambda pair: -pair[0].y):
@@ -216,9 +230,21 @@ def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = 
         taken = np.vstack([taken, box])
         side = "middle left" if box[0] < x else "middle right"
         add_text(plot, [end.x], [(box[1] + 7) / up], [f" {short(end.name)} "], end.look, side, direct=True)
-    if any(isinstance(x, float | int | np.number) for trace in plot.data for x in trace.x[:1]):
-        plot.update_xaxes(range=[first - 0.03 * span, last + 0.03 * span])
-    plot.update_layout(margin={"r": round(right)})
+
+
+def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """The places moved as little as need be, so that each is `gap` from the next and all are within the range."""
+    order = np.argsort(places, kind="stable")
+    found = np.array(places, dtype=float)
+    at = low + gap / 2
+    for i in order:
+        found[i] = at = max(found[i], at)
+        at += gap
+    at = high - gap / 2
+    for i in order[::-1]:
+        found[i] = at = min(found[i], at)
+        at -= gap
+    return [float(one) for one in found]
 
 
 def _numbers(plot: Any, most: int = 200) -> list[tuple[float, float]]:

@@ -1,6 +1,6 @@
 """Every figure of a report, in reading order: a new one is a function of a View, added here.
 
-Not covered: figures of a folder's other files (timelines.py, inferred.py) and of comparisons (overlay.py, residuals.py).
+Not covered: figures of a folder's other files (timelines.py, inferred.py), of comparisons (overlay.py, residuals.py).
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
             drawn = figure if alone and not known.predicted else of_world(figure, name, alone)
             return replace(drawn, source=source(rows_of(figure, known.table.frame)))
 
-        main += [shown(figure) for figure in composition(known, beside, measured)]
-        others += [shown(figure) for build in FIGURES for figure in build(known)]
+        first = composition(known, beside, measured)
+        main += [shown(figure) for figure in first or phases(known)]  # what is known, where parts are not
+        others += [shown(figure) for build in FIGURES if first or build is not phases for figure in build(known)]
     return [*main, *others]
 
 
@@ -70,16 +71,19 @@ def source(frame: pd.DataFrame) -> str:
     foreign = frame["foreign"].dropna().unique()
     kinds = ["measured"] * bool((~predicted).any()) + ["predicted"] * bool(predicted.any())
     cards = _few("cards", frame["simulated_gpu"].fillna(frame["gpu_name"]).fillna(frame["cpu_name"]))
-    on = ("for " if kinds == ["predicted"] else "on ") + cards if cards else "card unknown"
+    on = ("for " if kinds == ["predicted"] else "on ") + cards if cards else "on an unknown card"
     versions = [
         f"{name} {told}"
         for name in ("torch", "transformers", "deepspeed", "vramsweep")
-        if (told := _few("versions", frame[f"{name}_version"], 2)) and (name != "deepspeed" or frame["runner"].eq(name).any())
+        if (told := _few("versions", frame[f"{name}_version"], 2))
+        and (name != "deepspeed" or frame["runner"].eq(name).any())
     ]
     of = f"from {_few('files', frame['foreign'])}" if len(foreign) else f"sweep {sweep}" if sweep else ""
     rows = f"{len(frame):,} row{'s' * (len(frame) != 1)}"
-    return f"{' and '.join(kinds).capitalize()} {on} · {', '.join(versions) or 'versions unknown'} · {of}, {rows}".replace(
-        " · , ", " · "
+    return (
+        f"{' and '.join(kinds).capitalize()} {on} · {', '.join(versions) or 'versions unknown'} · {of}, {rows}".replace(
+            " · , ", " · "
+        )
     )
 
 
@@ -92,5 +96,3 @@ def _few(what: str, column: pd.Series[str], most: int = 3) -> str:
 def by_name(figures: Sequence[Figure], name: str) -> Figure | None:
     """The first figure of this name, of whichever world."""
     return next((one for one in figures if one.name == name or one.name.startswith(f"{name}_")), None)
-
-

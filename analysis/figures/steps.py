@@ -23,7 +23,11 @@ def steps(view: View) -> list[Figure]:
     for name, column, scale, title, axis, least in (
         ("step_times", "step_times_s", 1e-3, "Step times", "step time (ms)", 2),
         (
-            "plateau", "step_peak_reserved_bytes", GIB, "Has memory stopped rising?", "peak reserved of the step (GiB)",
+            "plateau",
+            "step_peak_reserved_bytes",
+            GIB,
+            "Has memory stopped rising?",
+            "peak reserved of the step (GiB)",
             PLATEAU,
         ),
     ):
@@ -53,7 +57,6 @@ def steps(view: View) -> list[Figure]:
     return found
 
 
-
 def _long(group: Group, column: str, least: int) -> pd.DataFrame:
     """One row a length of those that counted at least so many steps."""
     rows = group.ok(column, "seq_len").sort_values("seq_len").drop_duplicates("seq_len")
@@ -63,4 +66,6 @@ def _long(group: Group, column: str, least: int) -> pd.DataFrame:
 def _shade(number: int, count: int) -> str:
     """One hue from light to dark, as lengths grow: colours stand for configurations."""
     share = number / max(count - 1, 1)
-    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in zip((150, 180, 205), (20, 50, 90), strict=True))
+    return "#" + "".join(
+        f"{round(a + share * (b - a)):02x}" for a, b in zip((150, 180, 205), (20, 50, 90), strict=True)
+    )

@@ -13,7 +13,8 @@ import pandas as pd
 
 from vramsweep.analysis.data.metrics import MIB
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.composition import PARTS, called as of_part
+from vramsweep.analysis.figures.composition import PARTS
+from vramsweep.analysis.figures.composition import called as of_part
 from vramsweep.analysis.figures.plots import Figure, axis_unit, escape, new_plot, sentence
 from vramsweep.harness import names
 

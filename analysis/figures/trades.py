@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import others_equal
-from vramsweep.analysis.data.metrics import GIB
-from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, escape, finish, new_plot
+from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, axis_unit, escape, finish, new_plot
 from vramsweep.analysis.figures.view import COLOURS, MOST, View, names
 
 _HEAT = ("micro_batch", "seq_len", "peak_reserved_bytes", "peak_allocated_bytes", "outcome", "trial_id")
@@ -22,7 +21,8 @@ def heat_map(view: View) -> list[Figure]:
     rows = rows[rows["outcome"].isin(["ok", "oom"])]
     if rows.empty or rows["micro_batch"].nunique() < 2 or rows["seq_len"].nunique() < 2:
         return []
-    column = next((c for c in ("peak_reserved_bytes", "peak_allocated_bytes") if rows[c].notna().any()), None)
+    counted = ("peak_reserved_bytes", "peak_allocated_bytes")[shown[0].resident :]
+    column = next((c for c in counted if rows[c].notna().any()), None)
     if column is None:
         return []
     lengths = np.sort(rows["seq_len"].dropna().unique().astype(int))
@@ -30,14 +30,17 @@ def heat_map(view: View) -> list[Figure]:
     rows = rows[rows["seq_len"].isin(lengths)]
     batches = np.sort(rows["micro_batch"].dropna().unique().astype(int))
     size = rows.pivot_table(index="micro_batch", columns="seq_len", values=column, aggfunc="max", observed=True)
-    z = size.reindex(index=batches, columns=lengths).to_numpy(float, na_value=np.nan) / GIB
+    z = size.reindex(index=batches, columns=lengths).to_numpy(float, na_value=np.nan)
+    unit, called = axis_unit(float(np.nanmax(z)))
+    z = z / unit
     oom = {(int(b), int(s)) for b, s in rows.loc[rows["outcome"] == "oom", ["micro_batch", "seq_len"]].to_numpy()}
     texts = [["" if np.isnan(v) or len(lengths) > 12 else f"{v:.3g}" for v in line] for line in z]
     plot: Any = new_plot(LENGTH, "micro-batch (samples)")
     plot.add_heatmap(
         x=[f"{v:,}" for v in lengths], y=[f"{v:,}" for v in batches], z=z, text=texts, texttemplate="%{text}",
-        colorscale="Cividis", colorbar={"title": {"text": "GiB"}, "outlinewidth": 0}, hoverongaps=False, xgap=1, ygap=1,
-        hovertemplate="%{x} tokens, batch %{y}: %{z:.3~f} GiB<extra></extra>",
+        colorscale="Cividis", colorbar={"title": {"text": called}, "outlinewidth": 0}, hoverongaps=False,
+        xgap=1, ygap=1,
+        hovertemplate="%{x} tokens, batch %{y}: %{z:.4~g} " + called + "<extra></extra>",
     )  # fmt: skip
     plot.add_scatter(
         x=[f"{s:,}" for _, s in sorted(oom)], y=[f"{b:,}" for b, _ in sorted(oom)], mode="markers", hoverinfo="skip",
@@ -47,13 +50,20 @@ def heat_map(view: View) -> list[Figure]:
     plot.update_xaxes(type="category", showgrid=False)
     plot.update_yaxes(type="category", showgrid=False)
     what = "reserved" if column == "peak_reserved_bytes" else "allocated"
-    return [Figure(
-        "heat_map",
-        "Batch and length: what fits",
-        f"Peak {what} memory; crosses ran out of memory, the line is the edge between what fitted and what did not.",
-        plot,
-        rows[["micro_batch", "seq_len", column, "outcome", "trial_id"]],
-    )]
+    return [
+        Figure(
+            "heat_map",
+            "Memory over batch and length",
+            f"Peak {what} memory"
+            + (
+                "; crosses ran out of memory, the line is the edge between what fitted and what did not."
+                if oom
+                else "."
+            ),
+            plot,
+            rows[["micro_batch", "seq_len", column, "outcome", "trial_id"]],
+        )
+    ]
 
 
 def _edge(plot: Any, lengths: Any, batches: Any, oom: set[tuple[int, int]]) -> None:
@@ -76,7 +86,8 @@ def pareto(view: View) -> list[Figure]:
     groups = view.groups
     if not groups:
         return []
-    need = ("tokens_per_s", "peak_reserved_bytes", "seq_len")
+    what = "allocated" if groups[0].resident else "reserved"  # a process's resident set says little
+    need = ("tokens_per_s", f"peak_{what}_bytes", "seq_len")
     rows = pd.concat([g.ok(*need).assign(id=g.id, group=g.label) for g in groups])
     if rows["id"].nunique() < 3:
         return []
@@ -84,16 +95,17 @@ def pareto(view: View) -> list[Figure]:
     length = int(counts[counts == counts.max()].index.max())
     rows = rows[rows["seq_len"] == length]
     points = rows.groupby("id", sort=False).agg(
-        group=("group", "first"), memory=("peak_reserved_bytes", "max"), speed=("tokens_per_s", "median"),
+        group=("group", "first"), memory=(f"peak_{what}_bytes", "max"), speed=("tokens_per_s", "median"),
         trial_id=("trial_id", lambda ids: " ".join(map(str, ids))),
     ).reset_index()  # fmt: skip
     if len(points) < 3:
         return []
-    plot: Any = new_plot("peak reserved memory (GiB)", "throughput (tokens/s)")
+    unit, called = axis_unit(float(points["memory"].max()))
+    plot: Any = new_plot(f"peak {what} memory ({called})", "throughput (tokens/s)")
     front = points.sort_values(["memory", "speed"], ascending=[True, False])
     front = front[front["speed"] > front["speed"].cummax().shift(fill_value=-1.0)]
     plot.add_scatter(
-        x=front["memory"] / GIB, y=front["speed"], mode="lines", hoverinfo="skip", showlegend=False,
+        x=front["memory"] / unit, y=front["speed"], mode="lines", hoverinfo="skip", showlegend=False,
         line={"color": GREY, "dash": "dot", "shape": "hv"},
     )  # fmt: skip
     ends = []
@@ -102,18 +114,21 @@ def pareto(view: View) -> list[Figure]:
     for _, point in points.iterrows():
         look, name = view.look(known[str(point["id"])]), told[str(point["id"])]
         plot.add_scatter(
-            x=[point["memory"] / GIB], y=[point["speed"]], mode="markers", name=escape(name), showlegend=False,
+            x=[point["memory"] / unit], y=[point["speed"]], mode="markers", name=escape(name), showlegend=False,
             marker={"color": look.colour, "symbol": look.symbol, "size": 10},
-            hovertemplate=escape(name) + "<br>%{x:.3~f} GiB, %{y:,.4~g} tokens/s<extra></extra>", **look.trace,
+            hovertemplate=escape(name) + "<br>%{x:.4~g} " + called + ", %{y:,.4~g} tokens/s<extra></extra>",
+            **look.trace,
         )  # fmt: skip
         if point["id"] in set(front["id"]):
-            ends.append(End(point["memory"] / GIB, float(point["speed"]), name, look))
+            ends.append(End(point["memory"] / unit, float(point["speed"]), name, look))
     finish(plot, ends, [0.0, float(points["speed"].max())], zero=True)
     plot.update_xaxes(tickformat=",~g")
-    return [Figure(
-        "pareto",
-        "Memory against speed",
-        f"One point per combination of settings at {length:,} tokens; no other beats those on the dotted line.",
-        plot,
-        points.drop(columns="id"),
-    )]
+    return [
+        Figure(
+            "pareto",
+            "Memory against speed",
+            f"One point per combination of settings at {length:,} tokens; no other beats those on the dotted line.",
+            plot,
+            points.drop(columns="id"),
+        )
+    ]

@@ -20,11 +20,11 @@ from vramsweep.analysis.data.parts import Job
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.frontier import Limit
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
-MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#332288")  # Okabe and Ito, Tol
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "bowtie")
 DASHES = ("solid", "dashdot", "longdash")
 GREY = "#7f7f7f"
-MOST = len(COLOURS)
+MOST = 6  # configurations in one figure
 # What two rows of one configuration share, whoever measured or predicted them.
 _SHARED = (*COMPARED, "micro_batch", "allocator_conf", "data", "protocol")
 
@@ -89,14 +89,14 @@ def settings(group: Group) -> dict[str, str]:
 def looks(groups: Sequence[Group]) -> dict[str, Look]:
     """The look of each group, by its id: of the first one and those nearest to it all are different.
 
-    Colours repeat after six configurations, then with another marker and dash.
+    Colours repeat after eight configurations, then with another marker and dash.
     """
     order: dict[tuple[str, ...], int] = {}
     found = {}
     for group in sorted(groups, key=lambda one: _apart(one, groups[0])):
         number = order.setdefault(_identity(group), len(order))
-        turn, colour = divmod(number, MOST)
-        symbol, dash = MARKERS[(colour + turn) % MOST], DASHES[turn % len(DASHES)]
+        turn, colour = divmod(number, len(COLOURS))
+        symbol, dash = MARKERS[(colour + turn) % len(MARKERS)], DASHES[turn % len(DASHES)]
         found[group.id] = Look(COLOURS[colour], symbol, dash, settings(group))
     return found
 

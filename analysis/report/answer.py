@@ -63,10 +63,17 @@ def card(
     number = counts(table)
     kinds = " and ".join(kind for kind in (MEASURED, PREDICTED, IMPORTED) if number[kind])
     return Card(
-        asked=what, varied=varied, of=head.name if head else "", fits=tiles.fits(table.frame, head, limits),
-        cost=tiles.cost(head, fits), speed=tiles.speed(table.frame, found), dominates=tiles.dominates(head, fits),
-        allocator=tiles.allocator(table, head, kinds), trust=_trust(number, kinds, judged), counts=number,
-    )  # fmt: skip
+        asked=what,
+        varied=varied,
+        of=head.name if head else "",
+        fits=tiles.fits(table.frame, head, limits),
+        cost=tiles.cost(head, fits),
+        speed=tiles.speed(table.frame, found),
+        dominates=tiles.dominates(table.frame, head, fits),
+        allocator=tiles.allocator(table, head, kinds),
+        trust=_trust(number, kinds, judged),
+        counts=number,
+    )
 
 
 def brief(table: Table) -> Card:

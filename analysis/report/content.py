@@ -89,9 +89,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
         over_lengths = lengths.runs(own)
         predicted = name == PREDICTED
         still, varied = ([group for group in own if group.varies is side] for side in (False, True))
-        views.append(
-            (name, View(part, still, varied, own_fits, own_limits, over_lengths, jobs, predicted=predicted))
-        )
+        views.append((name, View(part, still, varied, own_fits, own_limits, over_lengths, jobs, predicted=predicted)))
         first = [*parts.sentences(jobs), *lengths.sentences(over_lengths)]
         leading += [f"{PREDICTED.capitalize()}: {s}" for s in first] if predicted else first
         said = [*first, *findings.findings(part, own, own_fits)]

@@ -42,6 +42,9 @@ _SECTIONS = (
 )  # fmt: skip
 
 
+NO_CHOICES: dict[str, Any] = {"axes": [], "groups": [], "kind": KIND}
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a table: its heading, and whether it holds numbers, which stand to the right."""
@@ -93,7 +96,7 @@ def render(content: Content) -> str:
 
 def of_figures(title: str, parts: Sequence[tuple[Figure, pd.DataFrame]]) -> str:
     """A page of figures alone, each with its table below."""
-    return page("figures", title=title, parts=parts, holds=HOLDS, drawn=bool(parts), choices=_choices(Picker()))
+    return page("figures", title=title, parts=parts, holds=HOLDS, drawn=bool(parts), choices=NO_CHOICES)
 
 
 def page(template: str, **values: Any) -> str:

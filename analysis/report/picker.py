@@ -36,7 +36,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Picker:
-    """The axes; of each group its settings, label and flags (how many rows have each); of each row its group (-1: none)."""
+    """The axes; of each group its settings, label and flags (how many rows have each); of each row its group, -1 where
+    it is of none."""
 
     axes: tuple[Axis, ...] = ()
     settings: tuple[dict[str, str], ...] = ()

@@ -70,7 +70,7 @@ def _numbers(column: pd.Series[Any], digits: int = 0) -> list[float | None]:
 
 def _kinds(frame: pd.DataFrame) -> Iterable[str]:
     for foreign, device in zip(frame["foreign"], frame["device"], strict=True):
-        yield "imported" if not pd.isna(foreign) else "predicted" if device == "simulated" else "measured"
+        yield "imported" if not pd.isna(foreign) else "predicted" if str(device) == "simulated" else "measured"
 
 
 def _coded(texts: Iterable[str]) -> dict[str, list[Any]]:

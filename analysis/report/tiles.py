@@ -38,6 +38,7 @@ PARTS = {
     "peak_rounding_bytes": "rounding",
 }
 _PHASES = ("load", "forward", "backward", "optimizer")
+NARROW = "\u202f"  # the space before a percent sign, which no line is broken at
 _FLAT = 0.01  # of the peak: what a curve rises by over all lengths, to be called flat
 _COMPARED = 2_000  # rows of two allocators; more would take longer than anyone waits
 
@@ -104,7 +105,7 @@ def _finished(frame: pd.DataFrame) -> pd.DataFrame:
 def _kind(row: Mapping[str, Any] | pd.Series[Any]) -> str:
     if not pd.isna(row["foreign"]):
         return IMPORTED
-    return PREDICTED if row["device"] == "simulated" else MEASURED
+    return PREDICTED if str(row["device"]) == "simulated" else MEASURED
 
 
 def _basis(row: pd.Series[Any]) -> str:
@@ -127,8 +128,11 @@ def fits(frame: pd.DataFrame, of: Head | None, limits: Sequence[Limit]) -> Tile:
     if of is None:
         if len(oom) and not len(ok):
             small = oom.sort_values(["seq_len", "micro_batch"]).iloc[0]
-            told = said(f"already {_at(small)} ran out of memory", f"all {len(oom):,} trials did" * (len(oom) > 1))
-            return Tile(question, "Nothing fits", "", told, _basis(small))
+            need = small["unlimited_peak_reserved_bytes"]
+            would = "" if pd.isna(need) else f"it would take {show_bytes(float(need))}"
+            both = "both" if len(oom) == 2 else f"all {len(oom):,}"
+            told = said(f"already {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
+            return Tile(question, "Nothing fits", would, told, _basis(small))
         ends = ", ".join(f"{n:,} {outcome}" for outcome, n in frame["outcome"].value_counts().items())
         return Tile(question, about=said(f"no trial of a fixed length says what it needs ({ends})"))
     lengths = of.group.take("outcome", "seq_len")
@@ -143,7 +147,8 @@ def fits(frame: pd.DataFrame, of: Head | None, limits: Sequence[Limit]) -> Tile:
     most = f"batch {int(ok['micro_batch'].max())} ran too" if _larger(ok, of) else ""
     number = len(ok) + len(oom)
     all_ = f"all {number:,} trials fit" if not len(oom) else f"{len(ok):,} of {number:,} trials fit"
-    return Tile(question, f"{of.longest:,} tokens", _reach(of, limits), said(next_, all_, most), of.basis)
+    value = f"{'Up to' if len(beyond) else 'Yes,'} {of.longest:,} tokens"
+    return Tile(question, value, _reach(of, limits), said(next_, all_, most), of.basis)
 
 
 def _at(row: pd.Series[Any]) -> str:
@@ -159,7 +164,7 @@ def _larger(ok: pd.DataFrame, of: Head) -> bool:
 
 def size_of_card(row: pd.Series[Any]) -> float | None:
     """The nominal size (GiB) of the card that a row is of, as the frontier knows sizes; None if that is not known."""
-    name = row["simulated_gpu"] if row["device"] == "simulated" else row["gpu_name"]
+    name = row["simulated_gpu"] if str(row["device"]) == "simulated" else row["gpu_name"]
     listed = {gpu.name: gpu for gpu in gpus.GPUS}.get(str(name)) or gpus.find(str(name))
     if listed is not None:
         return listed.memory_gib
@@ -185,7 +190,8 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
     if one.value == one.low == one.high:
         return f"proven on {gib:g} GiB"
     ends = [f"safe to {one.low:,}"] * (one.low is not None) + [f"at most {one.high:,}"] * (one.high is not None)
-    return f"by the curve {one.value:,} on {gib:g} GiB" + (f" ({', '.join(ends)})" if ends else "")
+    both = f"95{NARROW}%: {one.low:,} to {one.high:,}" if len(ends) == 2 else "".join(ends)
+    return f"by the curve {one.value:,} on {gib:g} GiB" + (f" ({both})" if both else "")
 
 
 def _memory_fit(of: Head, found: Sequence[Fit]) -> Fit | None:
@@ -219,12 +225,14 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     if abs(top - float(fit.value(np.array([low]))[0])) < _FLAT * top:
         told = said(f"{fit.metric.label} stays at {show_bytes(top)} from {low:,.0f} to {high:,.0f} tokens")
         return Tile(question, "Next to nothing", "", told, of.kind)
-    interval = f"95 %: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
+    interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     base = f"on top of {show_bytes(fixed)} that no length changes" if fixed > 0 else ""
     where = f"from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
     grows = "more with every token: its square counts" if square > 0 else ""
+    modulus, aligned = fit.chosen.model.modulus, next(iter(fit.chosen.model.curves))
+    of_class = f"lengths {'' if aligned else 'not '}divisible by {modulus}" if modulus else ""
     value = f"{_fine((slope + 2 * square * high) / batch)} per token"
-    return Tile(question, value, interval, said(base, where, grows, f"of {fit.metric.label}"), of.kind)
+    return Tile(question, value, interval, said(base, where, of_class, grows, f"of {fit.metric.label}"), of.kind)
 
 
 def _fine(value: float) -> str:
@@ -244,6 +252,7 @@ def speed(frame: pd.DataFrame, groups: Sequence[Group]) -> Tile:
     question = "How fast is it?"
     ok = _finished(frame)
     timed, rough = (ok.dropna(subset=[name]) for name in ("tokens_per_s", "estimated_tokens_per_s"))
+    timed = timed[timed["device"].ne("simulated").fillna(True)]
     if len(timed):
         return _timed(question, timed, groups)
     if rough.empty:
@@ -265,8 +274,8 @@ def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
     sure = repeats.interval([float(v) for v in runs.loc[alike.astype(bool), "tokens_per_s"].dropna()])
     interval = "one process, so no interval"
     if sure is not None:
-        interval = f"95 %: {sure.low:,.0f} to {sure.high:,.0f} ({sure.runs} processes)"
-    mfu = "" if pd.isna(best["mfu"]) else f"MFU {100 * float(best['mfu']):.1f} %"
+        interval = f"95{NARROW}%: {sure.low:,.0f} to {sure.high:,.0f} ({sure.runs} processes)"
+    mfu = "" if pd.isna(best["mfu"]) else f"MFU {100 * float(best['mfu']):.1f}{NARROW}%"
     value = float(best["tokens_per_s"]) if sure is None else sure.mean
     return Tile(question, f"{value:,.0f} tokens/s", interval, said(_point(best, group), mfu), _basis(best))
 
@@ -281,29 +290,34 @@ def _point(row: pd.Series[Any], group: Group | None) -> str:
     return ", ".join(part for part in (length, _name(group, row)) if part)
 
 
-def dominates(of: Head | None, found: Sequence[Fit]) -> Tile:
-    """The largest part of the peak at the longest; without parts, what grows with length against what does not."""
+def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit]) -> Tile:
+    """The largest part of the peak at the longest; without parts, what grows with length against what does not. Where
+    nothing ran, the phase in which memory ran out."""
     question = "What dominates the peak?"
     if of is None:
-        return Tile(question, about="No row holds a peak.")
+        phases = frame.loc[frame["outcome"].eq("oom").fillna(False).astype(bool), "phase"].dropna().value_counts()
+        if phases.empty or len(_finished(frame)):
+            return Tile(question, about="No row holds a peak.")
+        return Tile(question, str(phases.index[0]).capitalize(), "", "Where memory ran out, so no peak is known.")
     at = f"at {of.longest:,} tokens"
     parts = {name: float(of.row[column]) for column, name in PARTS.items() if not pd.isna(of.row[column])}
     total = sum(parts.values())
     if total > 0:
         first, *others = sorted(parts, key=lambda name: -parts[name])
-        rest = [f"{name} {100 * parts[name] / total:.0f} %" for name in others[:3] if parts[name] >= 0.005 * total]
+        share = {name: f"{100 * size / total:.0f}{NARROW}%" for name, size in parts.items()}
+        rest = [f"{name} {share[name]}" for name in others[:3] if parts[name] >= 0.005 * total]
         told = said(f"then {', '.join(rest)}" if rest else "", f"of {show_bytes(total)} allocated {at}")
-        return Tile(question, f"{first.capitalize()}, {100 * parts[first] / total:.0f} %", "", told, of.basis)
+        return Tile(question, f"{first.capitalize()}, {share[first]}", "", told, of.basis)
     peaks = {phase: float(v) for phase in _PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
     phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
     fit = _memory_fit(of, found)
-    share = _growing(fit, float(of.longest)) if fit is not None else None
-    if fit is not None and share is not None:
-        value = f"What grows with length, {100 * share:.0f} %"
-        told = f"activations and the like; {100 * (1 - share):.0f} % is weights, gradients, optimizer state"
-        if share < 0.5:
-            value = f"What no length changes, {100 * (1 - share):.0f} %"
-            told = f"weights, gradients, optimizer state; {100 * share:.0f} % grows with length"
+    grows = _growing(fit, float(of.longest)) if fit is not None else None
+    if fit is not None and grows is not None:
+        value = f"What grows with length, {100 * grows:.0f}{NARROW}%"
+        told = f"activations and the like; {100 * (1 - grows):.0f}{NARROW}% is weights, gradients, optimizer state"
+        if grows < 0.5:
+            value = f"What no length changes, {100 * (1 - grows):.0f}{NARROW}%"
+            told = f"weights, gradients, optimizer state; {100 * grows:.0f}{NARROW}% grows with length"
         return Tile(question, value, "", said(told, f"of {fit.metric.label} {at}", phase), of.kind)
     if phase:
         return Tile(question, phase.removesuffix(" has the peak").capitalize(), "", said(at), of.basis)
@@ -315,23 +329,26 @@ def _growing(fit: Fit, longest: float) -> float | None:
     _, fixed, slope, square, _ = _last(fit)
     peak = float(fit.value(np.array([longest]))[0])
     share = (slope * longest + square * longest**2) / peak if peak > 0 else float("nan")
-    return share if 0 <= share <= 1 and fixed >= 0 else None
+    return max(share, 0.0) if -_FLAT < share <= 1 and fixed >= 0 else None
 
 
 def allocator(table: Table, of: Head | None, kinds: str) -> Tile:
     """By how much the allocator that changes most changes reserved memory, over all pairs of equal settings."""
     question = "What did the allocator change?"
-    known = _finished(table.frame)["allocator"].dropna()
+    answers = table.frame["outcome"].isin(["ok", "oom"]).fillna(False).astype(bool)
+    known = table.frame.loc[answers, "allocator"].dropna()
     names = [str(name) for name in known.value_counts().index]
     if len(names) < 2:
-        only = f"only {names[0]} ran" if names else "no row that ran names one"
+        only = f"only {names[0]} was tried" if names else "no row names one"
         return Tile(question, "Not varied" if names else UNKNOWN, "", said(only, _left_over(of)), of.kind if of else "")
     base = "default" if "default" in names else names[0]
     every = {name: _compared(table, base, name) for name in names if name != base}
     found = {name: over for name, over in every.items() if over is not None and over.change is not None}
     if not found:
         return Tile(question, about=said(f"no pair of equal settings ran both with {base} and with another"))
-    name = max(found, key=lambda one: abs(found[one].change or 0))
+    changes = {name: over.change or 0.0 for name, over in found.items()}
+    saves = min(changes, key=lambda one: changes[one])  # what to change, if anything helps
+    name = saves if changes[saves] < 0 else max(changes, key=lambda one: changes[one])
     over = found[name]
     what = METRICS[over.metric].label.removeprefix("peak ")
     rest = [f"{other}: {_less(one.change)}" for other, one in found.items() if other != name][:3]
@@ -340,7 +357,8 @@ def allocator(table: Table, of: Head | None, kinds: str) -> Tile:
     ends = [end for end in (over.least, over.most) if end is not None]
     worst = max(ends, key=lambda end: abs(end.difference), default=None)
     most = "" if worst is None else f"at most {sizes.in_bytes(worst.difference)[0]}{_place(worst.settings)}"
-    pairs = f"mean of {sum(over.counts.values()):,} pairs"
+    number = sum(over.counts.values())
+    pairs = f"mean of {number:,} pairs" if number != 1 else "one pair"
     return Tile(question, f"{name}: {_less(over.change)} {what}", pairs, said(f"against {base}", most, *rest), kinds)
 
 
@@ -352,7 +370,7 @@ def _place(settings: Mapping[str, Any]) -> str:
 def _less(change: float | None) -> str:
     if change is None or abs(change) < 0.0005:
         return "no less"
-    return f"{100 * abs(change):.1f} % {'less' if change < 0 else 'more'}"
+    return f"{100 * abs(change):.1f}{NARROW}% {'less' if change < 0 else 'more'}"
 
 
 def _compared(table: Table, base: str, other: str) -> verdicts.OverAll | None:
@@ -382,4 +400,4 @@ def _left_over(of: Head | None) -> str:
         return ""
     row = rows.loc[rows[BEYOND].idxmax()]
     share = 100 * float(row[BEYOND]) / float(row["peak_reserved_bytes"]) if row["peak_reserved_bytes"] else 0.0
-    return f"it held at most {show_bytes(float(row[BEYOND]))} ({share:.0f} %) beyond {row['base']}"
+    return f"it held at most {show_bytes(float(row[BEYOND]))} ({share:.0f}{NARROW}%) beyond {row['base']}"

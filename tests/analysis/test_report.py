@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import synthetic
-from conftest import tiny
+from conftest import tiny, unpacked
 
 from vramsweep.analysis import cli
 from vramsweep.analysis.data import markup
@@ -103,13 +104,23 @@ def test_thinning_keeps_ends_and_extremes() -> None:
 
 def test_the_report_says_what_was_found_and_warns(folder: Path) -> None:
     page = (folder / "report.html").read_text()
+    whole = unpacked(page)
     assert "Allocator expandable against default: peak reserved SMALLER" in page
     assert "the GPU was throttled in 1 row: cudef-b1-s128-r0" in page
     assert "memory was still rising at the end of 1 row" in page
-    assert page.count("<code>python -m vramsweep sweep model=tiny ") == 1
-    assert "no command: the resolved trial has no allocator" in page  # what the other rows hold is not a whole trial
+    rows = rows_of(page)
+    commands = [" ".join(rows["words"][word] for word in one) for one in rows["command"]]
+    assert sum(one.startswith("python -m vramsweep sweep model=tiny ") for one in commands) == 1
+    assert sum("no command: the resolved trial has no allocator" in one for one in commands) == 119  # no whole trial
     assert "<strong>104</strong> ok" in page and "<strong>16</strong> oom" in page
-    assert re.search(r"plotly\.js v\d", page)
+    assert re.search(r"plotly\.js v\d", whole)
+
+
+def rows_of(page: str) -> dict[str, Any]:
+    """The columns that the table of rows is made of."""
+    (line,) = [line for line in unpacked(page).splitlines() if line.startswith('{"trial":')]
+    found: dict[str, Any] = json.loads(line)
+    return found
 
 
 @pytest.mark.slow

@@ -1,0 +1,130 @@
+"""The page of a comparison: what differs in a few words, both sides in one figure, the verdicts, each side's answers.
+
+Not covered: how verdicts come about (compare/verdicts.py), the figure (figures/overlay.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+
+from vramsweep.analysis.compare import sizes, verdicts_words
+from vramsweep.analysis.compare.trends import SPEED, Along
+from vramsweep.analysis.compare.verdicts import Comparison, Pair
+from vramsweep.analysis.data.groups import label
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.metrics import METRICS, show_bytes
+from vramsweep.analysis.figures import overlay
+from vramsweep.analysis.figures.plots import Figure
+from vramsweep.analysis.report import answer, page
+from vramsweep.harness.errors import UserError
+
+MOST = 400  # pairs on the page
+
+
+@dataclass(frozen=True)
+class Said:
+    """What became of one quantity: its verdict in words, and the numbers behind it."""
+
+    quantity: str
+    value: str
+    why: str
+
+
+def check(out: Path, inputs: Collection[Path]) -> None:
+    """Raises UserError where the page is no HTML file or would overwrite an input."""
+    if out.suffix != ".html":
+        raise UserError(f"--report writes a page, FILE.html; not {out.name}")
+    if out.resolve() in {path.resolve() for path in inputs}:
+        raise UserError(f"--report {out} would write over its own input; give it another name")
+
+
+def write(found: Comparison, along: Along, sides: tuple[Table, Table], out: Path) -> None:
+    """The page of a comparison of these two tables. Raises UserError where it cannot be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(render(found, along, sides), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror or error}") from None
+
+
+def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
+    """The page as text."""
+    drawn: Figure | None
+    try:
+        drawn, undrawn = _in_page(overlay.figure(found, along)), ""
+    except UserError as why:
+        drawn, undrawn = None, f"No figure: {why}."
+    names = (f"A {found.a}", f"B {found.b}")
+    called = {name: metric.label for name, metric in METRICS.items()} | {SPEED: "speed"}
+    said = [f"{called[of].capitalize()}: {one}." for of in called for one in verdicts_words.sentences(along, of)]
+    pairs = found.pairs[:MOST]
+    return page.page(
+        "compare", title=f"{found.b} against {found.a}", question=f"What does {found.b} change, against {found.a}?",
+        scope=_scope(found), answers=_answers(found), drawn=drawn, undrawn=undrawn, verdicts=_verdicts(found),
+        said=said, cards=tuple(zip(names, map(answer.brief, sides), strict=True)), differs=_differs(found),
+        pairs=pd.DataFrame([_pair(one) for one in pairs]), more=len(found.pairs) - len(pairs), choices=page.NO_CHOICES,
+    )  # fmt: skip
+
+
+def _in_page(drawn: Figure) -> Figure:
+    """As high as its panels need, with the legend above them."""
+    plot = copy.deepcopy(drawn.plot)
+    plot.update_layout(
+        height=60 + 200 * len(list(plot.select_yaxes())), margin={"l": 68, "r": 12, "t": 64, "b": 56},
+        legend={"orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0}, showlegend=True,
+        paper_bgcolor="rgba(0,0,0,0)",
+    )  # fmt: skip
+    return replace(drawn, plot=plot)
+
+
+def _scope(found: Comparison) -> str:
+    alone = f"; {found.only_a:,} combinations only in A, {found.only_b:,} only in B" if found.unpaired else ""
+    return f"Over {len(found.pairs):,} pair{'s' * (len(found.pairs) != 1)} of equal settings{alone}."
+
+
+def _answers(found: Comparison) -> list[Said]:
+    """The verdicts in a few words: memory that was compared, and speed."""
+    told = []
+    first = ("peak_reserved_bytes", "peak_allocated_bytes")
+    for one in sorted(found.memory, key=lambda one: first.index(one.metric) if one.metric in first else len(first)):
+        change = "" if one.change is None or one.verdict == "EQUAL" else f", {sizes.size(one.change)}"
+        told.append(Said(METRICS[one.metric].label.capitalize(), one.verdict.capitalize() + change, one.reason))
+    speed = found.speed
+    change = "" if speed.change is None or speed.verdict == "SAME" else f", {sizes.speed(speed.change)}"
+    return [*told[:2], Said("Speed", speed.verdict.capitalize() + change, speed.reason)]
+
+
+def _verdicts(found: Comparison) -> pd.DataFrame:
+    lines = []
+    for one in (*found.memory, *([found.speeds] if found.speeds else [])):
+        memory = one.metric in METRICS
+        change = sizes.size if memory else sizes.speed
+        line = {"quantity": METRICS[one.metric].label if memory else "tokens/s", "verdict": one.verdict}
+        line["mean B/A"] = "–" if one.change is None else change(one.change)
+        ends = [f"{change(end.change)} ({label(end.settings)})" for end in (one.least, one.most) if end is not None]
+        lines.append(line | {"from … to": "from " + " to ".join(ends) if ends else "–", "why": one.reason})
+    if found.speeds is None:
+        lines.append({"quantity": "tokens/s", "verdict": found.speed.verdict, "why": found.speed.reason})
+    return pd.DataFrame(lines).fillna("–")
+
+
+def _differs(found: Comparison) -> pd.DataFrame | None:
+    """Each difference once: a setting of the trial often says again what a column says."""
+    once: dict[tuple[str, str], str] = {}
+    for name, sides in found.differs.items():
+        once.setdefault(sides, name)
+    lines = [{"setting": answer.axis_name(name), "A": a or "none", "B": b or "none"} for (a, b), name in once.items()]
+    return pd.DataFrame(lines) if lines else None
+
+
+def _pair(one: Pair) -> dict[str, str]:
+    line = {"pair": label(one.settings)}
+    for m in one.memory:
+        ends = ["out of memory" if v is None else show_bytes(v) for v in (m.a, m.b)]
+        line[METRICS[m.metric].label] = f"{m.verdict}: {ends[0]}, {ends[1]}"
+    return line | {"speed": f"{one.speed.verdict}: {one.speed.reason}"}
