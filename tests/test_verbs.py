@@ -104,7 +104,7 @@ def test_help_on_settings_has_every_setting_option_and_preset(capsys: pytest.Cap
 
 def test_flags_of_hydra_are_those_that_verbs_hand_on() -> None:
     _, parser = overrides.parse([], "run")
-    assert {*parser._option_string_actions, "--json"} == set(parsers.FLAGS)
+    assert {*parser._option_string_actions, "--json", "--all"} == set(parsers.FLAGS)
 
 
 # sizes, and files to be written

@@ -84,7 +84,7 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
 
 
 def _beyond(content: Content) -> str:
-    """What the curve of the report's own configuration says of lengths that were not tried; "" where it says nothing."""
+    """What the curve says, for the report's own configuration, of lengths that were not tried; "" for nothing."""
     told = content.card.fits.interval
     return f"B{told[1:]}: {content.card.of or 'of all'}." if told.startswith("by the curve") else ""
 
