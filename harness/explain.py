@@ -34,7 +34,7 @@ in settings device=simulated is understood, and gpu=NAME is short for device.gpu
 
 def parser() -> Parser:
     """The verb's own options; its other words are settings, or a folder and trials of it."""
-    usage = "%(prog)s [OPTION ...] KEY=VALUE ... | %(prog)s [OPTION ...] results/SWEEP [TRIAL_ID ...]"
+    usage = "%(prog)s [OPTION ...] KEY=VALUE ... | results/SWEEP [TRIAL_ID ...]"
     parser = Parser(prog="vramsweep explain", usage=usage, description=DETAILS)
     parser.add_argument("--json", action="store_true", help="print the data, in bytes")
     return parser

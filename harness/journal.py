@@ -285,7 +285,7 @@ def _began(row: Row) -> str:
 
 
 def _unreadable(file: Path, error: OSError) -> UserError:
-    return UserError(f"cannot read {file}: {error.strerror}; name a folder under results/")
+    return UserError(f"cannot read {file}: {error.strerror}; name a folder under results/{mistakes.meant_path(file.parent)}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -72,7 +72,8 @@ def finished(folder: Path, ids: Sequence[str]) -> list[Row]:
     """
     rows = journal.terminal(journal.read(folder)[0])
     if unknown := [one for one in ids if one not in rows]:
-        raise UserError(f"{folder} has no finished trial {unknown[0]}; `vramsweep report {folder}` lists the ids")
+        near = mistakes.meant(unknown[0], rows)
+        raise UserError(f"{folder} has no finished trial {unknown[0]}; `vramsweep report {folder}` lists the ids{near}")
     if ids:
         return [rows[one] for one in ids]
     return chosen(

@@ -1,9 +1,11 @@
-"""What to say to a mistyped command line: what was wrong, what is allowed, what to type. Pure: text from data."""
+"""What to say to a mistyped command line: what was wrong, what is allowed, what to type. Text from data."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
 
 # Below these keys lie dictionaries that are handed on as they are, so that any name may be added with a "+".
 OPEN = ("runner.options", "model.config", "versions")
@@ -33,6 +35,16 @@ def meant(name: str, allowed: Iterable[str]) -> str:
     """`; did you mean NAME?`, to end a sentence with, or nothing where no allowed name is close."""
     near = closest(name, allowed)
     return f"; did you mean {near}?" if near else ""
+
+
+def meant_path(path: Path) -> str:
+    """As `meant`, for a file or folder that is not there: what lies beside it."""
+    try:
+        beside = {one.name: one for one in islice(path.parent.iterdir(), 1000)}
+    except (OSError, ValueError):
+        return ""
+    near = nearest(path.name, beside)
+    return f"; did you mean {beside[near[0]]}?" if near else ""
 
 
 def no_such(said: str, kind: str, name: object, allowed: Iterable[object]) -> str:

@@ -68,6 +68,8 @@ def today(override: str) -> str:
         return "optimizer=" + ",".join(upgrade.OPTIMIZERS.get(v.strip(), v) for v in value.split(","))
     if key.startswith("runner.") and key.removeprefix("runner.") in upgrade.MOVED:
         return override.removeprefix("runner.")
+    if any(f"{key.lstrip('+')}.".startswith(f"{place}.") for place in mistakes.OPEN):  # names and values of others
+        return override
     named = [units.in_its_unit(key.lstrip("+"), one.strip()) for one in value.split(",")]
     return f"{key}={','.join(named)}" if named != [one.strip() for one in value.split(",")] else override
 

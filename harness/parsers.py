@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
-            return super()._get_value(action, arg_string)  # type: ignore[misc]
+            return super()._get_value(action, arg_string)
         except UserError as error:  # a type of ours
             raise argparse.ArgumentError(action, str(error)) from None
 

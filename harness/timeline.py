@@ -44,7 +44,7 @@ that does not. A GPU's own recording: vramsweep replay FILE --figure OUT.html.""
 
 def parser() -> Parser:
     """The verb's own options; its other words are settings, or a folder and trials of it."""
-    usage = "%(prog)s [OPTION ...] KEY=VALUE ... | %(prog)s [OPTION ...] results/SWEEP [TRIAL_ID ...]"
+    usage = "%(prog)s [OPTION ...] KEY=VALUE ... | results/SWEEP [TRIAL_ID ...]"
     parser = Parser(prog="vramsweep timeline", usage=usage, description=DETAILS)
     parser.add_argument("--out", type=PAGE, metavar="OUT.html", help="the page (default: timeline.html, in the sweep)")
     parser.add_argument("--json", action="store_true", help="print the data instead of drawing it")

@@ -140,6 +140,11 @@ def test_every_setting_that_is_a_size_or_a_time_takes_units_and_no_nonsense() ->
                 overrides.today(f"{key}={text}")
 
 
+def test_values_of_others_are_left_as_they_are() -> None:
+    for word in ("+runner.options.warm_s=10m", "+model.config.window_gib=24x", "+versions.hours=8h"):
+        assert overrides.today(word) == word
+
+
 @each
 def test_every_file_that_is_written_is_refused_at_once_if_it_cannot_be(
     verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -49,7 +49,9 @@ def _main(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"vramsweep {__version__}")
         return 0
-    name, rest = (words[1], ["--help"]) if words[0] == "help" else (words[0], words[1:])
+    name, rest = words[0], words[1:]
+    if name == "help":
+        name, rest = next((word for word in rest if not word.startswith("-")), "help"), ["--help"]
     verb = verbs.BY_NAME.get(name)
     if verb is None:
         said = f"there is no verb {name!r}; verbs: {', '.join(verbs.BY_NAME)}"

@@ -83,7 +83,7 @@ def load(path: Path) -> Table:
     files = journal.files(path)
     file = files[0]
     if not file.is_file():
-        raise UserError(f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file")
+        raise UserError(f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file{mistakes.meant_path(file)}")
     if file.suffix == ".parquet":
         return from_frame(pa.parquet.read_table(file).to_pandas(types_mapper=_pandas_type), str(path))
     if file.suffix == ".csv":

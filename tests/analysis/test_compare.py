@@ -172,7 +172,10 @@ def test_what_compare_does_not_take_is_said(tmp_path: Path, capsys: pytest.Captu
     for flags, said in (
         (["--tolerance", "2"], "a share such as 0.001"),
         (["--axis", "micro_batch"], "all pairs have one micro_batch; take --axis seq_len or tokens"),
-        (["--figure", str(tmp_path / "x.gif")], "--figure writes .html, .png, .svg, .pdf"),
+        (
+            ["--figure", str(tmp_path / "x.gif")],
+            "--figure: allowed suffixes are .html, .png, .svg, .pdf, and x.gif has another",
+        ),
     ):
         assert cli.main(["compare", str(a), str(a), *flags]) == 2
         assert said in capsys.readouterr().err

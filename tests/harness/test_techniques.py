@@ -70,7 +70,7 @@ def test_one_extra_brings_what_all_techniques_need_and_no_kernel_has_to_be_built
 
 
 def test_a_value_that_is_not_there_names_those_that_are() -> None:
-    with pytest.raises(trials.InvalidTrial, match="optimizer=adam9: there is no such optimizer; choose one of default"):
+    with pytest.raises(trials.InvalidTrial, match="optimizer=adam9: there is no such optimizer; allowed: default"):
         trials.parse(tiny(optimizer="adam9"))
 
 
@@ -147,4 +147,4 @@ def test_the_terminal_lists_every_technique(capsys: pytest.CaptureFixture[str]) 
     (optimizer,) = json.loads(capsys.readouterr().out)
     assert [value["name"] for value in optimizer["values"]] == list(techniques.values("optimizer"))
     assert cli.main(["techniques", "optimiser"]) == 2
-    assert "there is no such setting; settings: precision" in capsys.readouterr().err
+    assert "there is no such setting; allowed: precision" in capsys.readouterr().err

@@ -186,7 +186,7 @@ def trainer(**options: Any) -> dict[str, Any]:
             tiny(device=SIMULATED, allocator={"name": "x", "conf": "throw_on_cudamalloc_oom:True"}),
             "throw_on_cudamalloc_oom cannot be simulated",
         ),
-        (tiny(runner={"name": "nanochat"}), "runners: torch, trainer, deepspeed, custom"),
+        (tiny(runner={"name": "nanochat"}), "allowed: torch, trainer, deepspeed, custom"),
         (
             tiny(sharding="zero2"),
             "needs runner=trainer or deepspeed; runner=torch takes sharding=none, ddp, fsdp1, fsdp2",

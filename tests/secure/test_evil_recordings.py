@@ -169,7 +169,7 @@ def test_a_file_is_read_or_refused_whatever_it_is(tmp_path: Path, capsys: pytest
     for name in (*sorted(path.name for path in tmp_path.iterdir()), "/dev/zero", "/dev/tty", "a\0b"):
         assert main(["replay", str(tmp_path / name)]) == 2, name
         told = capsys.readouterr().err
-        assert told.startswith("replay: ") and told.count("\n") <= 2 and "Traceback" not in told, (name, told)
+        assert told.startswith("vramsweep: ") and told.count("\n") <= 2 and "Traceback" not in told, (name, told)
     assert not (tmp_path / "ran").exists()
 
 
