@@ -6,6 +6,7 @@ Not covered: lines of reserved over the events of a recording (allocator.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,7 +35,7 @@ def compared(view: View) -> list[Figure]:
         return []
     tables = [_table(own) for own in sets]
     shown, first = sets[0], tables[0]
-    unit, called = plots.axis_unit(max(float(t.max(axis=None)) for t in tables if len(t)))
+    unit, called = plots.axis_unit(max(float(np.nanmax(t.to_numpy(float))) for t in tables if len(t)))
     plot = new_plot(LENGTH, f"peak reserved memory ({called})")
     for number, (own, table) in enumerate(zip(sets, tables, strict=True)):
         _bars(plot, own, table, [view.look(group, hidden=number > 0) for group in own], unit)
@@ -71,12 +72,12 @@ def _table(groups: Sequence[Group]) -> pd.DataFrame:
     return pd.DataFrame(found, index=lengths).astype(float)
 
 
-def _bars(plot: object, groups: Sequence[Group], table: pd.DataFrame, looks: Sequence[Look], unit: int) -> None:
+def _bars(plot: Any, groups: Sequence[Group], table: pd.DataFrame, looks: Sequence[Look], unit: int) -> None:
     x = [f"{int(length):,}" for length in table.index]
     for number, (group, name, look) in enumerate(zip(groups, names(groups), looks, strict=True)):
         allocated = _peaks(group).groupby("seq_len")["peak_allocated_bytes"].median().reindex(table.index)
-        told = [f"{look_allocated:,.4g}" for look_allocated in allocated.to_numpy(float, na_value=np.nan) / unit]
-        plot.add_bar(  # type: ignore[attr-defined]
+        told = [f"{size:,.4g}" for size in allocated.to_numpy(float, na_value=np.nan) / unit]
+        plot.add_bar(
             x=x, y=table[number].to_numpy(float) / unit, name=escape(name), customdata=told,
             marker={"color": faint(look.colour, 0.75), "line": {"color": look.colour, "width": 1},
                     "pattern": {"shape": _PATTERNS[number], "fgcolor": "#fff", "solidity": 0.25}},
@@ -85,10 +86,10 @@ def _bars(plot: object, groups: Sequence[Group], table: pd.DataFrame, looks: Seq
             **look.trace,
         )  # fmt: skip
     middle = pd.concat([_peaks(group) for group in groups]).groupby("seq_len")["peak_allocated_bytes"].median()
-    allocated = middle.reindex(table.index).to_numpy(float, na_value=np.nan)
-    if np.isfinite(allocated).any():
-        plot.add_scatter(  # type: ignore[attr-defined]
-            x=x, y=allocated / unit, mode="markers", name="allocated", hoverinfo="skip", showlegend=True,
+    every = middle.reindex(table.index).to_numpy(float, na_value=np.nan)
+    if np.isfinite(every).any():
+        plot.add_scatter(
+            x=x, y=every / unit, mode="markers", name="allocated", hoverinfo="skip", showlegend=True,
             marker={"symbol": "line-ew", "size": 34, "line": {"color": INK, "width": 2}}, **looks[0].trace,
         )  # fmt: skip
 
@@ -97,14 +98,14 @@ def _differs(table: pd.DataFrame, called: Sequence[str]) -> str:
     """Of each allocator but the first: how much more or less it reserves, where that is most."""
     said = []
     for number, name in enumerate(called[1:], 1):
-        gap = (table[number] - table[0]).dropna()
-        if gap.empty:
+        base, own = (table[column].to_numpy(float) for column in (0, number))
+        if not np.isfinite(own - base).any():
             continue
-        at = gap.abs().idxmax()
-        share, size = gap[at] / table[0][at], show_bytes(abs(gap[at]))
-        same = "as much at every length" if not gap[at] else ""
-        way = "less" if gap[at] < 0 else "more"
-        said.append(
-            (same and f"{name} reserves {same}") or f"{name} reserves {size} {way} ({share:+.1%}) at {at:,} tokens"
-        )
+        at = int(np.nanargmax(np.abs(own - base)))
+        gap, length = float(own[at] - base[at]), f"{int(table.index[at]):,} tokens"
+        if gap:
+            way = f"{show_bytes(abs(gap))} {'less' if gap < 0 else 'more'} ({gap / base[at]:+.1%}) at {length}"
+        else:
+            way = "as much at every length"
+        said.append(f"{name} reserves {way}")
     return f"Against {called[0]}: {'; '.join(said)}." if said else ""

@@ -52,8 +52,8 @@ def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list
     mine = frame.assign(card=card(frame), limit=allocator_limits(frame)).dropna(subset=["card"])
     limits = mine.groupby("card")["limit"].max().dropna()
     swept = [CardLimit(str(name), float(size), False, True) for name, size in limits.items()]
-    sizes = [CardLimit(f"{size:g} GiB card", float(memory_limit(one)), False, True)
-             for size in SIZES if (one := smallest(size)) is not None]  # fmt: skip
+    sizes = [CardLimit(f"{size:g} GiB card", float(memory_limit(gpu)), False, True)
+             for size in SIZES if (gpu := smallest(size)) is not None]  # fmt: skip
     taken = [own.size] if own is not None else []
     kept: list[CardLimit] = []
     for one in (*sorted(swept, key=lambda one: -one.size), *sorted(sizes, key=lambda one: -one.size)):

@@ -233,7 +233,7 @@ def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) ->
     frame = pd.DataFrame(rows)
     return _lying(
         view, known, sizes(frame), frame, "peak memory", "composition", "Memory by what it is",
-        sentence(_most(frame.loc[frame[PEAKS[1]].astype(float).idxmax()], None), "One length and batch of each."
+        sentence(_most(frame.iloc[int(frame[PEAKS[1]].to_numpy(float).argmax())], None), "One length and batch of each."
                  if len(known) > 1 else ""),
     )  # fmt: skip
 
@@ -282,7 +282,7 @@ def _lying(
     place = [f"{int(row['seq_len']):,} tokens × {int(row['micro_batch']):,}" for _, row in rows.iterrows()]
     y = [escape(" · ".join(filter(None, (one if one != "all rows" else "", where if lengths else ""))))
          for one, where in zip(told, place, strict=True)]  # fmt: skip
-    plot = new_plot(f"{axis} ({unit_name})", "")
+    plot: Any = new_plot(f"{axis} ({unit_name})", "")
     for part, size in stack.items():
         if not size.any():
             continue

@@ -6,7 +6,6 @@ and cards are headings. A bar is solid as far as rows ran, hatched as far as a n
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,6 @@ from vramsweep.analysis.model.observe import allocator_limits
 
 CARDS, LINES = 3, 18  # at most: cards where there are several settings, and rows in all
 _CARD = ("simulated_gpu", "gpu_name", "trial.device.gpu")
-TICK = 24  # characters of a setting in one line
 APART = 1.4  # times as large: cards nearer to each other say nearly the same
 AROUND = 90  # px of the figure that are not rows
 ROW = 26  # px
@@ -46,12 +44,11 @@ def frontier_chart(view: View) -> list[Figure]:
     if len(shown) > (most := max(1, LINES // len(sizes))):
         shown, note = shown[:most], f"{most} of {len(alike):,} groups."
     refused = {(one.gib, one.group): one.smallest_too_large for one in every if one.smallest_too_large is not None}
-    least = {
-        (size, group.id): min(found)
-        for size in sizes
-        for group in shown
-        if (found := [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused])
-    }
+    least = {}
+    for size in sizes:
+        for group in shown:
+            over = [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused]
+            least |= {(size, group.id): min(over)} if over else {}
     drawn = [one for (size, _), (one, _) in best.items() if size in sizes]
     caption = sentence(
         f"{'Hatched: predicted to fit' if view.predicted else 'Solid: ran; hatched: a new run is safe (97.5 %)'}; "
@@ -82,7 +79,7 @@ def _drawn(
             at += 1
         for group, name in zip(shown, names(cardless), strict=True):
             told = name if len(shown) > 1 else f"{size:g} GiB card"
-            ticks.append((at, "<br>".join(map(escape, textwrap.wrap(plots.short(told, 40), TICK)))))
+            ticks.append((at, escape(plots.short(told, 36))))
             one, whose = best.get((size, group.id), (None, group))
             look = replace(view.look(group), settings=view.look(whose).settings)
             if one is None:
@@ -97,6 +94,7 @@ def _drawn(
     plot.update_yaxes(
         tickvals=[where for where, _ in ticks], ticktext=[text for _, text in ticks], range=[at - 0.5, -0.7],
         showgrid=False, ticks="outside", ticklen=4, tickcolor="rgba(0,0,0,0)", tickformat=None, showline=False,
+        tickfont={"size": 12},
     )  # fmt: skip
     plot.update_xaxes(range=[0, 1.02 * top], tickformat=",~d")
     return plot

@@ -80,7 +80,7 @@ def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
     left = max(60, 8 + size * max((len(str(one)) for one in ticks), default=0))
     lines = _legend_lines(plot, int(width - left - right), beside) if legend else 0
     below = 20 * lines + 12 * bool(lines)
-    layout = {
+    layout: dict[str, Any] = {
         "showlegend": legend,
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0.01, "xref": "container",
                    "itemwidth": 30, "font": {"size": TEXT}},
@@ -126,7 +126,7 @@ def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
 
 def _by_itself(
     plot: Any, figure: Figure, size: tuple[int, int], text: float, small: float, below: float, colour: str
-) -> go.Figure:  # fmt: skip
+) -> Any:  # fmt: skip
     """With its title above and its small print below what is there; `below` px are of axis and legend."""
     width, height = size
     plot.layout.annotations = [note for note in plot.layout.annotations if note.name != WORLD]

@@ -5,6 +5,8 @@ Not covered: what the memory is of (composition.py).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -50,9 +52,9 @@ def phases(view: View) -> list[Figure]:
     if rows["seq_len"].nunique() < 2:
         return []
     middle = rows.groupby("seq_len")[columns].median().astype(float)
-    unit, called = plots.axis_unit(float(middle.max(axis=None)))
+    unit, called = plots.axis_unit(float(np.nanmax(middle.to_numpy(float))))
     x = middle.index.to_numpy(float)
-    plot = new_plot(LENGTH, f"peak memory ({called})")
+    plot: Any = new_plot(LENGTH, f"peak memory ({called})")
     look = view.look(group)
     ends: list[End] = []
     for column in columns:
@@ -77,7 +79,7 @@ def phases(view: View) -> list[Figure]:
                 **own.trace,
             )  # fmt: skip
             ends.append(End(float(x[at[-1]]), float(y[at[-1]]), name, own))
-    reach = [0.0, float(middle.max(axis=None)) / unit]
+    reach = [0.0, float(np.nanmax(middle.to_numpy(float))) / unit]
     limit = card_limit(group, reach[1] * unit)
     if limit is not None and limit.near:
         add_card_limit(plot, limit, unit)
