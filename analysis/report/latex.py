@@ -73,15 +73,19 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.") or "x"
 
 
+def _pieces(text: str) -> list[list[str]]:
+    """The words of a text, each in the pieces between which a line may break; a number stays with the word before."""
+    plain = re.sub(r" (?=[·\d])", "\u00a0", shown(_LINE_ENDS.sub(" ", text)))
+    words = []
+    for word in plain.split(" "):
+        parts = _BREAKS.sub("\\1\0", word).split("\0")
+        words.append([part[at : at + LONG] for part in parts for at in range(0, len(part), LONG)])
+    return words
+
+
 def _breakable(text: str) -> Tex:
     """The same with places to break a line inside long words, so that a narrow column holds them."""
-    words = []
-    for word in shown(_LINE_ENDS.sub(" ", text)).split(" "):
-        pieces = []
-        for piece in _BREAKS.sub("\\1\0", word).split("\0"):
-            pieces += [piece[at : at + LONG] for at in range(0, len(piece), LONG)] or [""]
-        words.append(r"\allowbreak{}".join(map(tex, pieces)))
-    return Tex(" ".join(words))
+    return Tex(" ".join(r"\allowbreak{}".join(map(tex, word)) for word in _pieces(text)))
 
 
 @cache
@@ -166,13 +170,60 @@ class Column:
     @property
     def natural(self) -> float:
         """Its width where nothing wraps."""
-        spare = NUMBER if self.kind == "numbers" else 2 * NUMBER if self.kind == "ranges" else 0.0
-        return max(max(map(width, self.heads), default=0.0), spare + max(map(width, self.cells), default=0.0))
+        cells = max(map(width, self.cells), default=0.0)
+        if self.kind == "numbers":
+            cells = _Shape.of(self.cells).width + NUMBER * any(cell.endswith(BEYOND) for cell in self.cells)
+        elif self.kind == "ranges":
+            cells = sum(_Shape.of(end).width for end in _ends(self.cells)) + 2 * NUMBER
+        return max(cells, *map(width, self.heads), 0.0)
 
     @property
     def narrowest(self) -> float:
         """Its width where text wraps."""
-        return self.natural if self.kind != "text" else min(self.natural, max(_NARROWEST, *map(width, self.heads), 0.0))
+        if self.kind != "text":
+            return self.natural
+        pieces = (width(piece) for cell in self.cells for word in _pieces(cell) for piece in word)
+        return min(self.natural, max(_NARROWEST, *pieces, *map(width, self.heads)))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a column of numbers needs: a sign, digits before and after the point, and of an uncertainty."""
+
+    signed: bool = False
+    whole: int = 1
+    after: int = 0
+    spread: int = 0
+
+    @classmethod
+    def of(cls, cells: Iterable[str]) -> _Shape:
+        """The shape that holds every one of these."""
+        found = [match for cell in cells if (match := _CELL.match(cell))]
+        return cls(
+            any(match[1] for match in found),
+            max([1, *(len(match[2]) for match in found)]),
+            max([0, *(len(match[3] or "") for match in found)]),
+            max([0, *(len(match[4] or (match[5] or "").replace(".", "").lstrip("0")) for match in found)]),
+        )
+
+    @property
+    def width(self) -> float:
+        """In points."""
+        signs = 1.6 * self.signed + 0.7 * (self.after > 0) + 1.6 * (self.spread > 0) + 0.4 * (self.whole > 4)
+        return NUMBER * (self.whole + self.after + self.spread + signs)
+
+    def __str__(self) -> str:
+        """As siunitx wants to be told."""
+        point, spread = f".{self.after}" if self.after else "", f"({self.spread})" if self.spread else ""
+        return f"table-format={'+' * self.signed}{self.whole}{point}{spread}"
+
+
+_CELL = re.compile(r"([+-]?)(\d+)(?:\.(\d+))?(?:\((\d+)\)| \+- ([\d.]+))?")
+
+
+def _ends(cells: Sequence[str]) -> list[tuple[str, ...]]:
+    """The lower and the upper ends of ranges."""
+    return list(zip(*(cell.split(" to ") for cell in cells if cell not in NONE), strict=True)) or [("0",), ("0",)]
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -313,28 +364,11 @@ def _spec(column: Column, wrap: float | None, star: bool) -> str:
         return rf">{{\raggedright\arraybackslash}}p{{{share}}}"
     if column.kind == "numbers":
         beyond = r",table-space-text-post={$^{\circ}$}" if any(c.endswith(BEYOND) for c in column.cells) else ""
-        return f"S[{_format(column.cells)}{beyond}]"
+        return f"S[{_Shape.of(column.cells)}{beyond}]"
     if column.kind == "ranges":
-        ends = list(zip(*(cell.split(" to ") for cell in column.cells if cell not in NONE), strict=True)) or [
-            ["0"],
-            ["0"],
-        ]
-        return rf"S[{_format(ends[0])}]@{{\,--\,}}S[{_format(ends[1])}]"
+        low, high = map(_Shape.of, _ends(column.cells))
+        return rf"S[{low}]@{{\,--\,}}S[{high}]"
     return "l"
-
-
-def _format(cells: Iterable[str]) -> str:
-    """siunitx's description of what a column of numbers needs."""
-    signed, whole, after, spread = "", 1, 0, 0
-    for cell in cells:
-        match = re.match(r"([+-]?)(\d+)(?:\.(\d+))?(?:\((\d+)\))?", cell)
-        if match:
-            signed = "+" if match[1] else signed
-            whole, after = max(whole, len(match[2])), max(after, len(match[3] or ""))
-            spread = max(spread, len(match[4] or ""))
-        if " +- " in cell:
-            spread = max(spread, len(cell.split(" +- ")[1].replace(".", "").lstrip("0")))
-    return f"table-format={signed}{whole}{f'.{after}' if after else ''}{f'({spread})' if spread else ''}"
 
 
 def _head(column: Column) -> list[Tex]:

@@ -204,7 +204,7 @@ def _write_environment(content: Content, folder: Path, command: Sequence[str]) -
     made = sorted(file for file in folder.rglob("*") if file.is_file() and not file.is_relative_to(folder / "again"))
     rows = [file for file in made if file.is_relative_to(folder / "rows")]
     same = [folder / "methods.tex", folder / "methods.txt"]
-    same += [f for f in made if f.parent.name in ("figures", "tables") and f.suffix in COMPARED]
+    same += [f for f in made if f.parent.name == "tables" or (f.parent.name == "figures" and f.suffix == ".csv")]
     said = {
         "vramsweep": __version__,
         "command": ["paper", *command],

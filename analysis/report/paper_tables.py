@@ -5,7 +5,7 @@ Measured, predicted and foreign rows never share one of the first; every caption
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil, floor, log10
 from typing import Any
@@ -32,6 +32,7 @@ OWN = ("settings", "frontier", "fits")  # of the report's tables: here laid out 
 BRACKETS = "In brackets, in units of the last digit: half of the 95 % interval of {}."
 _NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_version", "Transformers"),
           ("deepspeed_version", "DeepSpeed"))  # fmt: skip
+MOST_DIGITS = 6  # of MiB: a millionth is a byte
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 
 
@@ -45,7 +46,7 @@ def tables(content: Content) -> list[Table]:
         fits = [fit for fit in content.fits if fit.group in ids]
         about = context(world, rows)
         own = [
-            _settings([group for group in found if not group.varies], about),
+            _settings([group for group in found if not group.varies], about, world == PREDICTED),
             *(_per_token(name, fits, about) for name in PEAKS),
             _frontier([limit for limit in content.limits if limit.group in ids], about),
             _of_frame("fits", "Fitted curves", of_fits(fits), about),
@@ -89,7 +90,7 @@ def context(world: str, rows: Rows) -> str:
     return f"Measured on {device} ({versions}){protocol}."
 
 
-def _settings(found: Sequence[Group], about: str) -> Table | None:
+def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | None:
     """Memory and speed of each configuration at the longest sequence that ran."""
     lines: list[tuple[Any, ...]] = []
     remarks: dict[str, str] = {}
@@ -115,11 +116,13 @@ def _settings(found: Sequence[Group], about: str) -> Table | None:
                 else _uncertain(sure.mean, (sure.low, sure.high), 0),
             )
         )
+    speed = " and throughput" if any(line[-1] != "–" for line in lines) else ""
+    ran = "fits" if predicted else "ran"
     notes = [f"[{letter}] flagged: {flags.replace('_', ' ')}." for flags, letter in remarks.items()]
     notes = [*notes, BRACKETS.format("the mean between processes")] if any("(" in line[-1] for line in lines) else notes
     return _table(
         "settings",
-        sentence("Peak memory and throughput at the longest sequence that ran", about),
+        sentence(f"Peak memory{speed} at the longest sequence that {ran}", about),
         (
             ("setting", "", "text"),
             ("longest", "tokens", "numbers"),
@@ -153,12 +156,11 @@ def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
         at = float(curve.predict(np.zeros(1))[0]) / GIB
         bounds = None if ends is None or not np.isfinite(ends).all() else (ends[0] / MIB, ends[1] / MIB)
         found.append((fit, f"{fit.label}{of}", at, (slope + 2 * bend * longest) / MIB, bounds, start))
-    digits = _digits([(slope, ends) for _, _, _, slope, ends, _ in found])
     lines = [
         (
             label,
             number(at, 2),
-            number(slope, digits) if ends is None else _uncertain(slope, ends, digits),
+            _slope(slope, ends),
             number(start if np.isfinite(start) else None),
             number(fit.chosen.rms / MIB, 1),
         )
@@ -189,21 +191,19 @@ def _curves(fit: Fit) -> Iterable[tuple[bool, Curve]]:
     return fit.chosen.model.curves.items()
 
 
+def _slope(slope: float, ends: tuple[float, float] | None) -> str:
+    """Four digits; with its interval where that is known, whose half then has two digits, down to a byte a token."""
+    if ends is None:
+        return number(slope, min(max(3 - floor(log10(abs(slope))), 0), MOST_DIGITS) if slope else 0)
+    half = (ends[1] - ends[0]) / 2
+    digits = min(max(1 - floor(log10(half)), 0), MOST_DIGITS) if half > 0 else MOST_DIGITS
+    return _uncertain(slope, ends, digits)
+
+
 def _uncertain(value: float, ends: tuple[float, float], digits: int) -> str:
     """`12.3(4)`: the value with the longer half of its interval, rounded up, in units of the last digit."""
     half = max(ends[1] - value, value - ends[0]) * 10**digits
     return f"{value:.{digits}f}({max(ceil(half - 1e-9), 1)})"
-
-
-def _digits(found: Iterable[tuple[float, tuple[float, float] | None]]) -> int:
-    """Decimals that show three digits of the smallest slope, and one of the narrowest interval's half."""
-    sizes = []
-    for slope, ends in found:
-        if slope:
-            sizes.append(2 - floor(log10(abs(slope))))
-        if ends is not None and 0 < ends[1] - ends[0] < np.inf:
-            sizes.append(ceil(-log10((ends[1] - ends[0]) / 2)))
-    return min(max([0, *sizes]), 4)
 
 
 def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
@@ -212,7 +212,7 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     of_use = [size for size in CARDS if any(limit.gib == size and limit.value is not None for limit in known)]
     of_use = of_use[:SIZES] or [size for size in CARDS if any(limit.gib == size for limit in known)][:1]
     lines, firsts = [], []
-    for limit in (limit for limit in known if limit.gib in of_use):
+    for limit in _telling(limit for limit in known if limit.gib in of_use):
         of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
         firsts.append(f"{limit.group}{of}")
         lines.append(
@@ -247,6 +247,16 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
         notes,
     )
     return table and replace(table, groups=_starts(firsts))
+
+
+def _telling(limits: Iterable[Limit]) -> Iterator[Limit]:
+    """Without those of larger cards that say no more than the one before: all that was tried fits, no curve ends."""
+    before: dict[tuple[str, int | None], Limit] = {}
+    for limit in limits:
+        last = before.get((limit.group, limit.multiples_of))
+        if last is None or limit.value is not None or last.value is not None or last.largest_ok != limit.largest_ok:
+            yield limit
+        before[limit.group, limit.multiples_of] = limit
 
 
 def _starts(names: Sequence[str]) -> tuple[int, ...]:
