@@ -32,8 +32,9 @@ LIGHT = (
     "tests/harness/test_row.py", "tests/harness/test_upgrade.py",
 )  # fmt: skip
 CORE = (
-    *LIGHT, "tests/harness/test_trial.py", "tests/runners/test_build.py", "tests/runners/test_trace.py",
-    "tests/runners/test_runners.py", "tests/runners/test_watching.py",
+    *LIGHT, "tests/test_core.py", "tests/harness/test_trial.py", "tests/runners/test_build.py",
+    "tests/runners/test_trace.py", "tests/runners/test_simulated.py", "tests/runners/test_attention.py",
+    "tests/runners/test_watching.py",
 )  # fmt: skip
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 FREE = ("torch", "transformers", "huggingface_hub", "tokenizers")  # transformers asks for the last two by version
@@ -73,49 +74,63 @@ def main() -> int:
     known = {one.key: one for one in read(arguments.out)}
     worst = 0
     for python in arguments.python:
-        for version in arguments.transformers or [None]:
-            one = attempt(python, arguments.torch, version)
-            print(json.dumps(asdict(one)), flush=True)
-            known[one.key] = one
-            worst |= bool(one.failed or one.problem)
-            arguments.out.write_text(page(list(known.values())), encoding="utf-8")
+        with tempfile.TemporaryDirectory(prefix="vramsweep-versions-") as place:
+            own = environment(Path(place) / "env", python, arguments.torch)
+            for version in arguments.transformers or [None]:
+                began = time.monotonic()
+                one = own.tried(version)
+                print(json.dumps(asdict(one)), f"{time.monotonic() - began:.0f} s", flush=True)
+                known[one.key] = one
+                worst |= bool(one.failed or one.problem)
+                arguments.out.write_text(page(list(known.values())), encoding="utf-8")
     return worst
 
 
-def attempt(python: str, torch: str | None, transformers: str | None) -> Found:
-    """An environment of its own, the tests in it, and what came of them."""
-    said = subprocess.run([python, "-c", "import platform; print(platform.python_version())"], **_CAPTURED).stdout
-    day = f"{datetime.now(UTC):%Y-%m-%d}"
-    began = time.monotonic()
+def environment(folder: Path, python: str, torch: str | None) -> Environment:
+    """A fresh one of that Python, with the project (editable) and what the tests need."""
+    found = Environment(folder / "bin" / "python", _version(python), torch)
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line.partition("==")[0] not in FREE]
+    folder.mkdir()
+    (folder / "constraints.txt").write_text("\n".join(pins) + "\n", encoding="utf-8")
+    subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    extras = "[predict,sweep]" if torch else ""
+    found.install("-e", f"{ROOT}{extras}", *([f"torch=={torch}"] if torch else []), *TOOLS)
+    return found
 
-    def found(passed: int = 0, failed: tuple[str, ...] = (), skipped: int = 0, problem: str | None = None) -> Found:
-        print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        return Found(said.strip(), torch, transformers, passed, failed, skipped, problem, day)
 
-    with tempfile.TemporaryDirectory(prefix="vramsweep-versions-") as place:
-        folder = Path(place)
-        own = folder / "env" / "bin" / "python"
-        constraints = folder / "constraints.txt"
-        lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        constraints.write_text("\n".join(line for line in lines if re.split("==", line)[0] not in FREE) + "\n")
-        what = f"{ROOT}[predict,sweep]" if torch else str(ROOT)
-        packages = [f"torch=={torch}", f"transformers=={transformers}"] if torch else []
-        steps = (
-            [python, "-m", "venv", str(folder / "env")],
-            [str(own), "-m", "pip", "install", "--quiet", "-c", str(constraints), "-e", what, *packages, *TOOLS],
-        )
-        for step in steps:
-            done = subprocess.run(step, **_CAPTURED)
-            if done.returncode:
-                return found(problem=(done.stderr.strip().splitlines() or ["no reason given"])[-1][:300])
-        report = folder / "report.xml"
-        marks = "not slow and not gpu"
-        tests = CORE if torch else LIGHT
-        command = [str(own), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marks, f"--junitxml={report}"]
-        done = subprocess.run([*command, *tests], cwd=ROOT, **_CAPTURED)
-        if not report.is_file():
-            return found(problem=(done.stdout.strip().splitlines() or ["no reason given"])[-1][:300])
-        return found(*counted(report))
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter, its version, and the torch that is there; transformers is exchanged."""
+
+    own: Path
+    python: str
+    torch: str | None
+
+    def install(self, *words: str) -> None:
+        """Raises RuntimeError with pip's last word."""
+        pins = self.own.parents[1] / "constraints.txt"
+        line = [str(self.own), "-m", "pip", "install", "--quiet", "-c", str(pins), *words]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip().splitlines() or ["pip gave no reason"])[-1][:300])
+
+    def tried(self, transformers: str | None) -> Found:
+        """What came of the tests with this transformers."""
+        day = f"{datetime.now(UTC):%Y-%m-%d}"
+        report = self.own.parents[1] / "report.xml"
+        report.unlink(missing_ok=True)
+        command = [str(self.own), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += ["-m", "not slow and not gpu", *(CORE if self.torch else LIGHT)]
+        try:
+            if transformers:
+                self.install(f"transformers=={transformers}", f"torch=={self.torch}")
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            if not report.is_file():
+                raise RuntimeError((done.stdout.strip().splitlines() or ["pytest gave no reason"])[-1][:300])
+        except RuntimeError as error:
+            return Found(self.python, self.torch, transformers, 0, (), 0, str(error), day)
+        return Found(self.python, self.torch, transformers, *counted(report), None, day)
 
 
 def counted(report: Path) -> tuple[int, tuple[str, ...], int]:
@@ -148,7 +163,7 @@ def page(results: list[Found]) -> str:
     lines = [
         "# Tested versions",
         "",
-        "Each row is a fresh environment in which the core tests ran (`python benchmarks/versions.py --help`), on "
+        "Each row is an environment of its own in which the core tests ran (`python benchmarks/versions.py --help`), on "
         f"{platform.system()} {platform.machine()} without a GPU. Core tests: models are built, traced and predicted, "
         "one short measured run for each runner, and rows are read, fitted and compared. Without torch: the last alone.",
         "",
@@ -182,11 +197,14 @@ def page(results: list[Found]) -> str:
     return "\n".join(lines)
 
 
+def _version(python: str) -> str:
+    line = [python, "-c", "import platform; print(platform.python_version())"]
+    return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _numbers(version: str | None) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version or "")]
 
-
-_CAPTURED: dict[str, bool] = {"capture_output": True, "text": True, "check": False}
 
 if __name__ == "__main__":
     sys.exit(main())

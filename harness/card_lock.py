@@ -17,7 +17,7 @@ from pathlib import Path
 from vramsweep.harness import machine
 
 POLL_S = 1.0
-PLACE = Path(tempfile.gettempdir()) / f"vramsweep-{os.getuid()}"
+PLACE = Path(tempfile.gettempdir()) / f"vramsweep-{os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def model_type(trial: Trial) -> str | None:
     found = trial.model.model_type
     if found is None and trial.model.path is not None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file, or no such description
-            found = json.loads((Path(trial.model.path) / "config.json").read_text()).get("model_type")
+            found = json.loads((Path(trial.model.path) / "config.json").read_text(encoding="utf-8")).get("model_type")
     return found
 
 

@@ -21,14 +21,14 @@ def write(folder: Path, lines: Iterable[Mapping[str, Any]], asked: Collection[st
     another command has inferred of others stays."""
     others = [line for line in read(folder) if line.get("trial_id") not in asked]
     aside = folder / f"{NAME}.{os.getpid()}"
-    aside.write_text("".join(json.dumps(line) + "\n" for line in (*others, *lines)))
+    aside.write_text("".join(json.dumps(line) + "\n" for line in (*others, *lines)), encoding="utf-8")
     aside.rename(folder / NAME)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The lines; none where nothing was inferred. A line that is none is left out."""
     try:
-        text = (folder / NAME).read_text()
+        text = (folder / NAME).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return []
     found = []

@@ -303,7 +303,7 @@ def _torch_file() -> str:
     with contextlib.suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec("torch")
         for folder in (spec.submodule_search_locations or ()) if spec else ():
-            return (Path(folder) / "version.py").read_text()
+            return (Path(folder) / "version.py").read_text(encoding="utf-8")
     return ""
 
 

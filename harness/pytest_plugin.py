@@ -37,7 +37,7 @@ def predicted(tmp_path: Path) -> Predicted:
         limit = [] if max_reserved is None else ["--max-reserved", max_reserved]
         own = [f"results={folder.parent}", f"name={folder.name}", "report=false"]
         command = [sys.executable, "-m", "vramsweep", "predict", *limit, *words, *own]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         told = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         if done.returncode == 2:
             raise UserError(told.removeprefix("vramsweep: "))

@@ -15,7 +15,7 @@ def draw(data: Path, out: Path) -> None:
     Raises UserError.
     """
     try:
-        found = json.loads(data.read_text())
+        found = json.loads(data.read_text(encoding="utf-8"))
         if isinstance(found, list):
             text = page.of_figures("Memory over a step", of_timelines(found))
         else:

@@ -93,7 +93,7 @@ def _whole(path: Path, text: str) -> None:
     """Write a file aside and rename it: whoever reads it, also after a kill, finds the one before or this one."""
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
-    aside.rename(path)
+    aside.replace(path)
 
 
 def no_links(folder: Path, names: Sequence[str] = WRITTEN) -> None:
