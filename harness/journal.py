@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vramsweep.harness import upgrade
+from vramsweep.harness import mistakes, upgrade
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.lock import Lock
 from vramsweep.harness.row import Row, believable, complete, encodable, system
@@ -285,7 +285,9 @@ def _began(row: Row) -> str:
 
 
 def _unreadable(file: Path, error: OSError) -> UserError:
-    return UserError(f"cannot read {file}: {error.strerror}; name a folder under results/{mistakes.meant_path(file.parent)}")
+    return UserError(
+        f"cannot read {file}: {error.strerror}; name a folder under results/{mistakes.meant_path(file.parent)}"
+    )
 
 
 def _sync_folder(folder: Path) -> None:

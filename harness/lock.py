@@ -87,7 +87,9 @@ def held(path: Path) -> bool:
 
 def _claim(path: Path) -> None:
     aside = claim(path).with_name(f"{claim(path).name}.{os.getpid()}")
-    aside.write_text(json.dumps(identity.own()), encoding="utf-8")  # whole before it has the name, whoever is killed when
+    aside.write_text(
+        json.dumps(identity.own()), encoding="utf-8"
+    )  # whole before it has the name, whoever is killed when
     try:
         _become(aside, path)
     finally:

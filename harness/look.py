@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import journal, launch
+from vramsweep.harness import journal, launch, mistakes
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import environment
 from vramsweep.harness.errors import UserError

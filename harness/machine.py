@@ -58,7 +58,8 @@ class Gpu:
 def nvml_problem() -> str | None:
     """What keeps pynvml from being NVIDIA's own module, with the cure; None when it is.
 
-    Without it no GPU is seen. The distributions `pynvml` (before 12) and `nvidia-ml-py3` install a module of the same name with older functions.
+    Without it no GPU is seen. The distributions `pynvml` (before 12) and `nvidia-ml-py3` install a module of the same
+    name with older functions.
     """
     if pynvml is None:
         return extras.missing("pynvml")

@@ -23,7 +23,7 @@ import pyarrow.parquet
 
 from vramsweep.analysis.data.export import as_it_was, each
 from vramsweep.analysis.data.remarks import flagged, measured_again, system_columns, systems
-from vramsweep.harness import journal, others
+from vramsweep.harness import journal, mistakes, others
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME, COLUMNS, LARGEST, SCHEMA_VERSION, TEXT_LISTS
 from vramsweep.harness.trial import LEFT_OUT
@@ -83,7 +83,10 @@ def load(path: Path) -> Table:
     files = journal.files(path)
     file = files[0]
     if not file.is_file():
-        raise UserError(f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file{mistakes.meant_path(file)}")
+        raise UserError(
+            f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file"
+            + mistakes.meant_path(file)
+        )
     if file.suffix == ".parquet":
         return from_frame(pa.parquet.read_table(file).to_pandas(types_mapper=_pandas_type), str(path))
     if file.suffix == ".csv":

@@ -39,7 +39,9 @@ def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFr
 def _asked(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     command = [sys.executable, "-m", "vramsweep", "timeline", str(folder), "--kept", "--json"]
     try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], [f"no timeline of a step: {error}"]
     if done.returncode != 0:
