@@ -5,8 +5,8 @@
     vramsweep.fit(rows[rows.seq_len >= 64], metric="peak_allocated_bytes")
     vramsweep.figure(rows, "memory_by_length")
 
-Rows are what `load` or `predict` gave, filtered by pandas or not, or a path that `load` takes. Everything raises UserError,
-in a line or two, for what its caller can mend.
+Rows are what `load` or `predict` gave, filtered by pandas or not, or a path that `load` takes. Everything raises
+UserError, in a line or two, for what its caller can mend.
 
 Not covered: sweeping, which takes hours and belongs in a terminal; how results look (display.py).
 """

@@ -163,9 +163,10 @@ def page(results: list[Found]) -> str:
     lines = [
         "# Tested versions",
         "",
-        "Each row is an environment of its own in which the core tests ran (`python benchmarks/versions.py --help`), on "
-        f"{platform.system()} {platform.machine()} without a GPU. Core tests: models are built, traced and predicted, "
-        "one short measured run for each runner, and rows are read, fitted and compared. Without torch: the last alone.",
+        "Each row is an environment of its own in which the core tests ran (`python benchmarks/versions.py --help`), "
+        f"on {platform.system()} {platform.machine()} without a GPU. Core tests: models are built, traced and predicted, "
+        "one short measured run for each runner, and rows are read, fitted and compared. Without torch: the last "
+        "alone.",
         "",
         "| Python | torch | transformers | passed | failed | skipped | day |",
         "|---|---|---|---:|---:|---:|---|",
@@ -185,8 +186,8 @@ def page(results: list[Found]) -> str:
         "",
         "**Not tried**: any other combination; in particular torch other than those above, builds of torch for CUDA, "
         "torch on Python 3.12, and DeepSpeed beside each of these (the whole test suite runs with the versions of "
-        "`constraints.txt`, DeepSpeed's among them, on Python 3.11). `pyproject.toml` allows more than was tried: what it "
-        "allows is expected to work, and what is not in this table is not known to.",
+        "`constraints.txt`, DeepSpeed's among them, on Python 3.11). `pyproject.toml` allows more than was tried: what "
+        "it allows is expected to work, and what is not in this table is not known to.",
         "",
         "macOS and Windows: reading, fitting, drawing and comparing rows is tested with stand-ins (POSIX modules and "
         "functions taken away, a locale of cp1252), not run on these systems. Sweeping and predicting need Linux.",

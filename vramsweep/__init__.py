@@ -1,8 +1,8 @@
 """vramsweep: how much GPU memory a training run takes, how fast it is, and which settings to pick.
 
-For notebooks: `load`, `predict`, `fit`, `frontier`, `compare`, `figure`, `report`, `gib`, `units` (docs/notebook.md); for
-training scripts: `watch`, `TrainerCallback`. Each is imported when it is first used, so that importing this costs nothing
-and needs neither torch nor pandas.
+For notebooks: `load`, `predict`, `fit`, `frontier`, `compare`, `figure`, `report`, `gib`, `units` (docs/notebook.md);
+for training scripts: `watch`, `TrainerCallback`. Each is imported when it is first used, so that importing this costs
+nothing and needs neither torch nor pandas.
 
 The four packages live at the top of the repository and are linked here, so that what is installed has one name of its
 own and collides with nobody's `analysis/` or `conf/`. In a checkout `harness`, `runners` and `analysis` are other names

@@ -1,6 +1,6 @@
-"""Runs a verb as on Windows, as far as Linux can play it: without POSIX's modules and functions, in a locale of cp1252,
-where reading or writing a text without saying its encoding is an error. Libraries are imported first: theirs is their own
-way to be elsewhere."""
+"""Runs a verb as on Windows, as far as Linux can play it: without POSIX's modules and functions, in a locale of
+cp1252, where reading or writing a text without saying its encoding is an error. Libraries are imported first: theirs is
+their own way to be elsewhere."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import warnings
 from typing import Any
 
 LIBRARIES = (
-    "numpy", "pandas", "pyarrow.csv", "pyarrow.json", "pyarrow.parquet", "scipy.stats", "scipy.optimize", "plotly.io",
-    "plotly.graph_objects", "statsmodels.api", "jinja2", "rich.console", "rich.live", "rich.table", "pydantic", "psutil",
-    "yaml", "asyncio", "concurrent.futures", "subprocess", "tempfile", "shutil", "platform", "socket", "multiprocessing",
+    "numpy", "pandas", "pyarrow.csv", "pyarrow.json", "pyarrow.parquet", "scipy.stats", "scipy.optimize",
+    "plotly.io", "plotly.graph_objects", "statsmodels.api", "jinja2", "rich.console", "rich.live", "rich.table",
+    "pydantic", "psutil", "yaml", "asyncio", "concurrent.futures", "subprocess", "tempfile", "shutil", "platform",
+    "socket", "multiprocessing",
 )  # fmt: skip
 MODULES = ("fcntl", "grp", "pwd", "pty", "resource", "syslog", "termios", "tty")
 FUNCTIONS = (
