@@ -164,9 +164,9 @@ def page(results: list[Found]) -> str:
         "# Tested versions",
         "",
         "Each row is an environment of its own in which the core tests ran (`python benchmarks/versions.py --help`), "
-        f"on {platform.system()} {platform.machine()} without a GPU. Core tests: models are built, traced and predicted, "
-        "one short measured run for each runner, and rows are read, fitted and compared. Without torch: the last "
-        "alone.",
+        f"on {platform.system()} {platform.machine()} without a GPU. Core tests: models are built, traced and "
+        "predicted, one short measured run for each runner, and rows are read, fitted and compared. Without torch: "
+        "the last alone.",
         "",
         "| Python | torch | transformers | passed | failed | skipped | day |",
         "|---|---|---|---:|---:|---:|---|",
