@@ -1,12 +1,13 @@
 """The GPU check: everything that only a real card can prove, in one command and under nine minutes.
 
-    python benchmarks/gpu_check.py OUT [--device cuda] [--seconds 520]
+    python benchmarks/gpu_check.py OUT [--device cuda] [--seconds 520] [--only PART,PART]
 
-Writes six files into OUT, at most 16 MiB, to be kept under results/reference/<gpu>/: `summary.json` (verdicts and
+Writes seven files into OUT, at most 16 MiB, to be kept under results/reference/<gpu>/: `summary.json` (verdicts and
 figures), `rows.jsonl` (every row of every part), `residuals.csv` (predicted against measured), `recordings.zip` (the
-allocator's events under each setting), `tests.txt` and `log.txt`. A part that fails or finds no time is said so in the
-summary and does not stop the others. With --device cpu the same parts run on the tiny model as far as they go, which is
-how the kit itself is tested.
+allocator's events under each setting), `report.html` (of the user's sweep), `tests.txt` and `log.txt`. Parts can be
+done in several goes, each adding to OUT; `predicted` needs no card, so it can be done elsewhere. A part that fails or
+finds no time is said so in the summary and does not stop the others. With --device cpu the same parts run on the tiny
+model as far as they go, which is how the kit itself is tested.
 """
 
 from __future__ import annotations
@@ -88,6 +89,11 @@ class Check:
         """Seconds until the part must have ended."""
         return max(1.0, self.deadline - time.monotonic())
 
+    def keep(self, rows: list[Row]) -> None:
+        """Take in the rows of a sweep; one that is gone on with replaces what there was of it."""
+        names = {r["sweep"] for r in rows}
+        self.rows = [r for r in self.rows if r["sweep"] not in names] + rows
+
     def sweep(self, name: str, *overrides: str) -> list[Row]:
         """Measure one sweep on the device; its terminal rows. The predictions are for what was asked here.
 
@@ -97,7 +103,7 @@ class Check:
         rows = self.run_sweep(name, f"device={self.device}", *overrides)
         if not rows:
             raise RuntimeError(f"sweep {name} left no row: {last_line((self.scratch / f'{name}.log').read_text())}")
-        self.rows = [r for r in self.rows if r["sweep"] != name] + rows  # a sweep may be gone on with
+        self.keep(rows)
         return rows
 
     def run_sweep(self, name: str, *overrides: str) -> list[Row]:
@@ -181,15 +187,26 @@ def recordings(check: Check) -> dict[str, Any]:
         return {"skipped": "recordings need CUDA"}
     found = {"default": recorded(check, "default", "", None)}
     peak = found["default"]["peak_reserved_bytes"]
-    settings = [
-        ("expandable", "expandable_segments:True", None),
-        ("roundup", "roundup_power2_divisions:8", None),
-        ("max_split", "max_split_size_mb:32", peak),
-        ("gc", "garbage_collection_threshold:0.5", round(1.05 * peak)),
-        ("out_of_memory", "", round(0.7 * peak)),
+    settings: list[tuple[str, str, int | None, tuple[str, ...]]] = [
+        ("expandable", "expandable_segments:True", None, ()),
+        ("roundup", "roundup_power2_divisions:8", None, ()),
+        ("max_split", "max_split_size_mb:32", peak, ()),
+        ("gc", "garbage_collection_threshold:0.5", round(1.05 * peak), ()),
+        ("out_of_memory", "", round(0.7 * peak), ()),
+        ("streams", "", None, ("--streams",)),
+        ("streams_expandable", "expandable_segments:True", None, ("--streams",)),
+        ("ddp", "", None, ("--ddp",)),
     ]
-    for name, conf, limit in settings:
-        found[name] = recorded(check, name, conf, limit)
+
+    def attempt(setting: tuple[str, str, int | None, tuple[str, ...]]) -> dict[str, Any]:
+        name, conf, limit, more = setting
+        try:
+            return recorded(check, name, conf, limit, *more)
+        except Exception as error:  # one that fails is a finding, and the others are kept
+            return {"conf": conf, "failed": f"{type(error).__name__}: {error}"}
+
+    with ThreadPoolExecutor(4) as pool:  # side by side: nothing is timed, and each process has its own allocator
+        found |= zip((setting[0] for setting in settings), pool.map(attempt, settings), strict=True)
     for share in (0.985, 0.97, 0.955, 0.94):
         retried = recorded(check, "retry", "", round(share * peak))
         if not retried["out_of_memory"]:
@@ -198,15 +215,16 @@ def recordings(check: Check) -> dict[str, Any]:
             break
     with zipfile.ZipFile(check.out / "recordings.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for name in found:
-            archive.write(check.scratch / f"{name}.pickle", f"{name}.pickle")
+            if (path := check.scratch / f"{name}.pickle").exists():
+                archive.write(path, path.name)
     return found
 
 
-def recorded(check: Check, name: str, conf: str, limit: int | None) -> dict[str, Any]:
+def recorded(check: Check, name: str, conf: str, limit: int | None, *more: str) -> dict[str, Any]:
     """Record one run in a process of its own, replay it, and say whether that was exact."""
     path = check.scratch / f"{name}.pickle"
     script = str(ROOT / "benchmarks" / "recorded_steps.py")
-    done = check.python([script, str(path), *(["--limit", str(limit)] if limit else [])], conf)
+    done = check.python([script, str(path), *(["--limit", str(limit)] if limit else []), *more], conf)
     if done.returncode:
         raise RuntimeError(f"recording {name}: {last_line(done.stderr)}")
     said: dict[str, Any] = json.loads(last_line(done.stdout))
@@ -264,7 +282,7 @@ def zero3(check: Check) -> dict[str, Any]:
     if missing(["deepspeed"]):
         return {"skipped": "deepspeed is not installed here"}
     if check.real:
-        grid = ["model=qwen0.5b", "seq_len=64,256,512,768,896,960,1024,1280,1536,1792,1920,2048"]
+        grid = ["model=qwen0.5b", "seq_len=64,512,960,1024,1536,2048"]
         grid += ["precision=fp16", "allocator=default,expandable"]
     else:
         grid = ["model=tiny", "seq_len=32,64", "precision=bf16", "protocol=brief"]
@@ -290,21 +308,44 @@ def tests(check: Check) -> dict[str, Any]:
 
 
 def allocators(check: Check) -> dict[str, Any]:
-    """Every allocator setting with repeats; then lengths, batches and precisions. MFU at the larger shapes."""
+    """The allocator settings that the user's sweep does not have, each twice."""
+    grid = ["model=tiny", "seq_len=32,64", "precision=bf16", "protocol=brief"]
     if check.real:
-        grids = [
-            ["model=qwen0.5b", "repeats=2", "seq_len=512,2048", "micro_batch=4",
-             "allocator=default,expandable,max_split_128,gc,roundup,cuda_malloc_async"],
-            ["model=qwen0.5b", "seq_len=256,512,1024,2048", "micro_batch=1,4", "precision=bf16,fp32",
-             "allocator=default,expandable"],
-        ]  # fmt: skip
-    else:
-        grids = [["model=tiny", "seq_len=32,64", "precision=bf16,fp32", "protocol=brief"]]
-    for grid in grids:
-        rows = check.sweep("allocators", *grid)
-    fast = [r for r in rows if r["mfu"] is not None]
-    best = max(fast, key=lambda r: r["mfu"], default=None)
+        grid = ["model=qwen0.5b", "repeats=2", "seq_len=512,2048", "micro_batch=4", "allocator=default,gc,roundup"]
+    return {"outcomes": outcomes(check.sweep("allocators", *grid))}
+
+
+def factors(check: Check) -> dict[str, Any]:
+    """The preset `factors`: everything that decides memory, each at least twice."""
+    words = ["sweep=factors"] if check.real else ["model=tiny", "seq_len=32", "checkpointing=none,full"]
+    rows = check.sweep("factors", *words)
+    failed = [f"{r['trial_id']}: {r['reason']}"[:300] for r in rows if r["outcome"] not in ("ok", "oom")]
+    return {"outcomes": outcomes(rows), "not_measured": failed}
+
+
+def sweep(check: Check) -> dict[str, Any]:
+    """`make sweep MODEL=qwen0.5b` as a user types it, in the time there is; its report, MFU at the larger shapes."""
+    model, name = ("qwen0.5b" if check.real else "tiny"), "make-sweep"
+    where = ["name=" + name, f"results={check.scratch}", f"budget={max(30, int(check.left()) - 20)}s"]
+    device = "auto" if check.real else "cpu"
+    preset = "auto" if check.real else "none"
+    done = subprocess.run(
+        ["make", "sweep", f"MODEL={model}", f"DEVICE={device}", f"SWEEP={preset}", f"PYTHON={sys.executable}", "VENV=",
+         f"ARGS={' '.join(where)}"],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=check.left(),
+    )  # fmt: skip
+    (check.scratch / f"{name}.log").write_text(done.stdout + done.stderr)
+    folder = check.scratch / name
+    rows = list(journal.terminal(journal.read(folder)[0]).values()) if (folder / journal.NAME).exists() else []
+    if not rows:
+        raise RuntimeError(f"make sweep left no row: {last_line(done.stderr)}")
+    check.keep(rows)
+    check.asked.append((f"model={model}", "sweep=cuda") if check.real else (f"model={model}",))
+    if (report := folder / "report.html").exists():
+        (check.out / report.name).write_bytes(report.read_bytes())
+    best = max((r for r in rows if r["mfu"] is not None), key=lambda r: r["mfu"], default=None)
     return {
+        "exit_status": done.returncode,
         "outcomes": outcomes(rows),
         "highest_mfu": best
         and {k: best[k] for k in ("mfu", "hfu", "seq_len", "micro_batch", "precision", "allocator")},
@@ -333,7 +374,9 @@ def predicted(check: Check) -> dict[str, Any]:
 def by_length(overrides: Sequence[str]) -> list[tuple[str, ...]]:
     """The overrides of a measured sweep as those of predictions, one set a length: these run side by side."""
     kept = [word for word in overrides if not word.startswith(NOT_PREDICTED)]
-    lengths = next(word for word in kept if word.startswith("seq_len=")).removeprefix("seq_len=").split(",")
+    lengths = next((word for word in kept if word.startswith("seq_len=")), "").removeprefix("seq_len=").split(",")
+    if lengths == [""]:  # a preset's
+        return [tuple(kept)]
     rest = [word for word in kept if not word.startswith("seq_len=")]
     return [(f"seq_len={length}", *rest) for length in lengths]
 
@@ -375,19 +418,21 @@ def bounded(out: Path) -> dict[str, Any]:
     return {"bytes": sizes, "within_limits": within, "recordings_left_out": left_out}
 
 
-# In this order, each with the seconds that it may take. The comments say what it should take on an H200 with 16 cores,
-# reckoned from 4 s to start a process that imports everything and 3 to 4 s a trial; not measured yet.
+# In this order, each with the seconds that it may take. The comments say what it should take on an H100 with 16 cores,
+# reckoned from 4 s to start a process that imports everything and 3 to 4 s a trial.
 PARTS: tuple[tuple[Callable[[Check], dict[str, Any]], float], ...] = (
     (gpt2_trainer, 60),  # 12: a template and a trial
-    (recordings, 90),  # 55: nine processes at 6 s
-    (isolation, 90),  # 55: three cold trials at 10 s, three templates, three warm trials
-    (instruments, 40),  # 15
+    (recordings, 90),  # 30: ten processes at 6 s, four at a time
     (tests, 100),  # 50: seven processes to start, eight trials
-    (allocators, 170),  # 170: six templates, 24 trials, then as many of 28 more as there is time for
-    (zero3, 120),  # 100: two templates, 24 trials
-    (predicted, 90),  # 40: nothing on the GPU, half as many at once as there are cores
+    (factors, 160),  # 130: five templates, 40 trials
+    (isolation, 80),  # 55: three cold trials at 10 s, three templates, three warm trials
+    (sweep, 200),  # as many of 112 trials as there is time for, the coarse grid first
+    (zero3, 70),  # 55: two templates, 12 trials
+    (allocators, 60),  # 45: three templates, 12 trials
+    (instruments, 40),  # 15
+    (predicted, 90),  # 60: nothing on the GPU, half as many at once as there are cores
 )
-RESERVED = 60  # seconds that the parts before `predicted` leave it
+RESERVED = 60  # seconds that the parts before `predicted` leave it, where it is among them
 
 
 def main() -> int:
@@ -396,27 +441,42 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=520)
+    parser.add_argument("--only", help="parts, joined by commas; OUT may hold others: " + ", ".join(NAMES))
     arguments = parser.parse_args()
-    if arguments.device == "cuda" and not machine.gpus():
+    names = arguments.only.split(",") if arguments.only else list(NAMES)
+    if unknown := [name for name in names if name not in NAMES]:
+        parser.error(f"there is no part {unknown[0]}; allowed: {', '.join(NAMES)}")
+    if arguments.device == "cuda" and names != [predicted.__name__] and not machine.gpus():
         sys.exit("gpu_check: NVML sees no GPU here; --device cpu rehearses the check without one")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if any(arguments.out.iterdir()):
-        sys.exit(f"gpu_check: {arguments.out} is not empty; name a new folder, so that no earlier result is mixed in")
+    before = read_summary(arguments.out)
+    done = sorted(set(names) & set(before.get("parts", {})))
+    if done or (any(arguments.out.iterdir()) and not (before and arguments.only)):
+        what = f"has {', '.join(done)} already" if done else "is not empty"
+        sys.exit(f"gpu_check: {arguments.out} {what}; name a new folder, so that no earlier result is mixed in")
     ends = time.monotonic() + arguments.seconds
-    summary: dict[str, Any] = {
-        "device": arguments.device,
+    here = {
         "machine": machine.facts() | {"deepspeed_version": machine.version("deepspeed"), "cores": os.cpu_count()},
         "gpus": [
             {"name": card.name, "driver": card.driver, "memory_bytes": card.memory_total} for card in machine.gpus()
         ],
-        "parts": {},
     }
+    summary: dict[str, Any] = before or {"device": arguments.device, **here, "asked": [], "parts": {}}
+    elsewhere = {} if summary["machine"] == here["machine"] else here
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
         check = Check(arguments.out, Path(scratch), arguments.device, ends)
+        check.asked = [tuple(one) for one in summary["asked"]]
+        if (rows := arguments.out / "rows.jsonl").exists():
+            check.rows = [json.loads(line) for line in rows.read_text().splitlines()]
         for part, most in PARTS:
+            if part.__name__ not in names:
+                continue
             start = time.monotonic()
-            check.deadline = min(start + most, ends - (0 if part is predicted else RESERVED))
+            reserved = RESERVED if part is not predicted and predicted.__name__ in names else 0
+            check.deadline = min(start + most, ends - reserved)
+            if part is predicted:
+                check.deadline = ends
             if start > check.deadline - 10:
                 found: dict[str, Any] = {"skipped": "no time left"}
             else:
@@ -425,12 +485,23 @@ def main() -> int:
                 except Exception:  # one part's failure is a finding, and must not cost the others
                     found = {"failed": traceback.format_exc().strip().splitlines()[-1]}
                     failed = True
-            summary["parts"][part.__name__] = found | {"seconds": round(time.monotonic() - start, 1)}
-            print(f"{part.__name__}: {json.dumps(summary['parts'][part.__name__])[:300]}", flush=True)
+            summary["parts"][part.__name__] = found | elsewhere | {"seconds": round(time.monotonic() - start, 1)}
+            summary["asked"] = check.asked
+            print(f"{part.__name__}: {json.dumps(summary['parts'][part.__name__])[:600]}", flush=True)
             (arguments.out / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in check.rows))
             check.finish_log()
             write_summary(arguments.out, summary)
     return int(failed)
+
+
+NAMES = tuple(part.__name__ for part, _ in PARTS)
+
+
+def read_summary(out: Path) -> dict[str, Any]:
+    """What summary.json of an earlier go says, or nothing."""
+    path = out / "summary.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def write_summary(out: Path, summary: dict[str, Any]) -> None:

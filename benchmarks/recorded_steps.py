@@ -1,6 +1,6 @@
 """Record every event of PyTorch's CUDA allocator over a small training run, from its first allocation on.
 
-    PYTORCH_CUDA_ALLOC_CONF=... python benchmarks/recorded_steps.py OUT.pickle [--limit BYTES]
+    PYTORCH_CUDA_ALLOC_CONF=... python benchmarks/recorded_steps.py OUT.pickle [--limit BYTES] [--streams | --ddp]
 
 GPT-2, length 256, batch 4, bf16: loading and three steps. A sweep's `record=true` keeps one step after warm-up, when
 the cache has what it needs and no segment comes or goes; growth, garbage collection and retries are before that. The
@@ -46,6 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--limit", type=int)
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--streams", action="store_true", help="the next batch is copied on a stream of its own")
+    kinds.add_argument("--ddp", action="store_true", help="DistributedDataParallel of one rank, over NCCL")
     arguments = parser.parse_args()
     limit = None
     if arguments.limit is not None:
@@ -56,7 +59,7 @@ def main() -> None:
     torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
     out_of_memory = False
     try:
-        train(trials.parse(TRIAL), torch.device("cuda", 0))
+        train(trials.parse(TRIAL), torch.device("cuda", 0), arguments.streams, arguments.ddp)
     except torch.OutOfMemoryError:
         out_of_memory = True
     torch.cuda.memory._dump_snapshot(str(arguments.out))
@@ -71,19 +74,48 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def train(trial: trials.Trial, device: torch.device) -> None:
-    """A few steps of the plain loop."""
+def train(trial: trials.Trial, device: torch.device, streams: bool = False, ddp: bool = False) -> None:
+    """A few steps of the plain loop; `streams` and `ddp` as main's options."""
     build.prepare(trial)
-    net = build.model(trial, device)
+    net: torch.nn.Module = build.model(trial, device)
+    if ddp:
+        torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        net = torch.nn.parallel.DistributedDataParallel(net, device_ids=[device])
     optimizer = build.optimizer(trial, net.parameters(), device)
     data = build.data(trial)
+    side = torch.cuda.Stream(device) if streams else None
+
+    def fetch(index: int) -> dict[str, torch.Tensor]:
+        """The batch on the device: as a prefetching loader does it, where there is a stream for that."""
+        batch = data.batch(index, trial.micro_batch)
+        if side is None:
+            return {k: v.to(device) for k, v in batch.items()}
+        with torch.cuda.stream(side):
+            return {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
+
+    following = fetch(0)
     for index in range(STEPS):
-        batch = {k: v.to(device) for k, v in data.batch(index, trial.micro_batch).items()}
+        batch = following
+        if side is not None:
+            torch.cuda.current_stream(device).wait_stream(side)
+            for tensor in batch.values():
+                tensor.record_stream(torch.cuda.current_stream(device))
         with build.autocast(trial, device):
             loss = net(**batch).loss
+        if index + 1 < STEPS:
+            following = fetch(index + 1)
         loss.backward()
+        if side is not None:  # a norm beside the step, as loggers take it: blocks of the step that two streams use
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for one in net.parameters():
+                    if one.grad is not None:
+                        one.grad.float().norm()
+                        one.grad.record_stream(side)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    if ddp:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

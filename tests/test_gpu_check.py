@@ -106,7 +106,7 @@ def test_the_largest_limit_that_makes_the_allocator_retry_is_recorded(
 ) -> None:
     peak = 1_000_000
 
-    def recorded(own: gpu_check.Check, name: str, conf: str, limit: int | None) -> dict[str, Any]:
+    def recorded(own: gpu_check.Check, name: str, conf: str, limit: int | None, *more: str) -> dict[str, Any]:
         (own.scratch / f"{name}.pickle").write_text(name)
         share = 2.0 if limit is None else limit / peak
         return {"limit_bytes": limit, "peak_reserved_bytes": peak, "out_of_memory": share < fails_below,
