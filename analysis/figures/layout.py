@@ -28,14 +28,14 @@ _LETTER, _CAPITAL, _BOLD = 0.61, 0.69, 1.12
 BAR = 56  # px beside a plot for a colour bar
 
 
-def page(figure: Figure) -> Any:
+def page(figure: Figure) -> go.Figure:
     """The figure as wide as a page, by itself."""
     plot: Any = go.Figure(figure.plot)
     height = (plot.layout.height or BLOG[1]) + 40
     return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, 8 + (plot.layout.margin.b or 52), _DARK)
 
 
-def column(figure: Figure) -> Any:
+def column(figure: Figure) -> go.Figure:
     """The figure for one column of a paper, 3.5 in wide, in 8 pt: labels or a legend that fit, the small print in 7."""
     plot: Any = go.Figure(figure.plot)
     inner = COLUMN[1] - AROUND
@@ -133,7 +133,7 @@ def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
 
 def _by_itself(
     plot: Any, figure: Figure, size: tuple[int, int], text: float, small: float, below: float, colour: str
-) -> Any:  # fmt: skip
+) -> go.Figure:  # fmt: skip
     """With its title above and its small print below what is there; `below` px are of axis and legend."""
     width, height = size
     plot.layout.annotations = [note for note in plot.layout.annotations if note.name != WORLD]
@@ -161,7 +161,8 @@ def _by_itself(
             xanchor="right", yanchor="bottom", xshift=(plot.layout.margin.r or 16) - 6, yshift=-(below + bottom) + 2,
             font={"size": small, "color": INK}, name="source",
         )  # fmt: skip
-    return plot
+    drawn: go.Figure = plot
+    return drawn
 
 
 def _legend_lines(plot: Any, width: int, beside: Sequence[str] = ()) -> int:

@@ -28,11 +28,11 @@ class Tex(str):
     """Text that is LaTeX already."""
 
 
-_COMMANDS = {
+_COMMANDS = {  # [ and * would belong to the \\ of the line before
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", "`": r"\textasciigrave{}", '"': "''", "²": r"\textsuperscript{2}",
-    "³": r"\textsuperscript{3}", "·": r"\ensuremath{\cdot}", "°": r"\ensuremath{^{\circ}}",
+    "|": r"\textbar{}", "[": "{[}", "]": "{]}", "*": "{*}", "`": r"\textasciigrave{}", '"': "''",
+    "²": r"\textsuperscript{2}", "³": r"\textsuperscript{3}", "·": r"\ensuremath{\cdot}", "°": r"\ensuremath{^{\circ}}",
     "µ": r"\ensuremath{\mu}", "–": "--", "—": "---", "−": r"\ensuremath{-}",
     "×": r"\ensuremath{\times}", "±": r"\ensuremath{\pm}",
     "≤": r"\ensuremath{\leq}", "≥": r"\ensuremath{\geq}", "→": r"\ensuremath{\rightarrow}", "…": r"\dots{}",
