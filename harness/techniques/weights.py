@@ -71,7 +71,8 @@ def _fp8_tokens(trial: Trial) -> str | None:
 TECHNIQUES: tuple[Technique, ...] = (
     # precision
     Technique("precision", "fp32", "fp32 everywhere; TF32 off", checked=("cpu", "simulated"), proven=H100),
-    Technique("precision", "tf32", "fp32 weights, matrix products in TF32", checked=("simulated",), proven=H100, excludes=(
+    Technique("precision", "tf32", "fp32 weights, matrix products in TF32", checked=("simulated",), proven=H100,
+              excludes=(
         ("device", ("cpu",), "it is a mode of CUDA tensor cores; on device=cpu use fp32"),)),
     Technique("precision", "bf16", "fp32 weights, autocast to bf16 (DeepSpeed: bf16 weights with fp32 master copies)",
               checked=("cpu", "simulated"), proven=H100),
