@@ -270,8 +270,9 @@ def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
     best = timed.loc[timed["tokens_per_s"].astype(float).idxmax()]
     group = _of(best, groups)
     runs = _finished(group.frame) if group else timed.loc[[best.name]]
-    alike = (runs[["seq_len", "micro_batch"]] == best[["seq_len", "micro_batch"]]).fillna(False).all(axis=1)
-    sure = repeats.interval([float(v) for v in runs.loc[alike.astype(bool), "tokens_per_s"].dropna()])
+    for axis in ("seq_len", "micro_batch"):  # an unknown one is like no other
+        runs = runs[runs[axis].eq(best[axis]).fillna(False).astype(bool)]
+    sure = repeats.interval([float(v) for v in runs["tokens_per_s"].dropna()])
     interval = "one process, so no interval"
     if sure is not None:
         interval = f"95{NARROW}%: {sure.low:,.0f} to {sure.high:,.0f} ({sure.runs} processes)"
