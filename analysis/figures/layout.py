@@ -21,16 +21,21 @@ TEXT, SMALL = 8 * POINT, 7 * POINT  # px: of a column's text, and the least that
 AROUND = 110  # px of a column above and below its plot, without a legend
 LONGEST = 18  # characters of labels that stand beside a narrow plot; longer ones make a legend
 _PAPER, _DARK = "#fff", "#000"
+# Widths of letters in em, of DejaVu Sans, which is what is drawn where the fonts that are asked for are not there, and
+# wider than they are.
+_WIDTHS = {**dict.fromkeys("ijl'|", 0.29), **dict.fromkeys("frtI .,·:;()[]!/-", 0.37), **dict.fromkeys("mwMW%@", 0.92)}
+_LETTER, _CAPITAL, _BOLD = 0.61, 0.69, 1.12
+BAR = 56  # px beside a plot for a colour bar
 
 
-def page(figure: Figure) -> go.Figure:
+def page(figure: Figure) -> Any:
     """The figure as wide as a page, by itself."""
     plot: Any = go.Figure(figure.plot)
     height = (plot.layout.height or BLOG[1]) + 40
     return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, 8 + (plot.layout.margin.b or 52), _DARK)
 
 
-def column(figure: Figure) -> go.Figure:
+def column(figure: Figure) -> Any:
     """The figure for one column of a paper, 3.5 in wide, in 8 pt: labels or a legend that fit, the small print in 7."""
     plot: Any = go.Figure(figure.plot)
     inner = COLUMN[1] - AROUND
@@ -42,6 +47,7 @@ def column(figure: Figure) -> go.Figure:
     plot.update_layout(font={"size": TEXT, "color": _DARK})
     for axis in (*plot.select_xaxes(), *plot.select_yaxes()):
         axis.title.update(standoff=4, font={"size": TEXT})
+    _clear_names(plot, change["across"])
     for note in plot.layout.annotations:
         note.font.size = SMALL if note.name in ("card", "limit") else max(SMALL, min(note.font.size or TEXT, TEXT))
     for trace in plot.select_traces(selector={"type": "scatter"}):
@@ -54,7 +60,7 @@ def column(figure: Figure) -> go.Figure:
 
 def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
     """What changes where a plot of so many px has little room: `layout`, and by trace number `traces`; and how many px
-    the `legend` takes below.
+    the `legend` takes below, and there are `across` the plot.
 
     Short labels stay beside their lines, moved apart; instead of long ones there is a legend below.
     """
@@ -73,7 +79,8 @@ def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
     beside = texts if fit else []
     legend = bool(plot.layout.showlegend) or (bool(labels) and not fit)
     world = any(a.name == WORLD for a in plot.layout.annotations)
-    right = 14 + size * max(map(len, texts)) if fit else 10
+    bar = any(t.type == "heatmap" and t.showscale is not False for t in plot.data)
+    right = 14 + size * max(map(len, texts)) if fit else BAR if bar else 10
     ticks = plot.layout.yaxis.ticktext or [
         x for t in plot.data if t.type == "bar" and t.orientation == "h" for x in t.y
     ]
@@ -94,7 +101,7 @@ def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
     layout["xaxis"]["nticks"] = max(3, min(5, int(across / 55)))
     if (reach := _reach(plot, across)) is not None:
         layout["xaxis"]["range"] = [plot.layout.xaxis.range[0], reach]
-    return {"layout": layout, "traces": traces, "legend": below}
+    return {"layout": layout, "traces": traces, "legend": below, "across": across}
 
 
 def _wrapped(axis: Any, height: float) -> dict[str, Any]:
@@ -134,8 +141,9 @@ def _by_itself(
     for trace in plot.data:
         if trace.name in beside:
             trace.showlegend = False  # its name stands beside it
-    title = textwrap.wrap(figure.title, max(12, int(width / (0.56 * text))))
-    told = textwrap.wrap(figure.source, max(12, int((width - 12) / (0.5 * small))))
+    title = _lines(figure.title, (width - 12) / (text * _BOLD))
+    told = _lines(figure.source, (width - 12) / small)
+    first = 6 + 0.7 * text * (len(title) > 1)  # px from the top: of several lines it is where the first one stands
     legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
     top = 8 + 1.25 * text * len(title) + (26 * _legend_lines(plot, width) if legend else 4)
     bottom = 1.3 * small * len(told) + 4
@@ -145,7 +153,7 @@ def _by_itself(
         width=width, height=height, paper_bgcolor=_PAPER,
         margin={"t": math.ceil(top), "b": math.ceil(below + bottom)},
         title={"text": "<b>" + "<br>".join(map(escape, title)) + "</b>", "x": 6 / width, "xanchor": "left",
-               "y": 1 - 6 / height, "yanchor": "top", "font": {"size": text, "color": colour}},
+               "y": 1 - first / height, "yanchor": "top", "font": {"size": text, "color": colour}},
     )  # fmt: skip
     if told:
         plot.add_annotation(
@@ -165,5 +173,40 @@ def _legend_lines(plot: Any, width: int, beside: Sequence[str] = ()) -> int:
     )
     if not named:
         return 0
-    widest = 44 + 0.58 * TEXT * max(map(len, named))
+    widest = 45 + TEXT * max(map(wide, named))
     return math.ceil(len(named) / max(1, int(width // widest)))
+
+
+def wide(text: str) -> float:
+    """How wide a line of text is set, in em."""
+    return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _LETTER) for sign in text)
+
+
+def _lines(text: str, room: float) -> list[str]:
+    """The text in lines of at most so many em."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and wide(f"{lines[-1]} {word}") <= room:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _clear_names(plot: Any, across: float) -> None:
+    """Names that have no room in a narrow plot: a card's heading ends at the right, where the left is too far in; of
+    the lines that stand, those that come first keep their names."""
+    taken: list[tuple[float, float]] = []
+    kept = []
+    for note in plot.layout.annotations:
+        if note.name == "card" and SMALL * wide(note.text or "") > across:
+            note.update(x=1, xanchor="right")
+        if note.name == "limit" and note.yref == "paper":
+            low, high = plot.layout.xaxis.range
+            end = (note.x - low) / (high - low) * across
+            begin = end - SMALL * wide(note.text or "")
+            if any(begin < other[1] and other[0] < end for other in taken):
+                continue
+            taken.append((begin, end))
+        kept.append(note)
+    plot.layout.annotations = kept
