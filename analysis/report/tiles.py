@@ -80,7 +80,7 @@ def head(groups: Sequence[Group]) -> Head | None:
         rows = group.ok("seq_len", also=("micro_batch", "peak_reserved_bytes", "foreign", "device"))
         if group.varies or rows.empty:
             continue
-        row = rows.loc[rows["seq_len"].astype(float).idxmax()]
+        row = rows.iloc[int(rows["seq_len"].astype(float).argmax())]
         batch, memory = (0.0 if pd.isna(row[n]) else float(row[n]) for n in ("micro_batch", "peak_reserved_bytes"))
         found.append(((order.index(_kind(row)), float(row["seq_len"]), batch, -memory), group, row.name))
     if not found:
@@ -257,7 +257,7 @@ def speed(frame: pd.DataFrame, groups: Sequence[Group]) -> Tile:
         return _timed(question, timed, groups)
     if rough.empty:
         return Tile(question, about="No row holds a speed.")
-    best = rough.loc[rough["estimated_tokens_per_s"].astype(float).idxmax()]
+    best = rough.iloc[int(rough["estimated_tokens_per_s"].astype(float).argmax())]
     most, likely = float(best["estimated_tokens_per_s"]), best["calibrated_tokens_per_s"]
     at = _point(best, _of(best, groups))
     if pd.isna(likely):
@@ -267,7 +267,7 @@ def speed(frame: pd.DataFrame, groups: Sequence[Group]) -> Tile:
 
 
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
-    best = timed.loc[timed["tokens_per_s"].astype(float).idxmax()]
+    best = timed.iloc[int(timed["tokens_per_s"].astype(float).argmax())]
     group = _of(best, groups)
     runs = _finished(group.frame) if group else timed.loc[[best.name]]
     for axis in ("seq_len", "micro_batch"):  # an unknown one is like no other
@@ -420,6 +420,6 @@ def _left_over(of: Head | None) -> str:
     rows = beyond_peak([of.group])[0] if of else pd.DataFrame()
     if rows.empty:
         return ""
-    row = rows.loc[rows[BEYOND].idxmax()]
+    row = rows.iloc[int(rows[BEYOND].argmax())]
     share = 100 * float(row[BEYOND]) / float(row["peak_reserved_bytes"]) if row["peak_reserved_bytes"] else 0.0
     return f"it held at most {show_bytes(float(row[BEYOND]))} ({share:.0f}{NARROW}%) beyond {row['base']}"
