@@ -271,9 +271,8 @@ def figure(folder: Path, path: Path) -> None:
         ("peak_allocated_bytes", "allocated", "circle", "#1f5fa8"),
     ):
         values = [100 * off(m, p, column) for m, p in both]
-        drawn.add_scatter(
-            x=values, y=names, mode="markers", name=name, marker={"symbol": symbol, "color": colour, "size": 9}
-        )
+        marker = {"symbol": symbol, "color": colour, "size": 9}
+        drawn.add_trace(go.Scatter({"x": values, "y": names, "mode": "markers", "name": name, "marker": marker}))
     drawn.add_vrect(x0=-1, x1=1, fillcolor="#888", opacity=0.12, line_width=0)
     drawn.update_layout(
         template="plotly_white", width=1000, height=22 * len(both) + 170, margin={"l": 10, "r": 20, "t": 60, "b": 70},
