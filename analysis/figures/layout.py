@@ -25,22 +25,24 @@ _PAPER, _DARK = "#fff", "#000"
 # wider than they are.
 _WIDTHS = {**dict.fromkeys("ijl'|", 0.29), **dict.fromkeys("frtI .,·:;()[]!/-", 0.37), **dict.fromkeys("mwMW%@", 0.92)}
 _LETTER, _CAPITAL, _BOLD = 0.61, 0.69, 1.12
+ROWS = 0.56  # of a column's width is at most for names of rows
 BAR = 56  # px beside a plot for a colour bar
 
 
-def page(figure: Figure) -> Any:
+def page(figure: Figure) -> go.Figure:
     """The figure as wide as a page, by itself."""
     plot: Any = go.Figure(figure.plot)
     height = (plot.layout.height or BLOG[1]) + 40
     return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, 8 + (plot.layout.margin.b or 52), _DARK)
 
 
-def column(figure: Figure) -> Any:
+def column(figure: Figure) -> go.Figure:
     """The figure for one column of a paper, 3.5 in wide, in 8 pt: labels or a legend that fit, the small print in 7."""
     plot: Any = go.Figure(figure.plot)
     inner = COLUMN[1] - AROUND
     if plot.layout.height is not None:  # of rows: as many as there are
-        inner = max(70, int(0.62 * plot.layout.height) - 10)
+        tall = max((1 + text.count("<br>") for _, text in _ticks(plot)), default=1)
+        inner = max(70, int((0.62 if tall == 1 else 0.97) * plot.layout.height) - 10)
     change = narrow(plot, COLUMN[0], inner)
     apply_narrow(plot, change)
     height = inner + AROUND + change["legend"]
@@ -81,10 +83,8 @@ def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
     world = any(a.name == WORLD for a in plot.layout.annotations)
     bar = any(t.type == "heatmap" and t.showscale is not False for t in plot.data)
     right = 14 + size * max(map(len, texts)) if fit else BAR if bar else 10
-    ticks = plot.layout.yaxis.ticktext or [
-        x for t in plot.data if t.type == "bar" and t.orientation == "h" for x in t.y
-    ]
-    left = max(60, 8 + size * max((len(str(one)) for one in ticks), default=0))
+    ticks = _ticks(plot)
+    left = max([60, *(8 + TEXT * wide(line) for _, text in ticks for line in text.split("<br>"))])
     lines = _legend_lines(plot, int(width - left - right), beside) if legend else 0
     below = 20 * lines + 12 * bool(lines)
     layout: dict[str, Any] = {
@@ -95,6 +95,9 @@ def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
         "xaxis": {"tickangle": 0},
         "yaxis": _wrapped(plot.layout.yaxis, height),
     }  # fmt: skip
+    if ticks:
+        layout["yaxis"] |= {"tickvals": [at for at, _ in ticks], "ticktext": [text for _, text in ticks]}
+        layout["yaxis"]["tickfont"] = {"size": SMALL if any("<br>" in text for _, text in ticks) else TEXT}
     if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
         layout["yaxis2"] = _wrapped(plot.layout.yaxis2, height)
     across = width - left - right
@@ -102,6 +105,18 @@ def narrow(plot: Any, width: int, height: int) -> dict[str, Any]:
     if (reach := _reach(plot, across)) is not None:
         layout["xaxis"]["range"] = [plot.layout.xaxis.range[0], reach]
     return {"layout": layout, "traces": traces, "legend": below, "across": across}
+
+
+def _ticks(plot: Any) -> list[tuple[Any, str]]:
+    """Where rows of a plot stand and what they are called, in two lines where the name is long."""
+    bars = dict.fromkeys(x for t in plot.data if t.type == "bar" and t.orientation == "h" for x in t.y)
+    axis = plot.layout.yaxis
+    named = list(zip(axis.tickvals, axis.ticktext, strict=True)) if axis.ticktext else [(x, x) for x in bars]
+    found = []
+    for at, text in named:
+        lines = _lines(str(text), ROWS * COLUMN[0] / TEXT)
+        found.append((at, "<br>".join(lines[:2]) + "…" * (len(lines) > 2)))
+    return found
 
 
 def _wrapped(axis: Any, height: float) -> dict[str, Any]:
@@ -133,7 +148,7 @@ def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
 
 def _by_itself(
     plot: Any, figure: Figure, size: tuple[int, int], text: float, small: float, below: float, colour: str
-) -> Any:  # fmt: skip
+) -> go.Figure:  # fmt: skip
     """With its title above and its small print below what is there; `below` px are of axis and legend."""
     width, height = size
     plot.layout.annotations = [note for note in plot.layout.annotations if note.name != WORLD]
@@ -161,7 +176,8 @@ def _by_itself(
             xanchor="right", yanchor="bottom", xshift=(plot.layout.margin.r or 16) - 6, yshift=-(below + bottom) + 2,
             font={"size": small, "color": INK}, name="source",
         )  # fmt: skip
-    return plot
+    drawn: go.Figure = plot
+    return drawn
 
 
 def _legend_lines(plot: Any, width: int, beside: Sequence[str] = ()) -> int:
