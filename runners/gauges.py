@@ -5,11 +5,12 @@ Not covered: each instrument (instruments.py), when it is read (measure.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 
-from vramsweep.harness import node
+from vramsweep.harness import machine, node
 from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.outcome import of_the_machine
 from vramsweep.harness.row import OF_TRAINING, PARTS
@@ -157,7 +158,20 @@ def _begin(device: torch.device) -> None:
         if not of_the_machine(str(error)):  # an allocator's setting that the driver refuses is the trial's
             raise
         raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
+    _name_by_index()
     torch.cuda.reset_peak_memory_stats(device)
+
+
+def _name_by_index() -> None:
+    """Let CUDA_VISIBLE_DEVICES, which CUDA has read by now, name its cards as libraries read it that ask NVML of them.
+
+    DeepSpeed 0.19.8 takes each entry for NVML's index (accelerator/cuda_accelerator.py: _get_nvml_gpu_id), and ends in
+    a ValueError where a scheduler, a user or this harness has named cards by uuid.
+    """
+    entries = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
+    cards = machine.visible_gpus(os.environ)
+    if entries and len(cards) == len(entries) and not any(str(card.uuid).startswith("MIG-") for card in cards):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(card.index) for card in cards)
 
 
 def larger(a: Peaks, b: Peaks) -> Peaks:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import select
 import socket
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,22 +87,39 @@ def _serve(asked: socket.socket) -> None:
 def _asked_without_cuda() -> Iterator[None]:
     """NVML says what a card's compute capability is: torch would initialise CUDA to tell.
 
-    bitsandbytes asks while it is imported (cuda_specs.py), which transformers.Trainer does by way of peft.
+    bitsandbytes asks while it is imported (cuda_specs.py), which transformers.Trainer does by way of peft; so does
+    torchao (prototype/mx_formats/kernels.py, by torch.utils._triton.has_triton), which transformers' models import.
     """
     try:
         import torch
     except ModuleNotFoundError:  # its workers will say so
         yield
         return
-    ask = torch.cuda.get_device_capability
     known = [card.capability for card in machine.visible_gpus(os.environ)]
 
-    def capability(device: Any = None) -> tuple[int, int]:
+    def capability(device: Any) -> tuple[int, int] | None:
+        """None where it is not known. Without a device it is the current one's, the first: nobody chose another yet."""
         index = device if isinstance(device, int) else getattr(device, "idx", getattr(device, "index", None))
-        found = known[index] if isinstance(index, int) and 0 <= index < len(known) else None
-        return ask(device) if found is None else found
+        index = 0 if device is None else index
+        return known[index] if isinstance(index, int) and 0 <= index < len(known) else None
 
-    with mock.patch.object(torch.cuda, "get_device_capability", capability):
+    ask = torch.cuda.get_device_capability
+    patches = [
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability(device) or ask(device))
+    ]
+    if importlib.util.find_spec("torchao") is not None:
+        from torch._dynamo.device_interface import CudaInterface
+
+        properties = CudaInterface.Worker.get_device_properties
+
+        def asked(device: Any = None) -> Any:
+            found = capability(torch.device(device) if isinstance(device, str) else device)
+            return properties(device) if found is None else types.SimpleNamespace(major=found[0], minor=found[1])
+
+        patches.append(mock.patch.object(CudaInterface.Worker, "get_device_properties", staticmethod(asked)))
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         yield
 
 

@@ -62,7 +62,7 @@ def _sign(sign: str) -> str:
         return _COMMANDS[sign]
     if sign.isascii():
         return sign
-    base, *marks = unicodedata.normalize("NFD", sign)
+    base, *marks = list(unicodedata.normalize("NFD", sign))
     if base.isascii() and base.isalpha() and len(marks) == 1 and marks[0] in _ACCENTS:
         return rf"\{_ACCENTS[marks[0]]}{{{base}}}"
     return f"[U+{ord(sign):04X}]"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.compare import sizes, verdicts
+from vramsweep.analysis.compare import verdicts
 from vramsweep.analysis.data.beyond import BEYOND, beyond_peak
 from vramsweep.analysis.data.groups import Group, label
 from vramsweep.analysis.data.load import Table
@@ -80,7 +80,7 @@ def head(groups: Sequence[Group]) -> Head | None:
         rows = group.ok("seq_len", also=("micro_batch", "peak_reserved_bytes", "foreign", "device"))
         if group.varies or rows.empty:
             continue
-        row = rows.loc[rows["seq_len"].astype(float).idxmax()]
+        row = rows.iloc[int(rows["seq_len"].astype(float).argmax())]
         batch, memory = (0.0 if pd.isna(row[n]) else float(row[n]) for n in ("micro_batch", "peak_reserved_bytes"))
         found.append(((order.index(_kind(row)), float(row["seq_len"]), batch, -memory), group, row.name))
     if not found:
@@ -257,7 +257,7 @@ def speed(frame: pd.DataFrame, groups: Sequence[Group]) -> Tile:
         return _timed(question, timed, groups)
     if rough.empty:
         return Tile(question, about="No row holds a speed.")
-    best = rough.loc[rough["estimated_tokens_per_s"].astype(float).idxmax()]
+    best = rough.iloc[int(rough["estimated_tokens_per_s"].astype(float).argmax())]
     most, likely = float(best["estimated_tokens_per_s"]), best["calibrated_tokens_per_s"]
     at = _point(best, _of(best, groups))
     if pd.isna(likely):
@@ -267,11 +267,12 @@ def speed(frame: pd.DataFrame, groups: Sequence[Group]) -> Tile:
 
 
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
-    best = timed.loc[timed["tokens_per_s"].astype(float).idxmax()]
+    best = timed.iloc[int(timed["tokens_per_s"].astype(float).argmax())]
     group = _of(best, groups)
     runs = _finished(group.frame) if group else timed.loc[[best.name]]
-    alike = (runs[["seq_len", "micro_batch"]] == best[["seq_len", "micro_batch"]]).fillna(False).all(axis=1)
-    sure = repeats.interval([float(v) for v in runs.loc[alike.astype(bool), "tokens_per_s"].dropna()])
+    for axis in ("seq_len", "micro_batch"):  # an unknown one is like no other
+        runs = runs[runs[axis].eq(best[axis]).fillna(False).astype(bool)]
+    sure = repeats.interval([float(v) for v in runs["tokens_per_s"].dropna()])
     interval = "one process, so no interval"
     if sure is not None:
         interval = f"95{NARROW}%: {sure.low:,.0f} to {sure.high:,.0f} ({sure.runs} processes)"
@@ -343,23 +344,38 @@ def allocator(table: Table, of: Head | None, kinds: str) -> Tile:
         return Tile(question, "Not varied" if names else UNKNOWN, "", said(only, _left_over(of)), of.kind if of else "")
     base = "default" if "default" in names else names[0]
     every = {name: _compared(table, base, name) for name in names if name != base}
-    found = {name: over for name, over in every.items() if over is not None and over.change is not None}
+    found = {name: one for name, one in every.items() if one is not None and one[0].change is not None}
     if not found:
         return Tile(question, about=said(f"no pair of equal settings ran both with {base} and with another"))
-    changes = {name: over.change or 0.0 for name, over in found.items()}
+    changes = {name: over.change or 0.0 for name, (over, _) in found.items()}
     saves = min(changes, key=lambda one: changes[one])  # what to change, if anything helps
     name = saves if changes[saves] < 0 else max(changes, key=lambda one: changes[one])
-    over = found[name]
+    over, pairs = found[name]
     what = METRICS[over.metric].label.removeprefix("peak ")
-    rest = [f"{other}: {_less(one.change)}" for other, one in found.items() if other != name][:3]
+    more = sum(one.a is None and one.b is not None for _, one in pairs)
+    fewer = sum(one.b is None and one.a is not None for _, one in pairs)
+    fit = [
+        f"{n:,} setting{'s fit' if n != 1 else ' fits'} only with {who}"
+        for n, who in ((more, name), (fewer, base))
+        if n
+    ]
     if over.verdict == "EQUAL":
-        return Tile(question, "Nothing", "", said(f"{', '.join(found)}: {what} as with {base}"), kinds)
-    ends = [end for end in (over.least, over.most) if end is not None]
-    worst = max(ends, key=lambda end: abs(end.difference), default=None)
-    most = "" if worst is None else f"at most {sizes.in_bytes(worst.difference)[0]}{_place(worst.settings)}"
-    number = sum(over.counts.values())
-    pairs = f"mean of {number:,} pairs" if number != 1 else "one pair"
-    return Tile(question, f"{name}: {_less(over.change)} {what}", pairs, said(f"against {base}", most, *rest), kinds)
+        return Tile(question, "Nothing", "", said(f"{', '.join(found)}: {what} as with {base}", *fit), kinds)
+    both = [(one.b - one.a, settings) for settings, one in pairs if one.a is not None and one.b is not None]
+    less = changes[name] < 0
+    size, where = max(both, key=lambda one: -one[0] if less else one[0])
+    told = f"up to {show_bytes(abs(size))} {'less' if less else 'more'}{_place(where)}"
+    other = sum((change > 0) is less and change != 0 for change, _ in both)
+    but = f"{'more' if less else 'less'} in {other:,} pair{'s' * (other != 1)}" if other else ""
+    rest = [f"{one}: {_less(changes[one])}" for one in found if one != name][:3]
+    number = f"mean of {len(both):,} pairs" if len(both) != 1 else "one pair"
+    return Tile(
+        question,
+        f"{name}: {_less(changes[name])} {what}",
+        number,
+        said(f"against {base}", told, but, *fit, *rest),
+        kinds,
+    )
 
 
 def _place(settings: Mapping[str, Any]) -> str:
@@ -373,14 +389,20 @@ def _less(change: float | None) -> str:
     return f"{100 * abs(change):.1f}{NARROW}% {'less' if change < 0 else 'more'}"
 
 
-def _compared(table: Table, base: str, other: str) -> verdicts.OverAll | None:
-    """The verdict on reserved memory over all pairs, else on the first memory that both sides know."""
+def _compared(
+    table: Table, base: str, other: str
+) -> tuple[verdicts.OverAll, list[tuple[Mapping[str, Any], verdicts.Memory]]] | None:
+    """The verdict on reserved memory over all pairs, else on the first memory that both sides know; and that of each
+    pair, with its settings."""
     try:
         one, two = (_some(side) for side in verdicts.split(table, "allocator", [base, other]))
-        found = verdicts.compare(one, two, (base, other)).memory
+        found = verdicts.compare(one, two, (base, other))
     except UserError:
         return None
-    return next((one for one in found if one.metric == "peak_reserved_bytes"), next(iter(found), None))
+    over = min(found.memory, key=lambda one: one.metric != "peak_reserved_bytes", default=None)
+    if over is None:
+        return None
+    return over, [(pair.settings, m) for pair in found.pairs for m in pair.memory if m.metric == over.metric]
 
 
 def _some(side: Table) -> Table:
@@ -398,6 +420,6 @@ def _left_over(of: Head | None) -> str:
     rows = beyond_peak([of.group])[0] if of else pd.DataFrame()
     if rows.empty:
         return ""
-    row = rows.loc[rows[BEYOND].idxmax()]
+    row = rows.iloc[int(rows[BEYOND].argmax())]
     share = 100 * float(row[BEYOND]) / float(row["peak_reserved_bytes"]) if row["peak_reserved_bytes"] else 0.0
     return f"it held at most {show_bytes(float(row[BEYOND]))} ({share:.0f}{NARROW}%) beyond {row['base']}"

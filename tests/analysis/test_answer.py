@@ -46,7 +46,8 @@ def test_measured_rows_answer_every_question() -> None:
     assert card.speed.value.endswith(" tokens/s") and "(2 processes)" in card.speed.interval
     assert card.dominates.value == f"What grows with length, 81{PERCENT}"
     assert card.allocator.value == f"expandable: 11.0{PERCENT} less reserved"
-    assert card.allocator.about.startswith("Against default; at most -2.49 GiB, at 6,144 tokens")
+    assert card.allocator.about.startswith("Against default; up to 1.00 GiB less, at 4,096 tokens")
+    assert "; 3 settings fit only with expandable" in card.allocator.about  # 6,144, 3,072 and 1,536 on 12 GiB
     assert card.counts == {"measured": 120, "predicted": 0, "imported": 0, "flagged": 0, "unproven": 0}
     assert card.trust.value == "As far as its source"  # these rows came without their sweep
 

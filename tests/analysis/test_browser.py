@@ -111,13 +111,14 @@ def test_the_report_in_chromium(folder: Path, tab: Tab) -> None:
     assert (folder / "report.html").stat().st_size < 6 * MB
 
     # figures respond: hovering a point shows its trial
-    page.locator("#figure-0").scroll_into_view_if_needed()
-    point = page.locator("#figure-0 .scatterlayer .point").last
+    drawn = page.locator("#memory_by_length .plot")
+    drawn.scroll_into_view_if_needed()
+    point = drawn.locator(".scatterlayer .point").last
     box = point.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    page.wait_for_selector("#figure-0 .hovertext")
-    assert "trial cu" in str(page.locator("#figure-0 .hovertext").first.text_content())
+    page.wait_for_selector("#memory_by_length .hovertext")
+    assert "trial cu" in str(drawn.locator(".hovertext").first.text_content())
 
     # the first key reaches the skip link, Enter follows it
     page.evaluate("window.scrollTo(0, 0); document.activeElement.blur()")

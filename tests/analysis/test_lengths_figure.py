@@ -14,6 +14,8 @@ from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import DRAWN, Table, from_frame
 from vramsweep.analysis.data.metrics import GIB, MIB
 from vramsweep.analysis.figures.lengths import of_lengths
+from vramsweep.analysis.figures.plots import Figure
+from vramsweep.analysis.figures.view import View
 from vramsweep.analysis.model.fit import fit_table
 from vramsweep.analysis.model.frontier import frontier
 from vramsweep.analysis.report.content import collect
@@ -51,6 +53,11 @@ def full(allocator: str, phase: str = "step 37: forward", **over: Any) -> Row:
 
 def table(*rows: Row) -> Table:
     return from_frame(pd.DataFrame(list(rows)), "here")
+
+
+def figures(*rows: Row) -> list[Figure]:
+    known = table(*rows)
+    return of_lengths(View(known, [], runs=lengths.runs(groups(known))))
 
 
 def said(*rows: Row) -> list[str]:
@@ -91,7 +98,7 @@ def test_seeds_that_only_one_setting_has_do_not_hinder_the_others() -> None:
     rows = [row("expandable", [7, 7], seed=0), row("default", [8, 10], seed=1), row("expandable", [8, 9], seed=1)]
     (text,) = said(*rows)
     assert "expandable holds 10 % less reserved after 2 steps (9.00 GiB against 10.00 GiB)" in text
-    (figure,) = of_lengths(lengths.runs(groups(table(*rows))))
+    (figure,) = figures(*rows)
     assert set(figure.data["seed"]) == {1} and "seed 1" in figure.caption
     (apart,) = said(row("expandable", [7, 7], seed=0), row("default", [8, 10], seed=1))
     assert "expandable and default have no seed in common" in apart
@@ -118,7 +125,7 @@ def test_settings_of_one_name_are_told_apart() -> None:
     first, second = (row("custom", [size, size], allocator_conf=conf) for size, conf in zip((8, 6), confs, strict=True))
     (text,) = said(first, second)
     assert f"set against custom {confs[0]}, custom {confs[1]} holds 25 % less" in text
-    (figure,) = of_lengths(lengths.runs(groups(table(first, second))))
+    (figure,) = figures(first, second)
     assert {f"custom {conf}" for conf in confs} <= {trace.name for trace in figure.plot.data}
 
 
@@ -154,19 +161,20 @@ def test_other_lengths_are_another_comparison_and_one_length_is_none() -> None:
 
 def test_the_figure_has_a_line_a_setting_and_the_rows_numbers() -> None:
     rows = [row("default", [8, 9, 9, 10]), row("expandable", [7, 7, 8, 8])]
-    (figure,) = of_lengths(lengths.runs(groups(table(*rows))))
-    drawn = {trace.name: list(trace.y) for trace in figure.plot.data}
+    (figure,) = figures(*rows)
+    lines = [trace for trace in figure.plot.data if trace.mode == "lines"]
+    drawn = {trace.name: list(trace.y) for trace in lines}
     assert drawn == {"peak allocated of the step": [4, 6, 5, 5], "default": [8, 9, 9, 10], "expandable": [7, 7, 8, 8]}
-    assert [list(trace.x) for trace in figure.plot.data] == [[1, 2, 3, 4]] * 3
+    assert [list(trace.x) for trace in lines] == [[1, 2, 3, 4]] * 3
     assert set(figure.data["trial_id"]) == {one["trial_id"] for one in rows}
 
 
 def test_equal_lines_are_one_with_both_names_and_labels_stand_at_the_ends() -> None:
     rows = [row("default", [8, 9, 9, 10]), row("gc", [8, 9, 9, 10]), row("expandable", [7, 7, 8, 8])]
-    (figure,) = of_lengths(lengths.runs(groups(table(*rows))))
-    assert [trace.name for trace in figure.plot.data][1:] == ["default, gc", "expandable"]
+    (figure,) = figures(*rows)
+    assert [trace.name for trace in figure.plot.data if trace.mode == "lines"][1:] == ["default, gc", "expandable"]
     assert set(figure.data["allocator"]) == {"default", "gc", "expandable"}
-    at = {note.text: note.y for note in figure.plot.layout.annotations}
+    at = {trace.text[0].strip(): trace.y[0] for trace in figure.plot.data if trace.mode == "text"}
     assert abs(at["peak allocated"] - 5) < 0.6 and abs(at["default, gc"] - 10) < 0.6
 
 

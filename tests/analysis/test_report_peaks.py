@@ -9,9 +9,14 @@ import pandas as pd
 import pytest
 import synthetic
 
-from vramsweep.analysis.data.groups import Group, groups
-from vramsweep.analysis.data.load import Table, from_frame
-from vramsweep.analysis.figures import plots, rows
+from vramsweep.analysis.data.groups import groups
+from vramsweep.analysis.data.load import from_frame
+from vramsweep.analysis.figures.frontier import frontier_chart
+from vramsweep.analysis.figures.lines import unallocated
+from vramsweep.analysis.figures.memory import by_length
+from vramsweep.analysis.figures.throughput import throughput
+from vramsweep.analysis.figures.trades import pareto
+from vramsweep.analysis.figures.view import View, names
 from vramsweep.analysis.model.curves import Array
 from vramsweep.analysis.model.fit import Fit, Prediction, fit_table
 from vramsweep.analysis.model.frontier import frontier
@@ -21,15 +26,16 @@ from vramsweep.harness.row import Row
 GIB = 2**30
 
 
-def known(made: list[Row]) -> tuple[Table, list[Group], list[Fit]]:
+def known(made: list[Row]) -> View:
     table = from_frame(pd.DataFrame(made), "test")
     found = groups(table)
-    return table, found, fit_table(table, found=found)[0]
+    fits = fit_table(table, found=found)[0]
+    return View(table, found, fits=fits, limits=frontier(table, fits=fits, found=found))
 
 
 def finding(made: list[Row], start: str) -> str:
-    table, found, _ = known(made)
-    return next(text for text in findings.findings(table, found, []) if text.startswith(start))
+    table = from_frame(pd.DataFrame(made), "test")
+    return next(text for text in findings.findings(table, groups(table), []) if text.startswith(start))
 
 
 @pytest.mark.slow
@@ -48,8 +54,8 @@ def test_where_allocated_is_not_known_active_stands_in_for_it_and_that_is_said()
     said = finding(made, "Most reserved")
     assert said.startswith("Most reserved beyond active (allocated is not known) at the peak: 2.1")
     assert "Between steps" not in said
-    figure = rows.unallocated(known(made)[1])
-    assert figure is not None and figure.name == "reserved_unallocated"
+    (figure,) = unallocated(known(made))
+    assert figure.name == "reserved_unallocated"
     assert "Allocated is not known of these rows: active stands in for it." in figure.caption
     assert figure.plot.layout.yaxis.title.text == "reserved − active (GiB)"
 
@@ -57,16 +63,15 @@ def test_where_allocated_is_not_known_active_stands_in_for_it_and_that_is_said()
 @pytest.mark.slow
 def test_a_resident_set_is_no_reserve() -> None:
     made = synthetic.sweep(batches=(1,), device="cpu", memory_source="cpu_tensors_and_rss")
-    table, found, _ = known(made)
-    assert not [text for text in findings.findings(table, found, []) if "Most reserved" in text]
-    assert rows.unallocated(found) is None
+    view = known(made)
+    assert not [text for text in findings.findings(view.table, view.groups, []) if "Most reserved" in text]
+    assert unallocated(view) == []
 
 
 @pytest.mark.slow
 def test_the_figure_of_reserve_is_of_the_peak() -> None:
     made = synthetic.sweep(batches=(1,), repeats=1)
-    figure = rows.unallocated(known(made)[1])
-    assert figure is not None
+    (figure,) = unallocated(known(made))
     of_row = {row["trial_id"]: row for row in made}
     for _, drawn in figure.data.iterrows():
         row = of_row[drawn["trial_id"]]
@@ -103,9 +108,8 @@ def test_no_speed_no_verdict_on_it() -> None:
 @pytest.mark.slow
 def test_throughput_marks_what_its_fit_misses() -> None:
     made = synthetic.sweep(batches=(1,), allocators=("default",), lengths=range(128, 4097, 128), repeats=1)
-    _, found, fits = known(made)
-    figure = plots.throughput(fits, found)
-    assert figure is not None
+    view = known(made)
+    (figure,) = throughput(view)
     inside = figure.data[~figure.data["outside"]]
     assert len(inside) >= 29
     for row in made:
@@ -113,9 +117,7 @@ def test_throughput_marks_what_its_fit_misses() -> None:
             row |= {"step_median_s": row["step_median_s"] * 1.25, "tokens_per_s": row["tokens_per_s"] / 1.25}
         if row["seq_len"] == 3072:
             row |= {"step_median_s": row["step_median_s"] * 1.5, "tokens_per_s": row["tokens_per_s"] / 1.5}
-    _, found, _ = known(made)
-    figure = plots.throughput(fits, found)
-    assert figure is not None
+    (figure,) = throughput(replace(known(made), fits=view.fits))
     assert set(figure.data.loc[figure.data["outside"], "seq_len"]) >= {1024, 2048, 3072}
     number = int(figure.data["outside"].sum())
     assert f"Open markers: {number} of 32 lie outside the fit's 95 % interval for a new run, of which about 2" in (
@@ -124,21 +126,17 @@ def test_throughput_marks_what_its_fit_misses() -> None:
     assert "% slower than fitted, at 3,072 tokens; others at 1,024, 2,048" in figure.caption
     marks = [trace.marker.symbol for trace in figure.plot.data if trace.mode == "markers"]
     assert marks == ["circle", "circle-open"]
-    assert [trace.showlegend for trace in figure.plot.data if trace.mode == "markers"] == [True, False]
 
 
 @pytest.mark.slow
 def test_captions_say_what_lines_rest_on() -> None:
     made = synthetic.sweep(batches=(1,), lengths=(128, 256, 512, 1024, 2048, 4096, 8192))
-    _, found, fits = known(made)
-    memory, allocators = plots.memory_by_length(fits, found), plots.allocators(fits, found)
-    assert memory is not None and allocators is not None
-    for figure in (memory, allocators):
-        assert "which rests on the peak of each phase, over batch and length together; bands" in figure.caption
-        assert set(figure.data["rests_on"]) == {"phases"}
-    mixed = [replace(fit, basis="points") if fit.metric.limited else fit for fit in fits]
-    figure = plots.memory_by_length(mixed, found)
-    assert figure is not None
+    view = known(made)
+    (figure,) = by_length(view)
+    assert "which rests on the peak of each phase, over batch and length together; bands" in figure.caption
+    assert set(figure.data["rests_on"].dropna()) == {"phases"}
+    mixed = [replace(fit, basis="points") if fit.metric.limited else fit for fit in view.fits]
+    (figure,) = by_length(replace(view, fits=mixed))
     assert "together (peak allocated), or on these points alone (peak reserved)" in figure.caption
 
 
@@ -153,10 +151,10 @@ class _Endless(Fit):
 
 @pytest.mark.slow
 def test_bands_without_an_end_stop_outside_the_figure() -> None:
-    _, found, fits = known(synthetic.sweep(batches=(1,), allocators=("default",)))
-    fits = [_Endless(**{one.name: getattr(fit, one.name) for one in fields(Fit)}) for fit in fits]
-    for figure in (plots.memory_by_length(fits, found), plots.throughput(fits, found)):
-        assert figure is not None
+    view = known(synthetic.sweep(batches=(1,), allocators=("default",)))
+    fits = [_Endless(**{one.name: getattr(fit, one.name) for one in fields(Fit)}) for fit in view.fits]
+    for draw in (by_length, throughput):
+        (figure,) = draw(replace(view, fits=fits))
         low, high = figure.plot.layout.yaxis.range
         bands = [np.asarray(trace.y, dtype=float) for trace in figure.plot.data if trace.fill == "toself"]
         assert bands
@@ -166,16 +164,27 @@ def test_bands_without_an_end_stop_outside_the_figure() -> None:
 
 
 @pytest.mark.slow
-def test_a_frontier_without_an_upper_end_says_so() -> None:
+def test_a_frontier_is_solid_as_far_as_rows_ran_and_marked_beyond() -> None:
+    made = synthetic.sweep(batches=(1, 4), allocators=("default",))
+    view = known(made)
+    (figure,) = frontier_chart(view)
+    bars = [trace for trace in figure.plot.data if trace.type == "bar"]
+    ran = {row["micro_batch"]: row["seq_len"] for row in made if row["outcome"] == "ok"}  # lengths rise
+    proven = {trace.meta["settings"]["micro_batch"]: trace.x[0] for trace in bars if not trace.marker.pattern.shape}
+    assert proven["4"] == ran[4] and proven["1"] == ran[1]
+    ticks = [trace.x[0] for trace in figure.plot.data if trace.type == "scatter" and trace.mode == "markers"]
+    assert ticks and all(np.isfinite(ticks))
+    assert figure.plot.layout.xaxis.range[0] == 0
+    assert not figure.plot.layout.yaxis.title.text
+
+
+@pytest.mark.slow
+def test_a_frontier_without_an_upper_end_ends() -> None:
     made = synthetic.sweep(batches=(1,), lengths=(1024, 1536, 2048, 3072))
     hidden = [{key: None if "_peak_" in key and "reserved" not in key else v for key, v in r.items()} for r in made]
-    table, found, fits = known(hidden)
-    figure = rows.frontier_chart(frontier(table, fits=fits, found=found), found)
-    assert figure is not None
-    assert "Where there is no bar upwards, no upper end is known." in figure.caption
+    (figure,) = frontier_chart(known(hidden))
     for trace in figure.plot.data:
-        assert np.isfinite(np.asarray(trace.error_y.array, dtype=float)).all()
-        assert np.isfinite(np.asarray(trace.error_y.arrayminus, dtype=float)).all()
+        assert np.isfinite(np.asarray(trace.x, dtype=float)).all()
 
 
 @pytest.mark.slow
@@ -184,11 +193,11 @@ def test_groups_of_one_label_stay_apart() -> None:
     for model, precision in (("a · b", "c"), ("a · b", "d"), ("a", "b · c")):
         mine = synthetic.sweep((512, 1024, 2048, 4096), (1,), ("default",), 1, model=model, precision=precision)
         made += [{**row, "trial_id": f"{model}{precision}{row['trial_id']}"} for row in mine]
-    _, found, fits = known(made)
+    view = known(made)
+    found = view.groups
     assert sorted(group.label for group in found) == ["a · b · c", "a · b · c", "a · b · d"]
     assert len({group.id for group in found}) == 3
-    assert sorted(plots.names(found)) == ["a · b · c (1)", "a · b · c (2)", "a · b · d"]
-    pareto, throughput = rows.pareto(found), plots.throughput(fits, found)
-    assert pareto is not None and throughput is not None
-    assert len(pareto.data) == 3
-    assert len(throughput.data) == len(made)
+    assert sorted(names(found)) == ["a · b · c (1)", "a · b · c (2)", "a · b · d"]
+    (trade,), (speed,) = pareto(view), throughput(view)
+    assert len(trade.data) == 3
+    assert len(speed.data) == len(made)

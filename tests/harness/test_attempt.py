@@ -224,11 +224,15 @@ def test_imports_that_ask_for_the_compute_capability_do_not_start_cuda(monkeypat
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: cards)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with template._asked_without_cuda():
-        found = [torch.cuda.get_device_capability(of) for of in (0, torch.device("cuda", 1), torch.cuda.device(1))]
+        asked = (None, 0, torch.device("cuda", 1), torch.cuda.device(1))  # without a device: the current, the first one
+        found = [torch.cuda.get_device_capability(of) for of in asked]
         if techniques.version("bitsandbytes"):
             specs = importlib.import_module("bitsandbytes.cuda_specs")
             assert specs.get_compute_capabilities() == [(9, 0), (9, 1)]
-    assert found == [(9, 0), (9, 1), (9, 1)] and not torch.cuda.is_initialized()
+        if techniques.version("torchao"):  # asks by torch.utils._triton.has_triton
+            worker = importlib.import_module("torch._dynamo.device_interface").CudaInterface.Worker
+            found += [(one.major, one.minor) for one in map(worker.get_device_properties, (None, "cuda:1"))]
+    assert found == [(9, 0), (9, 0), (9, 1), (9, 1), (9, 0), (9, 1)][: len(found)] and not torch.cuda.is_initialized()
 
 
 def test_only_the_runner_that_starts_cuda_goes_cold(fakes: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import os
 import pickle
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 import torch
 from conftest import tiny
 
-from vramsweep.harness import outcome
+from vramsweep.harness import machine, outcome
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import read_result
 from vramsweep.harness.errors import EnvironmentFault
@@ -392,3 +393,14 @@ def test_an_old_pynvml_takes_and_gives_bytes(card: Card, monkeypatch: pytest.Mon
     monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: b"470.1")
     facts = Nvml(torch.device("cuda", 0)).facts()
     assert (facts["gpu_name"], facts["driver_version"]) == ("NVIDIA H100 80GB HBM3", "470.1")
+
+
+def test_once_cuda_has_started_libraries_read_the_cards_as_indices(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's map(int, CUDA_VISIBLE_DEVICES.split(",")); a slice has no index of its own."""
+    one = machine.Gpu(3, "NVIDIA H100", UUID, "1", 80 << 30, 0, (), (9, 0))
+    for named, found in (("GPU-st", "3"), ("MIG-of-it", "MIG-of-it")):
+        cards = [replace(one, uuid=UUID if named.startswith("GPU-") else named)]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        monkeypatch.setattr(machine, "visible_gpus", lambda environ, cards=cards: cards)
+        Gauges(torch.device("cuda", 0))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == found
