@@ -24,7 +24,8 @@ from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.groups import ASKED, label
 from vramsweep.analysis.data.metrics import GIB, METRICS
 from vramsweep.analysis.figures import overlay
-from vramsweep.analysis.figures.plots import Figure, escape
+from vramsweep.analysis.figures.layout import page
+from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.model import frontier, words
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.frontier import Limit
@@ -293,6 +294,6 @@ def _gib(value: Any) -> str:
 
 
 def titled(figure: Figure) -> Any:
-    """The plot with its title; `layout.meta` has name and caption."""
+    """The plot as a file has it, with title and source, but as wide as there is room; its caption in `layout.meta`."""
     meta = {"name": figure.name, "caption": figure.caption}
-    return figure.plot.update_layout(title={"text": escape(figure.title)}, margin={"t": 56}, meta=meta)
+    return page(figure).update_layout(width=None, meta=meta)
