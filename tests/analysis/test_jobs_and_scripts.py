@@ -137,7 +137,7 @@ def test_a_scripts_command_and_own_axes_are_what_was_asked(tmp_path: Path) -> No
     content = collect(load(scripts(tmp_path / "run")))
     assert content.asked["command"] == "python train.py --lr '{lr}' <b>"
     assert content.asked["mode"] == "fast" and set(content.asked["lr"].split(", ")) == {"0.5", "0.25"}
-    assert "<dd><code>python train.py --lr &#x27;{lr}&#x27; &lt;b&gt;</code></dd>" in render(content)
+    assert "<dd><code>python train.py --lr &#39;{lr}&#39; &lt;b&gt;</code></dd>" in render(content)
     named = {name: frame for _, name, frame in content.tables}["settings"]["settings"]
     assert set(named) == {"lr 0.5", "lr 0.25"}
     assert "command" not in collect(table(*synthetic.sweep(lengths=(128,)))).asked
