@@ -58,7 +58,7 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
     for axis in AXES:
         found = view.groups if axis == "seq_len" else groups(view.table, axis)
         known = [group for group in found if not group.varies and _rows(group, axis)[axis].nunique() > 1]
-        known.sort(key=lambda group: -len(_rows(group, axis)))  # of several cards, the one that most fits
+        known.sort(key=lambda group: (group is not view.groups[0], -len(_rows(group, axis))))
         if known:
             return [_stacked(view, known[:CONFIGURATIONS], axis, len(known), beside, measured)]
     known = [group for group in view.groups if len(_rows(group, "seq_len"))][:CONFIGURATIONS]
@@ -245,11 +245,11 @@ def _out_of_memory(view: View) -> list[Figure]:
         rows = group.take("seq_len", "micro_batch", "oom_parts_bytes", "unlimited_peak_reserved_bytes", "trial_id")
         rows = rows.dropna(subset=["oom_parts_bytes", "seq_len", "micro_batch"])
         found += [(group, row) for _, row in rows.sort_values("seq_len").head(2).iterrows()]
-    found = [(group, row) for group, row in found if _oom_parts(row)][:CONFIGURATIONS]
+    found = [(group, row) for group, row in found if oom_parts(row)][:CONFIGURATIONS]
     if not found:
         return []
     frame = pd.DataFrame([row for _, row in found])
-    known = [_oom_parts(row) for _, row in found]
+    known = [oom_parts(row) for _, row in found]
     stack = {part: np.array([float(one.get(part, 0)) for one in known]) for part in PARTS}
     caption = (
         "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what "
@@ -260,7 +260,8 @@ def _out_of_memory(view: View) -> list[Figure]:
     return [_lying(view, told, stack, frame, "memory", "composition", title, caption)]
 
 
-def _oom_parts(row: pd.Series[Any]) -> dict[str, int]:
+def oom_parts(row: pd.Series[Any]) -> dict[str, int]:
+    """What a row that ran out of memory held then or asked for, by part, in bytes; {} where that is not known."""
     try:
         told = dict(json.loads(row["oom_parts_bytes"]))
     except (ValueError, TypeError, RecursionError):

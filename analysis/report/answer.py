@@ -18,10 +18,11 @@ from vramsweep.analysis.model.fit import Fit, fit_table
 from vramsweep.analysis.model.frontier import Limit, frontier
 from vramsweep.analysis.report import tiles
 from vramsweep.analysis.report.findings import values
-from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Tile, said
+from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Head, Tile, said
 from vramsweep.harness import check
 from vramsweep.harness.errors import UserError
 
+CARDS = 2  # in the question; more are counted there, and named among what varied
 JUDGED = 50_000  # rows of a folder that are read again for the verdict
 _CALLED = {
     "trial.device.gpu": "card", "gpu_name": "card", "cpu_name": "processor", "micro_batch": "batch",
@@ -54,11 +55,11 @@ class Card:
 
 
 def card(
-    table: Table, found: Sequence[Group], fits: Sequence[Fit], limits: Sequence[Limit], judged: check.Verdict | None
-) -> Card:
-    """The answers, from rows, their groups, fits and limits. `judged` is harness/check.py's verdict on the folder, None
-    where the rows came without one."""
-    head = tiles.head(found)
+    table: Table, found: Sequence[Group], head: Head | None, fits: Sequence[Fit], limits: Sequence[Limit],
+    judged: check.Verdict | None,
+) -> Card:  # fmt: skip
+    """The answers, from rows, their groups, fits and limits; most of them of `head`. `judged` is harness/check.py's
+    verdict on the folder, None where the rows came without one."""
     what, varied = asked(table, found)
     number = counts(table)
     kinds = " and ".join(kind for kind in (MEASURED, PREDICTED, IMPORTED) if number[kind])
@@ -66,9 +67,9 @@ def card(
         asked=what,
         varied=varied,
         of=head.name if head else "",
-        fits=tiles.fits(table.frame, head, limits),
+        fits=tiles.fits(table.frame, head, found, limits),
         cost=tiles.cost(head, fits),
-        speed=tiles.speed(table.frame, found),
+        speed=tiles.speed(table.frame, head, found),
         dominates=tiles.dominates(table.frame, head, fits),
         allocator=tiles.allocator(table, head, kinds),
         trust=_trust(number, kinds, judged),
@@ -82,7 +83,7 @@ def brief(table: Table) -> Card:
     head = tiles.head(found)
     mine = [head.group] if head else []
     fits, _ = fit_table(table, limit=1, found=mine)
-    return card(table, found, fits, frontier(table, fits=fits, found=mine), verdict(table))
+    return card(table, found, head, fits, frontier(table, fits=fits, found=mine), verdict(table))
 
 
 def verdict(table: Table) -> check.Verdict | None:
@@ -133,7 +134,8 @@ def _where(frame: pd.DataFrame) -> str:
     for device, column in (("cuda", "gpu_name"), ("cpu", "cpu_name"), ("simulated", "simulated_gpu")):
         rows = frame[frame["device"].eq(device).fillna(False) & frame["foreign"].isna()]
         if len(rows):
-            name = values(rows, column, most=4)
+            many = rows[column].nunique()
+            name = f"{many} cards" if many > CARDS else values(rows, column, most=CARDS)
             found.append(f"the CPU {name}".rstrip() if device == "cpu" else name or "a card that is not named")
     foreign = frame[frame["foreign"].notna()]
     if len(foreign):

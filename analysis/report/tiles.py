@@ -19,6 +19,8 @@ from vramsweep.analysis.data.beyond import BEYOND, beyond_peak
 from vramsweep.analysis.data.groups import Group, label
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, show_bytes
+from vramsweep.analysis.figures.composition import OF_PEAK, called, oom_parts
+from vramsweep.analysis.figures.view import ON_CARD
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.frontier import SIZES, Limit
 from vramsweep.harness import gpus, repeats
@@ -26,17 +28,6 @@ from vramsweep.harness.errors import UserError
 
 MEASURED, PREDICTED, IMPORTED, ESTIMATED = "measured", "predicted", "imported", "estimated"
 UNKNOWN = "–"
-PARTS = {
-    "peak_parameters_bytes": "weights",
-    "peak_buffers_bytes": "buffers",
-    "peak_gradients_bytes": "gradients",
-    "peak_optimizer_state_bytes": "optimizer state",
-    "peak_activations_bytes": "activations",
-    "peak_communication_bytes": "communication",
-    "peak_temporaries_bytes": "temporaries",
-    "peak_workspaces_bytes": "workspaces",
-    "peak_rounding_bytes": "rounding",
-}
 _PHASES = ("load", "forward", "backward", "optimizer")
 NARROW = "\u202f"  # the space before a percent sign, which no line is broken at
 _FLAT = 0.01  # of the peak: what a curve rises by over all lengths, to be called flat
@@ -86,7 +77,7 @@ def head(groups: Sequence[Group]) -> Head | None:
     if not found:
         return None
     _, group, at = max(found, key=lambda one: one[0])
-    done = _finished(group.frame)
+    done = _ended(group.frame, "ok")
     row = done.loc[at]
     name = _name(group, row) if len(groups) > 1 else ""
     return Head(group, name, done, int(row["seq_len"]), row, _basis(row))
@@ -98,8 +89,8 @@ def said(*parts: str) -> str:
     return text[:1].upper() + text[1:] + "." if text else ""
 
 
-def _finished(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame[frame["outcome"].eq("ok").fillna(False).astype(bool)]
+def _ended(frame: pd.DataFrame, outcome: str) -> pd.DataFrame:
+    return frame[frame["outcome"].eq(outcome).fillna(False).astype(bool)]
 
 
 def _kind(row: Mapping[str, Any] | pd.Series[Any]) -> str:
@@ -120,35 +111,65 @@ def _name(group: Group | None, row: pd.Series[Any]) -> str:
     return label(own) if own else ""
 
 
-def fits(frame: pd.DataFrame, of: Head | None, limits: Sequence[Limit]) -> Tile:
-    """The longest length that ran, what ran out of memory, and how far the curve goes on this card."""
+def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: Sequence[Limit]) -> Tile:
+    """The longest length that ran, what ran out of memory, and how far the curve goes on this card; of other cards with
+    these settings, those that differ."""
     question = "Does it fit? How long can I go?"
-    oom = frame[frame["outcome"].eq("oom").fillna(False).astype(bool)]
-    ok = _finished(frame)
+    oom = _ended(frame, "oom")
+    ok = _ended(frame, "ok")
     if of is None:
         if len(oom) and not len(ok):
-            small = oom.sort_values(["seq_len", "micro_batch"]).iloc[0]
-            need = small["unlimited_peak_reserved_bytes"]
-            would = "" if pd.isna(need) else f"it would take {show_bytes(float(need))}"
-            both = "both" if len(oom) == 2 else f"all {len(oom):,}"
-            told = said(f"already {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
-            return Tile(question, "Nothing fits", would, told, _basis(small))
+            return _nothing(question, oom)
         ends = ", ".join(f"{n:,} {outcome}" for outcome, n in frame["outcome"].value_counts().items())
         return Tile(question, about=said(f"no trial of a fixed length says what it needs ({ends})"))
     lengths = of.group.take("outcome", "seq_len")
-    failed = lengths.loc[lengths["outcome"].eq("oom").fillna(False).astype(bool), "seq_len"].dropna()
-    beyond = failed[failed > of.longest]
+    longer = lengths[lengths["seq_len"].gt(of.longest).fillna(False).astype(bool)].sort_values("seq_len")
+    beyond = _ended(longer, "oom")["seq_len"]
     if of.group.resident:
         next_ = "on a CPU: says nothing of a card's limit"
     elif len(beyond):
         next_ = f"{int(beyond.min()):,} ran out of memory"
+    elif len(longer):
+        next_ = f"{int(longer['seq_len'].iloc[0]):,} did not get so far ({longer['outcome'].iloc[0]})"
     else:
         next_ = "the longest that was tried"
     most = f"batch {int(ok['micro_batch'].max())} ran too" if _larger(ok, of) else ""
     number = len(ok) + len(oom)
-    all_ = f"all {number:,} trials fit" if not len(oom) else f"{len(ok):,} of {number:,} trials fit"
+    all_ = f"{len(ok):,} of {number:,} trials fit" if len(oom) else f"all {number:,} trials fit" if number > 1 else ""
     value = f"{'Up to' if len(beyond) else 'Yes,'} {of.longest:,} tokens"
-    return Tile(question, value, _reach(of, limits), said(next_, all_, most), of.basis)
+    return Tile(question, value, _reach(of, limits), said(next_, all_, most, *_elsewhere(of, groups)), of.basis)
+
+
+def _nothing(question: str, oom: pd.DataFrame) -> Tile:
+    """What the smallest needs where nothing fits, and which card has as much."""
+    small = oom.sort_values(["seq_len", "micro_batch"]).iloc[0]
+    need = small["unlimited_peak_reserved_bytes"]
+    would = ""
+    if not pd.isna(need):
+        known = ((size, card) for size in SIZES if (card := gpus.smallest(size)) is not None)
+        enough = next((f": a card of {size:g} GiB" for size, card in known if gpus.memory_limit(card) > need), "")
+        would = f"the smallest needs {show_bytes(float(need))}{enough}"
+    both = "both" if len(oom) == 2 else f"all {len(oom):,}"
+    told = said(f"already {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
+    return Tile(question, "Nothing fits", would, told, _basis(small))
+
+
+def _elsewhere(of: Head, groups: Sequence[Group]) -> list[str]:
+    """What fits on other cards with the same settings, where that is less."""
+    rest = {key: value for key, value in of.group.settings.items() if key not in ON_CARD}
+    found: dict[int, list[str]] = {}
+    for group in groups:
+        which = next((str(value) for key, value in group.settings.items() if key in ON_CARD), "")
+        if group is of.group or {k: v for k, v in group.settings.items() if k not in ON_CARD} != rest or not which:
+            continue
+        longest = _ended(group.take("outcome", "seq_len"), "ok")["seq_len"].max()
+        longest = 0 if pd.isna(longest) else int(longest)
+        if longest < of.longest:
+            found.setdefault(longest, []).append(which)
+    return [
+        f"{f'only {longest:,}' if longest else 'nothing'} on {', '.join(cards)}"
+        for longest, cards in sorted(found.items(), reverse=True)
+    ]
 
 
 def _at(row: pd.Series[Any]) -> str:
@@ -191,7 +212,7 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
         return f"proven on {gib:g} GiB"
     ends = [f"safe to {one.low:,}"] * (one.low is not None) + [f"at most {one.high:,}"] * (one.high is not None)
     both = f"95{NARROW}%: {one.low:,} to {one.high:,}" if len(ends) == 2 else "".join(ends)
-    return f"by the curve {one.value:,} on {gib:g} GiB" + (f" ({both})" if both else "")
+    return f"by the curve up to {one.value:,} on {gib:g} GiB" + (f" ({both})" if both else "")
 
 
 def _memory_fit(of: Head, found: Sequence[Fit]) -> Fit | None:
@@ -227,12 +248,14 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
         return Tile(question, "Next to nothing", "", told, of.kind)
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     base = f"on top of {show_bytes(fixed)} that no length changes" if fixed > 0 else ""
-    where = f"from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
+    where = f"so from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
     grows = "more with every token: its square counts" if square > 0 else ""
     modulus, aligned = fit.chosen.model.modulus, next(iter(fit.chosen.model.curves))
     of_class = f"lengths {'' if aligned else 'not '}divisible by {modulus}" if modulus else ""
     value = f"{_fine((slope + 2 * square * high) / batch)} per token"
-    return Tile(question, value, interval, said(base, where, of_class, grows, f"of {fit.metric.label}"), of.kind)
+    return Tile(
+        question, value, interval, said(base, where, of_class, grows, f"counted in {fit.metric.label}"), of.kind
+    )
 
 
 def _fine(value: float) -> str:
@@ -242,22 +265,22 @@ def _fine(value: float) -> str:
 
 
 def _between(low: float, high: float) -> str:
-    """An interval of bytes, in as fine a unit as tells its ends apart."""
+    """An interval of bytes; of ends that are alike to three digits, how far they are from their middle."""
     ends = _fine(low), _fine(high)
-    return f"{ends[0]} to {ends[1]}" if ends[0] != ends[1] else f"{low:,.0f} to {high:,.0f} B"
+    return f"{ends[0]} to {ends[1]}" if ends[0] != ends[1] else f"± {_fine((high - low) / 2)}"
 
 
-def speed(frame: pd.DataFrame, groups: Sequence[Group]) -> Tile:
-    """The highest tokens/s that was timed, else estimated."""
+def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile:
+    """The highest tokens/s that was timed, else estimated; of equal ones that of the head."""
     question = "How fast is it?"
-    ok = _finished(frame)
+    ok = _ended(frame, "ok")
     timed, rough = (ok.dropna(subset=[name]) for name in ("tokens_per_s", "estimated_tokens_per_s"))
     timed = timed[timed["device"].ne("simulated").fillna(True)]
     if len(timed):
         return _timed(question, timed, groups)
     if rough.empty:
         return Tile(question, about="No row holds a speed.")
-    best = rough.loc[rough["estimated_tokens_per_s"].astype(float).idxmax()]
+    best = _highest(rough, "estimated_tokens_per_s", of)
     most, likely = float(best["estimated_tokens_per_s"]), best["calibrated_tokens_per_s"]
     at = _point(best, _of(best, groups))
     if pd.isna(likely):
@@ -266,10 +289,17 @@ def speed(frame: pd.DataFrame, groups: Sequence[Group]) -> Tile:
     return Tile(question, f"≈ {float(likely):,.0f} tokens/s", f"at most {most:,.0f} (roofline)", told, ESTIMATED)
 
 
+def _highest(rows: pd.DataFrame, column: str, of: Head | None) -> pd.Series[Any]:
+    values = rows[column].astype(float)
+    best = rows[values.eq(values.max())]
+    own = best[best.index.isin(of.frame.index)] if of is not None else best.iloc[:0]
+    return (own if len(own) else best).iloc[0]
+
+
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
     best = timed.loc[timed["tokens_per_s"].astype(float).idxmax()]
     group = _of(best, groups)
-    runs = _finished(group.frame) if group else timed.loc[[best.name]]
+    runs = _ended(group.frame, "ok") if group else timed.loc[[best.name]]
     for axis in ("seq_len", "micro_batch"):  # an unknown one is like no other
         runs = runs[runs[axis].eq(best[axis]).fillna(False).astype(bool)]
     sure = repeats.interval([float(v) for v in runs["tokens_per_s"].dropna()])
@@ -296,19 +326,21 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit]) -> Til
     nothing ran, the phase in which memory ran out."""
     question = "What dominates the peak?"
     if of is None:
-        phases = frame.loc[frame["outcome"].eq("oom").fillna(False).astype(bool), "phase"].dropna().value_counts()
-        if phases.empty or len(_finished(frame)):
+        lost = _ended(frame, "oom").sort_values(["seq_len", "micro_batch"])
+        if lost.empty or len(_ended(frame, "ok")):
             return Tile(question, about="No row holds a peak.")
-        return Tile(question, str(phases.index[0]).capitalize(), "", "Where memory ran out, so no peak is known.")
+        held = {called(part): float(size) for part, size in oom_parts(lost.iloc[0]).items()}
+        phase = str(lost["phase"].dropna().mode().get(0, "")).split(", ")[-1]
+        if sum(held.values()) > 0:
+            what = f"of {show_bytes(sum(held.values()))} held or asked for when memory ran out"
+            return _largest(question, held, f"{what}, in {phase}" if phase else what, _basis(lost.iloc[0]))
+        if not phase:
+            return Tile(question, about="No row holds a peak.")
+        return Tile(question, phase.capitalize(), "", "Where memory ran out, so no peak is known.")
     at = f"at {of.longest:,} tokens"
-    parts = {name: float(of.row[column]) for column, name in PARTS.items() if not pd.isna(of.row[column])}
-    total = sum(parts.values())
-    if total > 0:
-        first, *others = sorted(parts, key=lambda name: -parts[name])
-        share = {name: f"{100 * size / total:.0f}{NARROW}%" for name, size in parts.items()}
-        rest = [f"{name} {share[name]}" for name in others[:3] if parts[name] >= 0.005 * total]
-        told = said(f"then {', '.join(rest)}" if rest else "", f"of {show_bytes(total)} allocated {at}")
-        return Tile(question, f"{first.capitalize()}, {share[first]}", "", told, of.basis)
+    parts = {called(part): float(of.row[column]) for part, column in OF_PEAK.items() if not pd.isna(of.row[column])}
+    if sum(parts.values()) > 0:
+        return _largest(question, parts, f"of {show_bytes(sum(parts.values()))} allocated {at}", of.basis)
     peaks = {phase: float(v) for phase in _PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
     phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
     fit = _memory_fit(of, found)
@@ -323,6 +355,16 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit]) -> Til
     if phase:
         return Tile(question, phase.removesuffix(" has the peak").capitalize(), "", said(at), of.basis)
     return Tile(question, about="The rows hold a peak without its parts, and no curve tells them apart.")
+
+
+def _largest(question: str, parts: Mapping[str, float], of: str, basis: str) -> Tile:
+    """The largest part, and the few after it."""
+    total = sum(parts.values())
+    first, *others = sorted(parts, key=lambda name: -parts[name])
+    share = {name: f"{100 * size / total:.0f}{NARROW}%" for name, size in parts.items()}
+    rest = [f"{name} {share[name]}" for name in others[:3] if parts[name] >= 0.005 * total]
+    told = said(f"then {', '.join(rest)}" if rest else "", of)
+    return Tile(question, f"{first.capitalize()}, {share[first]}", "", told, basis)
 
 
 def _growing(fit: Fit, longest: float) -> float | None:
