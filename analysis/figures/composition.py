@@ -39,6 +39,7 @@ OF_PEAK = {part: f"peak_{part}_bytes" for part in PARTS}
 BEYOND = "reserved beyond"
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 AXES = {"seq_len": LENGTH, "micro_batch": "micro-batch (samples)"}
+FEW = 4
 AHEAD = 1.5  # times the largest that fits: what runs out of memory is drawn as far as that
 CONFIGURATIONS = 16  # of which the page's reader can choose one; bars: as many are shown
 THIN = 300  # of the axis: a part less than this is not looked for
@@ -58,13 +59,17 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
     for axis in AXES:
         found = view.groups if axis == "seq_len" else groups(view.table, axis)
         known = [group for group in found if not group.varies and _rows(group, axis)[axis].nunique() > 1]
-        known.sort(key=lambda group: (group is not view.groups[0], -len(_rows(group, axis))))
+        known.sort(key=lambda group: (-_alike(group, view.groups[0]), -len(_rows(group, axis))))
         if known:
             return [_stacked(view, known[:CONFIGURATIONS], axis, len(known), beside, measured)]
     known = [group for group in view.groups if len(_rows(group, "seq_len"))][:CONFIGURATIONS]
     if known:
         return [_bars(view, known, [_rows(group, "seq_len").iloc[-1] for group in known])]
     return _out_of_memory(view)
+
+
+def _alike(group: Group, other: Group) -> int:
+    return sum(group.settings.get(key) == value for key, value in other.settings.items())
 
 
 def _rows(group: Group, axis: str) -> pd.DataFrame:
@@ -116,10 +121,12 @@ def _stacked(
         add_card_limit(plot, limit, unit, right=float(rows[axis].max()) < last)
     finish(plot, ends, [0.0, top / unit], zero=True, share=1 - STRIP)
     plot.update_xaxes(range=[places.min(), last + 0.02 * (last - places.min())])
+    if len(whole := np.unique(places)) <= FEW:  # few batches: no ticks between them
+        plot.update_xaxes(tickvals=whole)
     caption = sentence(
         _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "",
         _phases(rows, axis),
-        f"Points: {len(ran):,} rows measured with these settings (filled: allocated, open: reserved)."
+        f"Points: {len(ran):,} measured row{'s' * (len(ran) != 1)} of these settings (round: allocated, square: reserved)."
         if len(ran) else "",
         f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
         "" if own is None or own.size <= top else own.told(),
@@ -205,7 +212,7 @@ def _measured(plot: Any, ran: pd.DataFrame, axis: str, look: Look, unit: int) ->
         if len(rows):
             plot.add_scatter(
                 x=rows[axis].to_numpy(float), y=rows[peak].to_numpy(float) / unit, mode="markers",
-                name=f"measured {peak.split('_')[1]}", hovertemplate="%{y:,.4~f}",
+                name=f"measured {peak.split('_')[1]}", cliponaxis=False, hovertemplate="%{y:,.4~f}",
                 marker={"symbol": symbol, "size": 8, "color": "#fff" if symbol == "circle" else "#000",
                         "line": {"color": "#000", "width": 1.8}}, **look.trace,
             )  # fmt: skip

@@ -118,7 +118,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
     fixed, varied = ([g for g in all_groups if g.varies is side] for side in (False, True))
     kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""
     sweep = findings.values(table.frame, "sweep") or table.source
-    card = answers.card(table, all_groups, head, fits, limits, answers.verdict(table))
+    card = answers.card(table, all_groups, head, fits, limits, beside, answers.verdict(table))
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     days = [] if pd.isna(first) else list(dict.fromkeys(str(one)[:10] for one in (first, last)))
     when = f", {' to '.join(days)}" if days else ""
