@@ -248,9 +248,9 @@ class Rows(pd.DataFrame):
         title, table = _summary(self)
         return shown(f"{title}\n{table.head(MOST).to_string(index=False)}")
 
-    def _repr_html_(self) -> str | None:  # type: ignore[override]  # pandas gives None where it is told to
+    def _repr_html_(self) -> str | None:  # pandas gives None where it is told to
         if not self._whole:
-            return super()._repr_html_()  # type: ignore[operator, no-any-return]
+            return super()._repr_html_()  # type: ignore[misc, no-any-return]
         title, table = _summary(self)
         about = f"{len(self.columns)} columns, most of them not shown: vramsweep.units(rows) says what each is."
         return html(title, table, [about], notes=self.attrs.get("notes", ()))

@@ -79,7 +79,8 @@ def train(trial: trials.Trial, device: torch.device, streams: bool = False, ddp:
     build.prepare(trial)
     net: torch.nn.Module = build.model(trial, device)
     if ddp:
-        torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
         net = torch.nn.parallel.DistributedDataParallel(net, device_ids=[device])
     optimizer = build.optimizer(trial, net.parameters(), device)
     data = build.data(trial)

@@ -192,6 +192,8 @@ def page(results: list[Found]) -> str:
         "macOS and Windows: reading, fitting, drawing and comparing rows is tested with stand-ins (POSIX modules and "
         "functions taken away, a locale of cp1252), not run on these systems. Sweeping and predicting need Linux.",
         "",
+        "What stays the same from version to version of vramsweep: [compatibility](compatibility.md).",
+        "",
         BEGIN + json.dumps([asdict(one) for one in results]).replace(">", "\\u003e") + END,
         "",
     ]

@@ -76,6 +76,16 @@ def columns() -> str:
     return _headings("\n".join(found)).replace("](docs/", "](")
 
 
+def promised() -> str:
+    """The columns that stay, by group, and those that may change."""
+    groups = dict.fromkeys(one.group for one in row.COLUMNS)
+    lines = {name: [f"`{one.name}`" for one in row.COLUMNS if one.group == name and row.promised(one)]
+             for name in groups}  # fmt: skip
+    may = [f"`{one.name}`" for one in row.COLUMNS if not row.promised(one)]
+    kept = [(name, ", ".join(names)) for name, names in lines.items() if names]
+    return f"{table(('group', 'columns that stay'), kept)}\n\nThe others may change: {', '.join(may)}."
+
+
 def techniques() -> str:
     return _headings(tables.markdown_table(), "`")
 
@@ -137,6 +147,7 @@ def _keys(folder: Path) -> list[str]:
 PARTS = (
     Part("verbs", verbs),
     Part("columns", columns),
+    Part("promised columns", promised),
     Part("settings", settings),
     Part("groups", groups),
     Part("techniques", techniques),

@@ -6,6 +6,7 @@ Every reading that this machine does not give is None. Not covered: what torch s
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import platform
 import re
@@ -22,11 +23,8 @@ from vramsweep import __version__
 from vramsweep.harness import extras
 from vramsweep.harness.techniques import version as version
 
-pynvml: Any
-try:
-    import pynvml
-except ModuleNotFoundError:  # a light install, which reads rows
-    pynvml = None
+# a light install, which reads rows, has none
+pynvml: Any = importlib.import_module("pynvml") if importlib.util.find_spec("pynvml") else None
 
 GIB = 1 << 30
 # What is used of pynvml and the newest of it: older modules of that name lack some.

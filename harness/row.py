@@ -18,6 +18,7 @@ from typing import Any
 from vramsweep.harness.techniques import AXES
 
 SCHEMA_VERSION = 2
+EARLY = "gradient_checkpointing"  # a column of rows from before techniques were axes, the first of version 2 among them
 LARGEST = 1e40  # of any number: above what a loss in fp32 can be, and far below where squares overflow
 DEEPEST = 40  # levels of a column that is a dict or a list; anything that walks through a row may recurse
 
@@ -291,6 +292,14 @@ OF_PARENT = frozenset(
     + ["cold_reason", "recording"]
 )
 BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}
+
+
+UNSETTLED = ("estimate", "host")  # groups of predictions that are still being learned
+
+
+def promised(column: Column) -> bool:
+    """Whether name, type, unit and meaning stay from version to version (docs/compatibility.md)."""
+    return column.group not in UNSETTLED and column.type is not dict
 
 
 def complete(values: Mapping[str, Any]) -> Row:

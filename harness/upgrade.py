@@ -15,7 +15,7 @@ from typing import Any
 from vramsweep.harness import registry, techniques, trial
 from vramsweep.harness.flags import CORRECTED
 from vramsweep.harness.gpus import peak_flops
-from vramsweep.harness.row import BY_NAME, SCHEMA_VERSION, Row
+from vramsweep.harness.row import BY_NAME, EARLY, SCHEMA_VERSION, Row
 
 # What each runner's measurements were called in ids of version 1; the numbers in registry.py have gone on from there.
 FIRST_MEASUREMENT = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}
@@ -56,7 +56,8 @@ def row(old: Row) -> Row:
     """
     version = old.get("schema_version")
     if not isinstance(version, int) or version >= SCHEMA_VERSION:
-        return old
+        early = EARLY in old and "checkpointing" not in old
+        return _first_of_today(old) if early else old
     found = dict(old)
     stage = found.pop("zero_stage", None)
     sharding = "fsdp2" if found.get("runner") == "fsdp" else "none" if stage is None else f"zero{stage}"
@@ -64,18 +65,32 @@ def row(old: Row) -> Row:
     found["runner"] = "torch" if found.get("runner") == "fsdp" else found.get("runner")
     for name in ("offload_optimizer", "offload_param"):
         found[name] = bool(found.get(name))
-    found["optimizer_effective"] = found.pop("optimizer", None)
-    checkpointing = found.pop("gradient_checkpointing", None)
-    found |= {"checkpointing": None if checkpointing is None else "full" if checkpointing else "none"}
-    resolved = found.get("trial")
+    _techniques(found)
+    resolved = old.get("trial")
     if isinstance(resolved, Mapping):
-        found["trial"] = layout(resolved)
-        found |= {name: found["trial"].get(name, default) for name, default in techniques.DEFAULTS.items()}
         if _measured_as_now(resolved, str(found.get("trial_id"))) and not _after_measuring(found):
             found["trial_id"] = trial.trial_id(found["trial"])
         else:
             found["flags"] = [CORRECTED]
     _rescale(found)
+    return {name: found.get(name) for name in BY_NAME} | {k: v for k, v in found.items() if k not in BY_NAME}
+
+
+def _techniques(row: Row) -> None:
+    """Techniques as axes: a yes or no for checkpointing and the optimizer's class were columns, nothing else could be
+    chosen."""
+    row["optimizer_effective"] = row.pop("optimizer", None)
+    checkpointing = row.pop(EARLY, None)
+    row |= {"checkpointing": None if checkpointing is None else "full" if checkpointing else "none"}
+    if isinstance(row.get("trial"), Mapping):
+        row["trial"] = layout(row["trial"])
+        row |= {name: row["trial"].get(name, default) for name, default in techniques.DEFAULTS.items()}
+
+
+def _first_of_today(old: Row) -> Row:
+    """A row of schema version 2 from before techniques were axes, for a day: its id is today's."""
+    found = dict(old)
+    _techniques(found)
     return {name: found.get(name) for name in BY_NAME} | {k: v for k, v in found.items() if k not in BY_NAME}
 
 

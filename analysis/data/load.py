@@ -25,7 +25,7 @@ from vramsweep.analysis.data.export import as_it_was, each
 from vramsweep.analysis.data.remarks import flagged, measured_again, system_columns, systems
 from vramsweep.harness import journal, mistakes, others
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import BY_NAME, COLUMNS, LARGEST, SCHEMA_VERSION, TEXT_LISTS
+from vramsweep.harness.row import BY_NAME, COLUMNS, EARLY, LARGEST, SCHEMA_VERSION, TEXT_LISTS
 from vramsweep.harness.trial import LEFT_OUT
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
@@ -179,6 +179,8 @@ def _read_pieces(file: Path) -> tuple[pd.DataFrame, list[str]]:
             pieces.append(_slim(_read_piece(memoryview(piece), used)))
     table = pa.concat_tables(pieces, promote_options="default").combine_chunks()
     if "schema_version" in table.column_names and pc.min(table["schema_version"]).as_py() < SCHEMA_VERSION:
+        raise _Unusual
+    if EARLY in table.column_names:
         raise _Unusual
     extras = _varying(table)
     table = table.select([name for name in table.column_names if not name.startswith(EXTRA)])

@@ -33,12 +33,12 @@ def compared(view: View) -> list[Figure]:
             own, key=lambda group: group.settings.get("allocator") != "default"
         )  # what others are held against
         known = [group for group in own[:MOST] if not group.resident and len(_peaks(group))]
-        sets += [known] if len(known) > 1 else []
+        sets += [known] if len(known) > 1 and _lengths(known) else []
     if not sets:
         return []
     tables = [_table(own) for own in sets]
     shown, first = sets[0], tables[0]
-    unit, called = plots.axis_unit(max(float(np.nanmax(t.to_numpy(float))) for t in tables if len(t)))
+    unit, called = plots.axis_unit(max(float(np.nanmax(t.to_numpy(float))) for t in tables))
     plot = new_plot(LENGTH, f"peak reserved memory ({called})")
     for number, (own, table) in enumerate(zip(sets, tables, strict=True)):
         _bars(plot, own, table, [view.look(group, hidden=number > 0) for group in own], unit)

@@ -44,6 +44,7 @@ SUFFIXES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 SHORT = 60  # characters: sockets under a longer TMPDIR could have names that are too long for them
 SPARE = 64 << 20  # bytes that a browser needs for its own files
 NO_BROWSER = 2  # exit status
+_NO_MARGIN = "<style>@page { margin: 0 }</style>"
 
 
 class NotDrawn(RuntimeError):
@@ -103,6 +104,7 @@ def _draw(asked: Sequence[dict[str, Any]], place: Path) -> tuple[int, str]:
     """Draw what was asked for aside, then put what was drawn in its place; the exit status and why."""
     aside = [place / f"{number}{Path(one['file']).suffix}" for number, one in enumerate(asked)]
     try:
+        _whole_pages()
         write_images: Any = getattr(plotly.io, "write_images")  # noqa: B009 (not in the stubs yet)
         write_images(
             [plotly.io.from_json(one["plot"]) for one in asked],
@@ -127,6 +129,14 @@ def _draw(asked: Sequence[dict[str, Any]], place: Path) -> tuple[int, str]:
                 with contextlib.suppress(OSError):
                     part.unlink()
     return int(bool(problems)), "; ".join(problems)
+
+
+def _whole_pages() -> None:
+    """A PDF's page is the picture: kaleido prints a margin of 0.1 in, for which the picture is shrunk and cut off."""
+    from kaleido import PageGenerator
+
+    if _NO_MARGIN not in PageGenerator.header:
+        PageGenerator.header += _NO_MARGIN
 
 
 def _end_with_the_input(place: Path, let_go: threading.Event) -> None:

@@ -126,7 +126,7 @@ def _stacked(
     caption = sentence(
         _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "",
         _phases(rows, axis),
-        f"Points: {len(ran):,} measured row{'s' * (len(ran) != 1)} of these settings (round: allocated, square: reserved)."
+        f"Points: {len(ran):,} measured row{'s' * (len(ran) != 1)} (round: allocated, square: reserved)."
         if len(ran) else "",
         f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
         "" if own is None or own.size <= top else own.told(),

@@ -43,7 +43,7 @@ def frontier_chart(view: View) -> list[Figure]:
     if len(shown) > (most := max(1, LINES // len(sizes))):
         shown, note = shown[:most], f"{most} of {len(alike):,} groups."
     refused = {(one.gib, one.group): one.smallest_too_large for one in every if one.smallest_too_large is not None}
-    least = {}
+    least: dict[tuple[float, str], int] = {}
     for size in sizes:
         for group in shown:
             over = [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused]

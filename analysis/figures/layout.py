@@ -22,9 +22,14 @@ TEXT, SMALL = 8 * POINT, 7 * POINT  # px: of a column's text, and the least that
 AROUND = 110  # px of a column above and below its plot, without a legend
 PHONE = (360, 390)  # px, of a figure on a phone
 PHONE_TEXT = 12.0  # px
-TICK = 18  # characters of a line of what stands at a row
 LONGEST = 18  # characters of labels that stand beside a narrow plot; longer ones make a legend
 _PAPER, _DARK = "#fff", "#000"
+# Widths of letters in em, of DejaVu Sans, which is what is drawn where the fonts that are asked for are not there, and
+# wider than they are.
+_WIDTHS = {**dict.fromkeys("ijl'|", 0.29), **dict.fromkeys("frtI .,·:;()[]!/-", 0.37), **dict.fromkeys("mwMW%@", 0.92)}
+_LETTER, _CAPITAL, _BOLD = 0.61, 0.69, 1.12
+ROWS = 0.56  # of a column's width is at most for names of rows
+BAR = 56  # px beside a plot for a colour bar
 
 
 def page(figure: Figure) -> go.Figure:
@@ -58,69 +63,99 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
 
     Short labels stay there, moved apart; instead of long ones there is a legend below.
     """
+    ticks = _ticks(plot, ROWS * width / text)
     if plot.layout.height is not None:  # of rows: as many as there are
-        inner = max(70, int(0.62 * plot.layout.height * text / TEXT) - 10)
+        tall = any("<br>" in name for _, name in ticks)
+        inner = max(70, int((0.97 if tall else 0.62) * plot.layout.height * text / TEXT) - 10)
     labels = [(i, t) for i, t in enumerate(plot.data) if t.meta and t.meta.get(DIRECT)]
     shown = [(i, t) for i, t in labels if t.visible is not False]
-    size = 0.55 * text
     fit = bool(labels) and max(len(str(t.text[0]).strip()) for _, t in labels) <= LONGEST
     fit = fit and len(shown) * text < 0.9 * inner
     beside = [str(t.text[0]).strip() for _, t in (labels if fit else [])]
-    traces: dict[int, dict[str, Any]] = {i: {} for i in range(len(plot.data))}
-    for i, trace in enumerate(plot.data):
-        if trace.name in beside:
-            traces[i]["showlegend"] = False  # its name stands beside it
-        if trace.type == "scatter" and isinstance(trace.marker.size, int | float):
-            traces[i]["marker"] = {
-                "size": trace.marker.size * (0.5 if str(trace.marker.symbol)[:4] == "line" else 0.75)
-            }
-    if fit:
-        low, high = plot.layout.yaxis.range
-        places = apart([float(t.y[0]) for _, t in shown], 1.15 * text * (high - low) / inner, low, high)
-        for (i, _), y in zip(shown, places, strict=True):
-            traces[i] |= {"y": [y], "textposition": "middle right"}
-    else:
-        for i, _ in labels:
-            traces[i]["visible"] = False
-    right = 14 + size * max(map(len, beside)) if fit else 10
-    axes: dict[str, Any] = {
-        "xaxis": {"title": {"font": {"size": text}, "standoff": 4}},
-        "yaxis": _wrapped(plot.layout.yaxis, inner, text),
-    }
-    if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
-        axes["yaxis2"] = _wrapped(plot.layout.yaxis2, inner, text)
-    ticks = [x for t in plot.data if t.type == "bar" and t.orientation == "h" for x in t.y if isinstance(x, str)]
-    if plot.layout.yaxis.ticktext:
-        ticks = ["<br>".join(textwrap.wrap(told, TICK)) for told in plot.layout.yaxis.ticktext]
-        axes["yaxis"] |= {"ticktext": ticks, "tickfont": {"size": 0.85 * text}}
-    left = max(60, 8 + size * max((len(line) for one in ticks for line in one.split("<br>")), default=0))
+    bar = any(t.type == "heatmap" and t.showscale is not False for t in plot.data)
+    right = 14 + text * max(map(wide, beside)) if fit else BAR if bar else 10
+    left = max([60, *(8 + text * wide(line) for _, name in ticks for line in name.split("<br>"))])
+    across = width - left - right
     wanted = bool(plot.layout.showlegend) or (bool(labels) and not fit)
     lines = _legend_lines(plot, width - 12, beside, text) if wanted else 0
     below = round((1.75 * text * lines + 12) * bool(lines))
     world = any(a.name == WORLD for a in plot.layout.annotations)
-    across = width - left - right
-    if plot.layout.xaxis.type == "category":
-        told = {str(x) for trace in plot.data if trace.x is not None for x in trace.x}
-        axes["xaxis"]["tickangle"] = 0 if 0.6 * text * (sum(map(len, told)) + len(told)) < across else -90
-    else:
-        axes["xaxis"] |= {"tickangle": 0, "nticks": max(3, min(5, int(across / (5 * text))))}
-    if (reach := _reach(plot, across, text)) is not None:
-        axes["xaxis"]["range"] = [plot.layout.xaxis.range[0], reach]
     layout: dict[str, Any] = {
         "font": {"size": text},
         "showlegend": bool(lines),
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0.01, "xref": "container",
                    "itemwidth": 30, "font": {"size": text}},
         "margin": {"l": 44, "r": round(right), "t": 22 if world else 8, "b": 42 + below},
-        **axes,
+        **_axes(plot, across, inner, text, ticks),
+        "annotations": _notes(plot, across, left, text),
     }  # fmt: skip
-    if any(note.name == "card" for note in plot.layout.annotations):  # headings begin where the names of rows do
-        layout["annotations"] = [
-            note.to_plotly_json() | ({"xshift": 6 - left} if note.name == "card" else {})
-            for note in plot.layout.annotations
-        ]
-    changed = {number: change for number, change in traces.items() if change}
-    return {"layout": layout, "traces": changed, "height": inner + AROUND + below, "beside": fit}
+    traces = {i: change for i, trace in enumerate(plot.data) if (change := _smaller(trace, beside))}
+    if fit:
+        low, high = plot.layout.yaxis.range
+        places = apart([float(t.y[0]) for _, t in shown], 1.15 * text * (high - low) / inner, low, high)
+        for (i, _), y in zip(shown, places, strict=True):
+            traces[i] = {"y": [y], "textposition": "middle right"}
+    else:
+        traces |= {i: {"visible": False} for i, _ in labels}
+    return {"layout": layout, "traces": traces, "height": inner + AROUND + below, "beside": fit}
+
+
+def _smaller(trace: Any, beside: Sequence[str]) -> dict[str, Any]:
+    """Smaller markers; what has its name beside it is not in the legend."""
+    found: dict[str, Any] = {"showlegend": False} if trace.name in beside else {}
+    if trace.type == "scatter" and isinstance(trace.marker.size, int | float):
+        found["marker"] = {"size": trace.marker.size * (0.5 if str(trace.marker.symbol)[:4] == "line" else 0.75)}
+    return found
+
+
+def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[tuple[Any, str]]) -> dict[str, Any]:
+    """The axes of a plot so wide and high, with the names of its rows."""
+    x: dict[str, Any] = {"title": {"font": {"size": text}, "standoff": 4}}
+    if plot.layout.xaxis.type == "category":
+        told = {str(one) for trace in plot.data if trace.x is not None for one in trace.x}
+        x["tickangle"] = 0 if text * sum(wide(one) + 0.6 for one in told) < across else -90
+    else:
+        x |= {"tickangle": 0, "nticks": max(3, min(5, int(across / (5 * text))))}
+    if (reach := _reach(plot, across, text)) is not None:
+        x["range"] = [plot.layout.xaxis.range[0], reach]
+    found = {"xaxis": x, "yaxis": _wrapped(plot.layout.yaxis, inner, text)}
+    if ticks:
+        size = 0.88 * text if any("<br>" in name for _, name in ticks) else text
+        found["yaxis"] |= {"tickvals": [at for at, _ in ticks], "ticktext": [name for _, name in ticks],
+                           "tickfont": {"size": size}}  # fmt: skip
+    if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
+        found["yaxis2"] = _wrapped(plot.layout.yaxis2, inner, text)
+    return found
+
+
+def _ticks(plot: Any, room: float) -> list[tuple[Any, str]]:
+    """Where rows of a plot stand and what they are called, in two lines where a name is longer than so many em."""
+    bars = [t for t in plot.data if t.type == "bar" and t.orientation == "h"]
+    axis = plot.layout.yaxis
+    every = dict.fromkeys(x for t in bars for x in t.y)
+    named = list(zip(axis.tickvals, axis.ticktext, strict=True)) if axis.ticktext else [(x, x) for x in every]
+    found = []
+    for at, text in named:
+        lines = _lines(str(text), room)
+        found.append((at, "<br>".join(lines[:2]) + "…" * (len(lines) > 2)))
+    return found
+
+
+def _notes(plot: Any, across: float, left: float, text: float) -> list[dict[str, Any]]:
+    """The notes that have room in a narrow plot: a card's heading begins where the names of rows do; of the lines that
+    stand, those that come first keep their names."""
+    taken: list[tuple[float, float]] = []
+    kept = []
+    for note in plot.layout.annotations:
+        if note.name == "limit" and note.yref == "paper":
+            low, high = plot.layout.xaxis.range
+            end = (note.x - low) / (high - low) * across
+            begin = end - text * wide(note.text or "")
+            if any(begin < other[1] and other[0] < end for other in taken):
+                continue
+            taken.append((begin, end))
+        kept.append(note.to_plotly_json() | ({"xshift": 6 - left} if note.name == "card" else {}))
+    return kept
 
 
 def _wrapped(axis: Any, height: float, text: float) -> dict[str, Any]:
@@ -147,14 +182,15 @@ def _reach(plot: Any, across: float, text: float) -> float | None:
 
 def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
     """Make a plot what `narrow` says."""
-    plot.update_layout(change["layout"])
+    plot.layout.annotations = change["layout"]["annotations"]
+    plot.update_layout({name: value for name, value in change["layout"].items() if name != "annotations"})
     for number, update in change["traces"].items():
         plot.data[number].update(update)
 
 
 def _by_itself(
     plot: Any, figure: Figure, size: tuple[int, int], text: float, small: float, below: float, colour: str
-) -> Any:  # fmt: skip
+) -> go.Figure:  # fmt: skip
     """With its title above and its small print below what is there; `below` px are of axis and legend."""
     width, height = size
     plot.layout.annotations = [note for note in plot.layout.annotations if note.name != WORLD]
@@ -162,8 +198,9 @@ def _by_itself(
     for trace in plot.data:
         if trace.name in beside:
             trace.showlegend = False  # its name stands beside it
-    title = textwrap.wrap(figure.title, max(12, int(width / (0.56 * text))))
-    told = textwrap.wrap(figure.source, max(12, int((width - 12) / (0.5 * small))))
+    title = _lines(figure.title, (width - 12) / (text * _BOLD))
+    told = _lines(figure.source, (width - 12) / small)
+    first = 6 + 0.7 * text * (len(title) > 1)  # px from the top: of several lines it is where the first one stands
     legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
     top = 8 + 1.25 * text * len(title) + (26 * _legend_lines(plot, width) if legend else 4)
     bottom = 1.3 * small * len(told) + 4
@@ -173,7 +210,7 @@ def _by_itself(
         width=width, height=height, paper_bgcolor=_PAPER,
         margin={"t": math.ceil(top), "b": math.ceil(below + bottom)},
         title={"text": "<b>" + "<br>".join(map(escape, title)) + "</b>", "x": 6 / width, "xanchor": "left",
-               "y": 1 - 6 / height, "yanchor": "top", "font": {"size": text, "color": colour}},
+               "y": 1 - first / height, "yanchor": "top", "font": {"size": text, "color": colour}},
     )  # fmt: skip
     if told:
         plot.add_annotation(
@@ -181,7 +218,8 @@ def _by_itself(
             xanchor="right", yanchor="bottom", xshift=(plot.layout.margin.r or 16) - 6, yshift=-(below + bottom) + 2,
             font={"size": small, "color": INK}, name="source",
         )  # fmt: skip
-    return plot
+    drawn: go.Figure = plot
+    return drawn
 
 
 def _legend_lines(plot: Any, width: float, beside: Sequence[str] = (), text: float = TEXT) -> int:
@@ -193,5 +231,21 @@ def _legend_lines(plot: Any, width: float, beside: Sequence[str] = (), text: flo
     )
     if not named:
         return 0
-    widest = 44 + 0.58 * text * max(map(len, named))
+    widest = 45 + text * max(map(wide, named))
     return math.ceil(len(named) / max(1, int(width // widest)))
+
+
+def wide(text: str) -> float:
+    """How wide a line of text is set, in em."""
+    return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _LETTER) for sign in text)
+
+
+def _lines(text: str, room: float) -> list[str]:
+    """The text in lines of at most so many em."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and wide(f"{lines[-1]} {word}") <= room:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines

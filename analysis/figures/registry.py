@@ -56,6 +56,11 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
     return [*main, *others]
 
 
+def with_source(figures: Sequence[Figure], frame: pd.DataFrame) -> list[Figure]:
+    """The same, where each says of which of these rows it is."""
+    return [one if one.source else replace(one, source=source(rows_of(one, frame))) for one in figures]
+
+
 def rows_of(figure: Figure, frame: pd.DataFrame) -> pd.DataFrame:
     """The rows that a figure shows, by the ids in its data; all where it says none."""
     if "trial_id" not in figure.data:

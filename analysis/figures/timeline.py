@@ -74,7 +74,9 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
         standoff=5, name="peak",
     )  # fmt: skip
     if limited:
-        _limit(plot, limit, failure, unit, right, below=float(reserved.max()) > limit)
+        below = float(reserved.max()) > limit
+        left = right or (not below and peak["event"] > 0.35 * data["events"])  # where the peak's words are not
+        _limit(plot, limit, failure, unit, left, below)
     figure = Figure(
         name=names.safe(f"timeline_{record['trial_id']}"),
         title=f"Memory over {_step(data)}: {told}",
@@ -145,12 +147,12 @@ def _phases(plot: Any, phases: Sequence[Mapping[str, Any]], events: int) -> None
         )  # fmt: skip
 
 
-def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, peak_right: bool, below: bool) -> None:
-    """The line, its name where the peak is not and where reserved does not cross it, and where a request fails."""
+def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, left: bool, below: bool) -> None:
+    """The line, its name at its left or right end, on the side where reserved is not, and where a request fails."""
     plot.add_hline(y=limit / unit, line={"dash": "dash", "color": "#555", "width": 1.5})
     plot.add_annotation(
-        x=0 if peak_right else 1, xref="paper", y=limit / unit, text=f"limit {_size(limit, unit)}", showarrow=False,
-        xanchor="left" if peak_right else "right", yanchor="top" if below else "bottom", font={"size": 12},
+        x=0 if left else 1, xref="paper", y=limit / unit, text=f"limit {_size(limit, unit)}", showarrow=False,
+        xanchor="left" if left else "right", yanchor="top" if below else "bottom", font={"size": 12},
         name="limit",
     )  # fmt: skip
     if failure is None:

@@ -38,8 +38,8 @@ def heat_map(view: View) -> list[Figure]:
     plot: Any = new_plot(LENGTH, "micro-batch (samples)")
     plot.add_heatmap(
         x=[f"{v:,}" for v in lengths], y=[f"{v:,}" for v in batches], z=z, text=texts, texttemplate="%{text}",
-        colorscale="Cividis", colorbar={"title": {"text": called}, "outlinewidth": 0}, hoverongaps=False,
-        xgap=1, ygap=1,
+        colorscale="Cividis", colorbar={"title": {"text": called}, "outlinewidth": 0, "thickness": 12},
+        hoverongaps=False, xgap=1, ygap=1,
         hovertemplate="%{x} tokens, batch %{y}: %{z:.4~g} " + called + "<extra></extra>",
     )  # fmt: skip
     plot.add_scatter(

@@ -129,7 +129,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
         coverage=findings.coverage(table),
         findings=found,
         warnings=[*findings.warnings(table, all_groups, fits), *notes],
-        figures=drawn,
+        figures=registry.with_source(drawn, table.frame),
         tables=[
             (f"Settings{kind}", "settings", tables.of_groups(fixed[:60])),
             (f"Where lengths vary{kind}", "lengths", lengths.table(varied[:60])),

@@ -262,10 +262,9 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     simulated = int(frame["device"].eq("simulated").fillna(False).sum())
     if simulated:
         found.append(f"{_rows(simulated)} of {len(frame):,} {_are(simulated)} predicted by the simulator, not measured")
-    unproven = frame["unproven"].dropna()
-    if len(unproven):
-        names = ", ".join(sorted({name for of_row in unproven for name in of_row}))
-        found.append(f"unproven, as no card has run it as predicted yet: {names} (in {_rows(len(unproven))})")
+    if names := unproven(frame):
+        count = int(frame["unproven"].notna().sum())
+        found.append(f"unproven, as no card has run it as predicted yet: {names} (in {_rows(count)})")
     foreign = int(frame["foreign"].notna().sum())
     if foreign:
         found.append(f"{_rows(foreign)} of {len(frame):,} {_are(foreign)} imported from {values(frame, 'foreign')}")
@@ -364,6 +363,11 @@ def _ids(rows: pd.DataFrame, most: int = 5) -> str:
     return ", ".join(ids) + (", …" if len(rows) > most else "")
 
 
+def unproven(frame: pd.DataFrame) -> str:
+    """The techniques of these rows that no card has been seen to run as predicted; "" for none."""
+    return ", ".join(sorted({str(name) for of_row in frame["unproven"].dropna() for name in of_row}))
+
+
 def methods(table: Table, fits: Sequence[Fit]) -> str:
     """A paragraph for the methods section of a paper: only what the rows say."""
     frame = table.frame
@@ -402,6 +406,8 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
             "Rows with device=simulated are predictions. They enter no figure of measured rows, and no fit of them but "
             "as the shape that a fitted residual corrects, where this is said."
         )
+    if names := unproven(frame):
+        parts.append(f"Unproven, as no card has been seen to run it as predicted: {names}.")
     if fits:
         rest = {"prediction": "predictions of the same settings and a fitted residual",
                 "phases": "the peaks of a step's phases, fitted over batch and length together",

@@ -28,11 +28,11 @@ class Tex(str):
     """Text that is LaTeX already."""
 
 
-_COMMANDS = {
+_COMMANDS = {  # [ and * would belong to the \\ of the line before
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", "`": r"\textasciigrave{}", '"': "''", "²": r"\textsuperscript{2}",
-    "³": r"\textsuperscript{3}", "·": r"\ensuremath{\cdot}", "°": r"\ensuremath{^{\circ}}",
+    "|": r"\textbar{}", "[": "{[}", "]": "{]}", "*": "{*}", "`": r"\textasciigrave{}", '"': "''",
+    "²": r"\textsuperscript{2}", "³": r"\textsuperscript{3}", "·": r"\ensuremath{\cdot}", "°": r"\ensuremath{^{\circ}}",
     "µ": r"\ensuremath{\mu}", "–": "--", "—": "---", "−": r"\ensuremath{-}",
     "×": r"\ensuremath{\times}", "±": r"\ensuremath{\pm}",
     "≤": r"\ensuremath{\leq}", "≥": r"\ensuremath{\geq}", "→": r"\ensuremath{\rightarrow}", "…": r"\dots{}",
@@ -62,7 +62,7 @@ def _sign(sign: str) -> str:
         return _COMMANDS[sign]
     if sign.isascii():
         return sign
-    base, *marks = unicodedata.normalize("NFD", sign)
+    base, *marks = list(unicodedata.normalize("NFD", sign))
     if base.isascii() and base.isalpha() and len(marks) == 1 and marks[0] in _ACCENTS:
         return rf"\{_ACCENTS[marks[0]]}{{{base}}}"
     return f"[U+{ord(sign):04X}]"
@@ -317,7 +317,7 @@ def latex(table: Table, label: str) -> str:
     body = [[_cell(column, column.cells[row], wrap) for column, wrap in zip(shown_columns, laid.wraps, strict=True)]
             for row in range(rows)]  # fmt: skip
     return render(
-        "table.tex.j2", star="*" if laid.star else "", caption=table.caption, label=Tex(label), notes=notes,
+        "table.tex.j2", star=Tex("*" if laid.star else ""), caption=table.caption, label=Tex(label), notes=notes,
         groups=table.groups,
         spec=Tex("".join(_spec(c, w, laid.star) for c, w in zip(shown_columns, laid.wraps, strict=True))),
         heads=[Tex(" & ".join(line)) for line in reversed(heads)], rows=[Tex(" & ".join(row)) for row in body],

@@ -190,7 +190,8 @@ def _beginning(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float | np.floating) and np.isfinite(value):
-        return f"{value:,.0f}" if value == round(value) and abs(value) < 1e15 else f"{value:,.6g}"
+        number = float(value)
+        return f"{number:,.0f}" if number == round(number) and abs(number) < 1e15 else f"{number:,.6g}"
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return f"{value:,}"
     missing = value is None or (not isinstance(value, list | tuple | dict | np.ndarray) and pd.isna(value))

@@ -13,15 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from vramsweep import __version__
 from vramsweep.analysis.answers.what_if import MOST as RECORDINGS
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.export import guarded_frame, write_csv, write_parquet
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, draw
-from vramsweep.analysis.figures.plots import Figure, column_width
+from vramsweep.analysis.figures import files
+from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report import findings, latex, lock, paper_tables
 from vramsweep.analysis.report.content import Content, collect, split_worlds
 from vramsweep.analysis.report.write import Written, no_links, unwritable, write_residuals
@@ -32,8 +31,6 @@ WRITTEN = (
     "rows", "rows.csv", "residuals.csv", "figures", "tables", "methods.txt", "methods.tex", "environment.json",
     "lock.txt", "reproduce.py", "README.md", "example.tex",
 )  # fmt: skip
-WIDTH = 336  # CSS pixels, of which an inch has 96: 3.5 in
-FONT = 8 * 96 / 72  # pixels of 8 pt
 COMPARED = (".tex", ".md", ".csv", ".txt")  # what is the same again, byte for byte; a PDF holds its date
 
 
@@ -99,37 +96,13 @@ def _named(figures: Sequence[Figure]) -> list[Figure]:
     return list(found.values())
 
 
-def column(figure: Figure) -> tuple[Any, int]:
-    """The figure's plot for one column of a paper, 3.5 in wide with text of 8 pt, and its height in pixels."""
-    plot = column_width(figure.plot)
-    plot.update_layout(font={"size": FONT, "family": "Helvetica, Arial, sans-serif"}, legend={"font": {"size": FONT}})
-    plot.update_annotations(font_size=FONT)
-    plot.update_xaxes(title_font_size=FONT, tickfont_size=FONT)
-    plot.update_yaxes(title_font_size=FONT, tickfont_size=FONT)
-    entries = [str(trace.name) for trace in plot.data if plot.layout.showlegend and trace.showlegend is not False]
-    lines = len(entries) if any(len(entry) > 20 for entry in entries) else (len(entries) + 1) // 2
-    return plot, 236 + 17 * lines
-
-
 def _write_figures(
     figures: Sequence[Figure], content: Content, folder: Path, prefix: str
 ) -> tuple[list[str], list[str]]:
     """The data of each, and where there is a browser its PDF and the LaTeX that shows it; their names, and notes."""
     for figure in figures:
         guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
-    notes: list[str] = []
-    try:
-        draw(
-            [
-                Picture(plot, folder / f"{one.name}.pdf", WIDTH, height)
-                for one in figures
-                for plot, height in [column(one)]
-            ]
-        )
-    except NoBrowser as why:
-        notes = [f"no PDF figures ({str(why)[:120]}): install Chromium, for example apt-get install chromium"]
-    except NotDrawn as why:
-        notes = [f"not all PDF figures were drawn: {str(why)[:300]}"]
+    notes = files.images(figures, folder, ["pdf"]) if figures else []
     worlds = [(world, paper_tables.context(world, rows)) for world, rows in split_worlds(content.table)]
     drawn = [figure for figure in figures if (folder / f"{figure.name}.pdf").is_file()]
     for figure in drawn:

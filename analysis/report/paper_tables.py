@@ -6,9 +6,8 @@ Measured, predicted and foreign rows never share one of the first; every caption
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, floor, log10
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,7 +20,7 @@ from vramsweep.analysis.model.curves import Curve
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.frontier import FEW, Limit
 from vramsweep.analysis.report.content import PREDICTED, Content, split_worlds
-from vramsweep.analysis.report.findings import values
+from vramsweep.analysis.report.findings import unproven, values
 from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, number, slug
 from vramsweep.analysis.report.tables import of_fits
 from vramsweep.harness import repeats
@@ -84,55 +83,78 @@ def context(world: str, rows: Rows) -> str:
     named = [f"{name} {text}" for column, name in _NAMED if (text := values(frame, column, 3))]
     versions = "; ".join([*named, f"vramsweep {__version__}"])
     if world == PREDICTED:
-        return f"Predicted, not measured, for {device} ({versions})."
+        doubt = f"; unproven: {names}" if (names := unproven(frame)) else ""
+        return f"Predicted, not measured, for {device} ({versions}){doubt}."
     warm, steps = values(frame, "warmup_steps", 3), values(frame, "measured_steps", 3)
     protocol = f", {steps} timed steps after {warm} of warm-up" if steps and warm else ""
-    return f"Measured on {device} ({versions}){protocol}."
+    resident = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).any()
+    what = " Reserved memory is the process's resident set." if resident else ""
+    return f"Measured on {device} ({versions}){protocol}.{what}"
 
 
 def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | None:
-    """Memory and speed of each configuration at the longest sequence that ran."""
-    lines: list[tuple[Any, ...]] = []
+    """Memory and speed of each configuration at the longest sequence that ran, and the first that did not."""
+    names, spans, peaks, speeds = [], [], [], []
     remarks: dict[str, str] = {}
     for group in found:
-        frame = group.take(
-            "outcome", "seq_len", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_s", "flags", "model"
-        )
-        done = frame[frame["outcome"].eq("ok").fillna(False).astype(bool)]
+        frame = group.take("outcome", "seq_len", *PEAKS, "tokens_per_s", "flags", "model")
+        done, failed = (frame[frame["outcome"].eq(how).fillna(False).astype(bool)] for how in ("ok", "oom"))
         longest = done["seq_len"].max()
         at = done[done["seq_len"].eq(longest).fillna(False).astype(bool)]
-        speeds = at["tokens_per_s"].dropna()
-        sure = repeats.interval(list(speeds)) if len(speeds) else None
         flags = ", ".join(sorted({str(flag) for of_row in at["flags"].dropna() for flag in of_row}))
         mark = f" [{remarks.setdefault(flags, _letter(len(remarks)))}]" if flags else ""
-        lines.append(
-            (
-                _named(group) + mark,
-                number(longest),
-                number(at["peak_allocated_bytes"].median() / GIB if len(at) else None, 2),
-                number(at["peak_reserved_bytes"].median() / GIB if len(at) else None, 2),
-                number(speeds.median() if len(speeds) else None)
-                if sure is None
-                else _uncertain(sure.mean, (sure.low, sure.high), 0),
-            )
-        )
-    speed = " and throughput" if any(line[-1] != "–" for line in lines) else ""
-    ran = "fits" if predicted else "ran"
+        names.append(_named(group) + mark)
+        spans.append((number(longest), number(failed["seq_len"].min())))
+        peaks.append([at[name].median() if len(at) else None for name in PEAKS])
+        speeds.append(_speed(at["tokens_per_s"].dropna()))
+    size = min(map(_size, zip(*peaks, strict=True)), default=SIZED[0], key=lambda one: one.bytes)
+    lines = [
+        (name, *lengths, *map(size.of, of_group), speed)
+        for name, lengths, of_group, speed in zip(names, spans, peaks, speeds, strict=True)
+    ]
+    fast = " and throughput" if any(speed != "–" for speed in speeds) else ""
+    at_which = f"Peak memory{fast} at the longest sequence that {'fits' if predicted else 'ran'}"
+    title = at_which if any(longest != "–" for longest, _ in spans) else "No sequence that was tried fits"
     notes = [f"[{letter}] flagged: {flags.replace('_', ' ')}." for flags, letter in remarks.items()]
-    notes = [*notes, BRACKETS.format("the mean between processes")] if any("(" in line[-1] for line in lines) else notes
-    return _table(
-        "settings",
-        sentence(f"Peak memory{speed} at the longest sequence that {ran}", about),
-        (
-            ("setting", "", "text"),
-            ("longest", "tokens", "numbers"),
-            ("peak allocated", "GiB", "numbers"),
-            ("peak reserved", "GiB", "numbers"),
-            ("speed", "tokens/s", "numbers"),
-        ),
-        lines,
-        notes,
+    notes += [BRACKETS.format("the mean between processes")] if any("(" in speed for speed in speeds) else []
+    heads = (
+        ("setting", "", "text"),
+        ("longest", "tokens", "numbers"),
+        ("first out of memory", "tokens", "numbers"),
+        ("peak allocated", size.unit, "numbers"),
+        ("peak reserved", size.unit, "numbers"),
+        ("speed", "tokens/s", "numbers"),
     )
+    return _table("settings", sentence(title, about), heads, lines, notes)
+
+
+def _speed(found: pd.Series[float]) -> str:
+    """The mean with its interval where that is known, else the median."""
+    sure = repeats.interval(list(found)) if len(found) else None
+    if sure is None:
+        return number(found.median() if len(found) else None)
+    return _uncertain(sure.mean, (sure.low, sure.high), 0)
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """A unit of memory, in which sizes of a table are written with so many digits."""
+
+    bytes: int
+    unit: str
+    digits: int
+
+    def of(self, size: float | None) -> str:
+        return number(None if size is None else size / self.bytes, self.digits)
+
+
+SIZED = (_Sized(GIB, "GiB", 2), _Sized(MIB, "MiB", 1), _Sized(1024, "KiB", 1), _Sized(1, "B", 0))
+
+
+def _size(sizes: Iterable[float | None]) -> _Sized:
+    """The unit for sizes of which the largest is so large; GiB where none is known."""
+    largest = max((abs(size) for size in sizes if size is not None and not pd.isna(size)), default=float(GIB))
+    return next((one for one in SIZED if largest >= one.bytes), SIZED[-1])
 
 
 def _letter(count: int) -> str:
@@ -153,16 +175,17 @@ def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
         ends = None if bend else fit.intervals[key].get(f"b{len(curve.pieces)}")
         modulus = fit.chosen.model.modulus
         of = f", lengths {'' if key else 'not '}divisible by {modulus}" if modulus else ""
-        at = float(curve.predict(np.zeros(1))[0]) / GIB
+        at = float(curve.predict(np.zeros(1))[0])
         bounds = None if ends is None or not np.isfinite(ends).all() else (ends[0] / MIB, ends[1] / MIB)
         found.append((fit, f"{fit.label}{of}", at, (slope + 2 * bend * longest) / MIB, bounds, start))
+    size, misfit = _size([at for _, _, at, *_ in found]), _size([fit.chosen.rms for fit, *_ in found])
     lines = [
         (
             label,
-            number(at, 2),
+            size.of(at),
             _slope(slope, ends),
             number(start if np.isfinite(start) else None),
-            number(fit.chosen.rms / MIB, 1),
+            misfit.of(fit.chosen.rms),
         )
         for fit, label, at, slope, ends, start in found
     ]
@@ -177,10 +200,10 @@ def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
         sentence(f"What a token costs: fitted {label} memory against sequence length", about),
         (
             ("setting", "", "text"),
-            ("intercept", "GiB", "numbers"),
-            ("slope", "MiB", "numbers"),
+            ("intercept", size.unit, "numbers"),
+            ("slope", "MiB/token", "numbers"),
             ("from", "tokens", "numbers"),
-            ("RMS", "MiB", "numbers"),
+            ("RMS", misfit.unit, "numbers"),
         ),
         lines,
         notes,

@@ -48,7 +48,8 @@ class Written:
         parts = [self.answer.text() if self.answer else summary.text(self.screen, wide) if self.screen else ""]
         notes = [note for note in self.notes if note not in said]
         shown = [textwrap.shorten(f"note: {note}", max(wide, 40), placeholder=" …") for note in notes[:NOTES]]
-        more = [f"and {len(notes) - NOTES} more notes in the report"] if len(notes) > NOTES else []
+        whole = "the report" if "report" in self.places else self.places.get("machine", "")
+        more = [f"and {len(notes) - NOTES} more notes in {whole}"] if len(notes) > NOTES else []
         places = {name: str(path) for name, path in self.places.items()}
         if "report" in places:
             places = {"report": places["report"]} | places

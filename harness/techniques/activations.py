@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vramsweep.harness.techniques.entry import Axis, Technique
+from vramsweep.harness.techniques.entry import H100, Axis, Technique
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -78,9 +78,10 @@ TECHNIQUES: tuple[Technique, ...] = (
     # checkpointing
     Technique("checkpointing", "none", "nothing is recomputed"),
     Technique("checkpointing", "full", "each layer keeps its input and recomputes the rest", module=_CHECKPOINTING,
-              checked=("cpu", "simulated"), source="https://docs.pytorch.org/docs/stable/checkpoint.html"),
+              checked=("cpu", "simulated"), proven=H100,
+              source="https://docs.pytorch.org/docs/stable/checkpoint.html"),
     Technique("checkpointing", "selective", "each layer also keeps what chosen operators return (checkpointing_ops)",
-              module=_CHECKPOINTING, checked=("cpu", "simulated"), source="https://docs.pytorch.org/docs/stable/"
+              module=_CHECKPOINTING, checked=("cpu", "simulated"), proven=H100, source="https://docs.pytorch.org/docs/stable/"
               "checkpoint.html#torch.utils.checkpoint.create_selective_checkpoint_contexts"),
     # activation_offload
     Technique("activation_offload", False, "it stays on the device"),

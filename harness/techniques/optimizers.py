@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vramsweep.harness.techniques.entry import Axis, Package, Technique
+from vramsweep.harness.techniques.entry import H100, Axis, Package, Technique
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -44,7 +44,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("optimizer", "adamw_torch", "AdamW as torch chooses to run it: foreach on CUDA", optim="adamw_torch",
               module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
     Technique("optimizer", "adamw_torch_fused", "AdamW in one kernel, no temporaries", optim="adamw_torch_fused",
-              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated"),
+              module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated"), proven=H100,
               rules=(_fused_under_deepspeed,)),
     Technique("optimizer", "adamw_torch_foreach", "AdamW on all parameters at once, with temporaries of their size",
               module="vramsweep.runners.techniques.adamw", checked=("cpu", "simulated")),
@@ -59,7 +59,8 @@ TECHNIQUES: tuple[Technique, ...] = (
               source="https://arxiv.org/abs/1804.04235"),
     Technique("optimizer", "adamw_bnb_8bit", "bitsandbytes' AdamW, state in 8 bits", optim="adamw_bnb_8bit",
               module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES, checked=("cpu", "simulated"),
-              excludes=NO_DTENSOR, source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
+              proven=H100, excludes=NO_DTENSOR,
+              source="https://huggingface.co/docs/bitsandbytes/main/en/optimizers"),
     Technique("optimizer", "paged_adamw_8bit", "the same in managed memory: not torch's, NVML sees what is on the card",
               optim="paged_adamw_8bit", module="vramsweep.runners.techniques.bnb", packages=BITSANDBYTES,
               checked=("simulated", "gpu"), excludes=NO_DTENSOR + NOT_PAGED,

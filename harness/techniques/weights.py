@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vramsweep.harness.techniques.entry import Axis, Package, Technique
+from vramsweep.harness.techniques.entry import H100, Axis, Package, Technique
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -25,7 +25,6 @@ AXES = (
     ),
 )
 
-_RECORDED = "CUDA steps that others recorded with torch 2.11 (docs/simulated.md)"
 TORCHAO = Package("torchao", "0.18.0")
 # None of them is preloaded: peft imports bitsandbytes, whose import initialises CUDA (cuda_specs.py:
 # get_compute_capabilities), and no process that has can be forked.
@@ -71,15 +70,16 @@ def _fp8_tokens(trial: Trial) -> str | None:
 # fmt: off
 TECHNIQUES: tuple[Technique, ...] = (
     # precision
-    Technique("precision", "fp32", "fp32 everywhere; TF32 off", checked=("cpu", "simulated"), proven=_RECORDED),
-    Technique("precision", "tf32", "fp32 weights, matrix products in TF32", checked=("simulated",), excludes=(
+    Technique("precision", "fp32", "fp32 everywhere; TF32 off", checked=("cpu", "simulated"), proven=H100),
+    Technique("precision", "tf32", "fp32 weights, matrix products in TF32", checked=("simulated",), proven=H100,
+              excludes=(
         ("device", ("cpu",), "it is a mode of CUDA tensor cores; on device=cpu use fp32"),)),
     Technique("precision", "bf16", "fp32 weights, autocast to bf16 (DeepSpeed: bf16 weights with fp32 master copies)",
-              checked=("cpu", "simulated"), proven=_RECORDED),
+              checked=("cpu", "simulated"), proven=H100),
     Technique("precision", "fp16", "fp32 weights, autocast to fp16 with GradScaler (DeepSpeed: fp16 weights with fp32 "
               "master copies)", checked=("simulated",)),
     Technique("precision", "bf16_pure", "weights, gradients and optimizer state in bf16; no autocast",
-              checked=("cpu", "simulated")),
+              checked=("cpu", "simulated"), proven=H100),
     Technique("precision", "bf16_master", "bf16 weights, fp32 master copies of them for the optimizer; no autocast",
               module="vramsweep.runners.techniques.master", runners=("torch",), checked=("cpu", "simulated"), excludes=(
         ("runner", ("deepspeed",), "DeepSpeed's bf16 is just that: use precision=bf16"),
@@ -118,7 +118,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("adapter", "none", "all weights are trained"),
     Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are "
               "in half precision", module="vramsweep.runners.techniques.lora", packages=(_PEFT,),
-              shardings=(*_WHOLE, "zero3", "fsdp1", "fsdp2"), checked=("cpu", "simulated"), excludes=(
+              shardings=(*_WHOLE, "zero3", "fsdp1", "fsdp2"), checked=("cpu", "simulated"), proven=H100, excludes=(
                   ("precision", ("bf16_master",), "what is trained is fp32 already; use bf16_pure, with bf16 base "
                    "weights, or bf16"),),
               source="https://huggingface.co/docs/peft/developer_guides/lora"),

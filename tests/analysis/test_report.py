@@ -14,7 +14,6 @@ import synthetic
 from conftest import tiny, unpacked
 
 from vramsweep.analysis import cli
-from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.analysis.figures import files, layout, plots
 from vramsweep.analysis.report.content import collect
@@ -172,16 +171,6 @@ def test_thousands_of_groups_are_counted_and_some_are_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_paper_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vramsweep.analysis.report.write.files.images", lambda *_: ["no pdf figures: install Chromium"])
-    assert cli.main(["paper", str(folder), "--out", str(tmp_path)]) == 0
-    assert r"\toprule" in (tmp_path / "tables" / "fits.tex").read_text()
-    assert "| settings |" in (tmp_path / "tables" / "settings.md").read_text()
-    assert "posterior probability" in (tmp_path / "methods.txt").read_text()
-    assert json.loads((tmp_path / "environment.json").read_text())["coverage"] == {"ok": 104, "oom": 16}
-
-
-@pytest.mark.slow
 def test_without_a_browser_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "none"))
     drawn = collect(table(synthetic.sweep(batches=(1,)))).figures[:1]
@@ -191,13 +180,6 @@ def test_without_a_browser_one_line_says_what_to_install(monkeypatch: pytest.Mon
         and "Chrome" in note
         and note.endswith(": install Chromium, for example apt-get install chromium")
     )
-
-
-def test_tables_escape_what_their_language_reads() -> None:
-    frame = pd.DataFrame({"name": ["a_b & 50 % | x"], "GiB": ["1.5"]})
-    assert r"a\_b \& 50 \% | x & 1.5 \\" in markup.latex(frame, "A_1", "t")
-    assert r"a_b & 50 % \| x | 1.5" in markup.markdown(frame)
-    assert "---:" in markup.markdown(frame)
 
 
 def test_user_errors_are_one_line_and_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

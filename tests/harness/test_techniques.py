@@ -132,11 +132,13 @@ def test_a_template_imports_what_the_techniques_of_its_trials_need(monkeypatch: 
 
 def test_unproven_names_what_no_card_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     entry_of(monkeypatch)
-    proven = techniques._BY_AXIS["precision"]["fp32"].proven
-    asked = {"optimizer": "test", "checkpointing": "full"}
+    asked = {"optimizer": "test", "checkpointing": "full", "attention": "sdpa_math"}
+    assert (
+        techniques._BY_AXIS["checkpointing"]["full"].proven and not techniques._BY_AXIS["attention"]["sdpa_math"].proven
+    )
     assert techniques.unproven(trials.parse(tiny(**asked))) == []  # measured on a CPU, which is no card
     found = techniques.unproven(trials.parse(tiny(**asked, device={"name": "simulated", "gpu": "h100-80gb"})))
-    assert found == [*([] if proven else ["precision=fp32"]), "checkpointing=full", "optimizer=test"]
+    assert found == ["attention=sdpa_math", "optimizer=test"]
 
 
 def test_the_terminal_lists_every_technique(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,16 +157,16 @@ def test_a_report_does_not_write_through_links(tmp_path: Path) -> None:
         link = folder / name
         link.symlink_to(elsewhere if "." not in name else target)
         with pytest.raises(UserError, match=r"is a link to .*--out"):
-            write._no_links(folder)
+            write.no_links(folder)
         link.unlink()
     (folder / "figures").mkdir()
     (folder / "figures" / "throughput.csv").symlink_to(target)
     with pytest.raises(UserError, match=r"throughput\.csv is a link"):
-        write._no_links(folder)
+        write.no_links(folder)
     (folder / "figures" / "throughput.csv").unlink()
-    write._no_links(folder)
+    write.no_links(folder)
     (tmp_path / "sweep2").symlink_to(folder)
-    write._no_links(tmp_path / "sweep2")  # the folder itself is what the user has named
+    write.no_links(tmp_path / "sweep2")  # the folder itself is what the user has named
 
 
 @pytest.mark.parametrize(

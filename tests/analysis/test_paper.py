@@ -1,0 +1,203 @@
+"""The folder for a paper: tables that a real LaTeX sets, figures whose words are all on the page, and again from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import synthetic
+from conftest import ROOT
+
+from vramsweep.analysis import cli
+from vramsweep.analysis.data import markup
+from vramsweep.analysis.data.load import from_frame
+from vramsweep.analysis.report import latex, lock
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NEEDS = {"pdflatex": "a LaTeX (pdflatex)", "pdftotext": "poppler's pdftotext"}
+EVIL = r"[5] * 50 % & $x$_\input{y} #1 {~^} 语言"
+
+
+def needs(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"{NEEDS[program]} is not here")
+    return found
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A paper of measured and predicted rows, with a name that other languages read."""
+    lengths = (128, 256, 512, 1024, 2048)
+    predicted = {"simulated_gpu": "l4-24gb", "gpu_name": None, "unproven": ["adapter=lora"]}
+    rows = [
+        *synthetic.sweep(lengths, (1, 2)),
+        *synthetic.sweep(lengths, (1,), allocators=(EVIL,), flags=["wide_spread"]),
+        *synthetic.sweep(lengths, (1,), device="simulated", **predicted),
+    ]
+    for number, row in enumerate(rows):
+        row["trial_id"] = f"{row['trial_id']}-{number}"
+    folder = synthetic.write(tmp_path_factory.mktemp("paper") / "sweep", rows)
+    assert cli.main(["paper", str(folder)]) == 0
+    return folder / "paper"
+
+
+def compiled(folder: Path, name: str) -> str:
+    """The log of LaTeX's second run."""
+    line = [needs("pdflatex"), "-interaction=nonstopmode", "-halt-on-error", "-no-shell-escape", name]
+    for _ in range(2):
+        done = subprocess.run(line, cwd=folder, capture_output=True, encoding="utf-8", errors="replace", check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+    return (folder / Path(name).with_suffix(".log")).read_text(encoding="utf-8", errors="replace")
+
+
+def complaints(log: str) -> list[str]:
+    return [line for line in log.splitlines() if re.search(r"Overfull|undefined|multiply|^!", line)]
+
+
+@pytest.mark.slow
+def test_a_real_latex_sets_every_table_and_figure_and_nothing_sticks_out(paper: Path) -> None:
+    example = (paper / "example.tex").read_text()
+    tables = [f"tables/{file.stem}" for file in (paper / "tables").glob("*.tex")]
+    figures = [f"figures/{file.stem}" for file in (paper / "figures").glob("*.csv" if CHROMIUM else "*.tex")]
+    assert len(tables) >= 8
+    assert set(re.findall(r"\\input\{\\vramsweeppath/((?:tables|figures)/.*?)\}", example)) == {*tables, *figures}
+    assert complaints(compiled(paper, "example.tex")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser here to draw figures")
+def test_every_word_of_a_figure_is_on_its_page_and_its_small_print_says_what_it_is_of(paper: Path) -> None:
+    figures = sorted((paper / "figures").glob("*.pdf"))
+    assert len(figures) >= 8
+    for figure in figures:
+        made = subprocess.run([needs("pdftotext"), "-bbox", figure, "-"], capture_output=True, text=True, check=True)
+        page = re.search(r'<page width="([\d.]+)" height="([\d.]+)">', made.stdout)
+        assert page is not None and float(page[1]) == pytest.approx(3.5 * 72, abs=0.1)
+        pattern = r'xMin="(.*?)" yMin="(.*?)" xMax="(.*?)" yMax="(.*?)">(.*?)<'
+        words = [(*map(float, word[:4]), word[4]) for word in re.findall(pattern, made.stdout)]
+        out = [
+            word
+            for x0, y0, x1, y1, word in words
+            if x0 < 0 or y0 < -1 or x1 > float(page[1]) + 0.5 or y1 > float(page[2]) + 1
+        ]
+        assert out == [], figure.name
+        text = " ".join(word for *_, word in words)
+        assert re.search(r"(Measured|Predicted|Measured and predicted) (on|for) .* · torch 0.0 · .* rows?\b", text), (
+            text
+        )
+
+
+def test_tables_that_would_be_too_wide_or_too_long_lose_columns_and_lines_and_say_so(tmp_path: Path) -> None:
+    long = "a_name_that_has_no_end/" * 3
+    wide = pd.DataFrame({f"column {n}": [long, "x" * 60] for n in range(9)})
+    numbers = pd.DataFrame(
+        {
+            "name": [f"{EVIL} {n}" for n in range(90)],
+            "size (GiB)": [f"{n * 1.5:,.1f}" for n in range(90)],
+            "speed": [f"{n * 1000:,} ± {n + 1}" for n in range(90)],
+            "range": [f"{n} to {n * 12345:,}" for n in range(89)] + ["–"],
+            "mixed": ["–", "1 GiB", *["2 MiB"] * 88],
+        }
+    )
+    made = {}
+    for name, frame in (("wide", wide), ("numbers", numbers)):
+        table = latex.Table(name, f"{name} {EVIL}", tuple(latex.columns(frame)))
+        made[name] = latex.latex(table, f"tab:{name}")
+        (tmp_path / f"{name}.tex").write_text(made[name], encoding="utf-8")
+    assert "Left out for want of room, and in wide.csv: column" in made["wide"]
+    assert "more lines are in numbers.csv" in made["numbers"]
+    assert r"(\unit{\gibi\byte})" in made["numbers"] and "88000 +- 89" not in made["numbers"]
+    example = latex.render("example.tex.j2", prefix="x", tables=[], figures=[], methods="")
+    own = example.replace(r"\input{\vramsweeppath/methods}", r"\input{wide}\input{numbers}")
+    (tmp_path / "own.tex").write_text(own, encoding="utf-8")
+    assert complaints(compiled(tmp_path, "own.tex")) == []
+
+
+def test_tables_escape_what_their_language_reads() -> None:
+    frame = pd.DataFrame({"name": ["a_b & 50 % | x"], "GiB": ["1.5"]})
+    assert r"a\_b \& 50 \% \textbar{} x & 1.5 \\" in latex.latex(latex.Table("t", "", (*latex.columns(frame),)), "t")
+    assert r"a_b & 50 % \| x | 1.5" in markup.markdown(frame)
+    assert "---:" in markup.markdown(frame)
+
+
+@pytest.mark.parametrize(
+    ("cells", "unit", "kind", "made"),
+    [
+        (["1,024", "–", "-3.5"], "", "numbers", ("1024", "–", "-3.5")),
+        (["1.5 GiB", "20.25 GiB"], "GiB", "numbers", ("1.5", "20.25")),
+        (["12 ± 3", "–"], "", "numbers", ("12 +- 3", "–")),
+        (["1 to 2,000"], "", "ranges", ("1 to 2000",)),
+        (["1 GiB", "2 MiB"], "", "text", ("1 GiB", "2 MiB")),
+        (["12 ran", "x"], "", "text", ("12 ran", "x")),
+    ],
+)
+def test_a_column_of_numbers_in_one_unit_is_set_as_numbers(
+    cells: list[str], unit: str, kind: str, made: tuple[str, ...]
+) -> None:
+    (found,) = latex.columns(pd.DataFrame({"size": cells}))
+    assert (found.unit, found.kind, found.cells) == (unit, kind, made)
+
+
+@pytest.mark.slow
+def test_the_folder_makes_itself_again_byte_for_byte_and_says_what_differs(paper: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(paper, moved)
+    said = json.loads((moved / "environment.json").read_text())
+
+    def again(*words: str) -> tuple[int, str]:
+        line = [sys.executable, "reproduce.py", *words]
+        own = os.environ | {"PYTHONPATH": str(ROOT), "BROWSER_PATH": "none"}
+        done = subprocess.run(line, cwd=moved, capture_output=True, text=True, check=False, env=own)
+        return done.returncode, done.stdout + done.stderr
+
+    code, told = again()
+    assert code == 0, told
+    assert f"{len(said['files'])} of {len(said['files'])} files are the same, byte for byte" in told
+    tables = {str(file.relative_to(paper)) for file in (paper / "tables").iterdir()}
+    figures = {str(file.relative_to(paper)) for file in (paper / "figures").glob("*.csv")}
+    assert {*tables, *figures, "methods.tex"} <= set(said["files"])
+    assert (moved / "again" / "tables" / "settings_predicted.tex").read_bytes() == (
+        paper / "tables" / "settings_predicted.tex"
+    ).read_bytes()
+
+    (moved / "tables" / "fits_predicted.md").write_text("| other |\n")
+    code, told = again("third")
+    assert code == 1 and "differs: tables/fits_predicted.md\n" in told
+    with (moved / "rows" / "journal.jsonl").open("a") as stream:
+        stream.write("{}\n")
+    assert again() == (2, "reproduce: rows/journal.jsonl is not the file that the tables were made of\n")
+    said["vramsweep"] = "0.0.1"
+    (moved / "environment.json").write_text(json.dumps(said))
+    code, told = again()
+    assert code == 2 and "--any-version goes on" in told
+
+
+@pytest.mark.slow
+def test_what_a_paper_says_of_its_rows(paper: Path) -> None:
+    predicted = (paper / "tables" / "settings_predicted.tex").read_text()
+    assert r"Predicted, not measured, for l4-24gb" in predicted and "unproven: adapter=lora" in predicted
+    measured = next((paper / "tables").glob("settings_measured*.tex")).read_text()
+    assert "Measured on" in measured and "flagged: wide spread" in measured and r"\toprule" in measured
+    assert "Unproven, as no card has been seen to run it as predicted: adapter=lora." in (
+        paper / "methods.txt"
+    ).read_text(encoding="utf-8")
+    assert json.loads((paper / "environment.json").read_text())["coverage"]["ok"] > 40
+    readme = (paper / "README.md").read_text(encoding="utf-8")
+    for file in (paper / "tables").glob("*.tex"):
+        assert f"`tables/{file.name}`" in readme
+
+
+def test_a_version_that_is_none_is_no_line_that_pip_reads() -> None:
+    rows = synthetic.sweep((128,), (1,), repeats=1, torch_version="2.4.0\n--index-url=http://evil.example", seed=1)
+    text = lock.text(from_frame(pd.DataFrame(rows), "x").frame)
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert lines and all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.+!_-]+", line) for line in lines)
+    assert not any(line.startswith("torch==") for line in lines)
