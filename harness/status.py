@@ -123,9 +123,12 @@ def _watch(folders: Sequence[Path], named: bool, text: str, as_json: bool) -> in
     if as_json:
         raise UserError("--watch is for people, --json for programs: status --json says it once; leave one out")
     try:
-        seconds = units.period(text)
-    except UserError:
-        raise UserError(f"--watch {text}: allowed is a number of seconds; a folder comes before it") from None
+        seconds = float(text)  # 0 and nan are numbers too, of which the range is told
+    except ValueError:
+        try:
+            seconds = units.seconds(text)
+        except UserError:
+            raise UserError(f"--watch {text}: allowed is a number of seconds; a folder comes before it") from None
     if not 0.1 <= seconds <= 3600:
         raise UserError(f"--watch {text}: allowed is 0.1 to 3600 seconds")
     if not named:

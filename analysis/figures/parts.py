@@ -23,7 +23,7 @@ def of_jobs(view: View) -> list[Figure]:
     unit, called_ = axis_unit(max(max(job.peaks.values()) for job in shown))
     plot = new_plot("whole job", f"peak {' or '.join(bases)} ({called_})")
     x = [f"{number}. {escape(short(job.name))}" for number, job in enumerate(shown, 1)]
-    for part, colour in zip(PARTS, COLOURS, strict=True):
+    for part, colour in zip(PARTS, COLOURS, strict=False):  # there are more colours than parts
         if not any(part in job.peaks for job in shown):
             continue
         line = {"color": "#000", "width": 2 * (part == "steps")}

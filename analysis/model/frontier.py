@@ -222,10 +222,12 @@ def _ends(part: _Part, proof: _Proof, limit: float, fit: Fit | None) -> _Ends:
     most = proof.largest_ok if proof.torn else short
     crossing, endless = _crossing(one.x, one.middle, limit)
     value = whole(crossing, most)
-    low = whole(_crossing(one.x, one.above, limit)[0], short)
+    safe, all_safe = _crossing(one.x, one.above, limit)
+    low = whole(safe, short)
     high = None if fit.one_sided else whole(_crossing(one.x, one.below, limit)[0], most)
     if endless and over is None:
-        low = proof.largest_ok if low is None else low
+        if low is None:
+            low = int(one.x[-1]) if all_safe and np.isfinite(one.above).all() else proof.largest_ok
         return _Ends(None, low, high, f"more than {REACH * fit.range[1]:,.0f}", extrapolated=True)
     if endless:
         value = low = proven

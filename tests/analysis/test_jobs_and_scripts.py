@@ -17,6 +17,7 @@ from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import Table, from_frame, load
 from vramsweep.analysis.data.metrics import MIB
 from vramsweep.analysis.figures.parts import of_jobs
+from vramsweep.analysis.figures.view import View
 from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import fit_table
 from vramsweep.analysis.report.content import collect
@@ -87,15 +88,19 @@ def test_where_only_reserved_is_known_it_decides_and_steps_that_are_not_known_ar
     assert (one.largest, parts.remark([one])) == ("evaluation", "")
 
 
+def view(*rows: Row) -> View:
+    loaded = table(*rows)
+    return View(loaded, groups(loaded), jobs=parts.jobs(groups(loaded)))
+
+
 def test_the_figure_has_a_bar_a_part_with_the_steps_framed() -> None:
-    (figure,) = of_jobs(parts.jobs(groups(table(*JOBS))))
+    (figure,) = of_jobs(view(*JOBS))
     bars = {bar.name: bar for bar in figure.plot.data}
     assert list(bars["evaluation"].y) == [11, 11, 5] and list(bars["steps"].y) == [4, 6, 6]
     assert [name for name, bar in bars.items() if bar.marker.line.width] == ["steps"]
     assert "resume" not in bars  # no job had it
     assert set(figure.data["trial_id"]) == {one["trial_id"] for one in JOBS}
-    many = parts.jobs(groups(table(*(job(length, 2) for length in range(10, 20)))))
-    assert "6 of 10 jobs" in of_jobs(many)[0].caption
+    assert "6 of 10 jobs" in of_jobs(view(*(job(length, 2) for length in range(10, 20))))[0].caption
 
 
 @pytest.mark.slow
@@ -132,7 +137,7 @@ def test_a_scripts_command_and_own_axes_are_what_was_asked(tmp_path: Path) -> No
     content = collect(load(scripts(tmp_path / "run")))
     assert content.asked["command"] == "python train.py --lr '{lr}' <b>"
     assert content.asked["mode"] == "fast" and set(content.asked["lr"].split(", ")) == {"0.5", "0.25"}
-    assert "<dd><code>python train.py --lr &#x27;{lr}&#x27; &lt;b&gt;</code></dd>" in render(content)
+    assert "<dd><code>python train.py --lr &#39;{lr}&#39; &lt;b&gt;</code></dd>" in render(content)
     named = {name: frame for _, name, frame in content.tables}["settings"]["settings"]
     assert set(named) == {"lr 0.5", "lr 0.25"}
     assert "command" not in collect(table(*synthetic.sweep(lengths=(128,)))).asked

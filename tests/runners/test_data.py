@@ -232,7 +232,7 @@ def test_what_changes_nothing_or_contradicts_is_refused(folder: Path) -> None:
         ({"padding": 0.999}, "is no token or all of them"),
         ({"packing": "documents", "use_cache": "on"}, "use use_cache=off"),
         ({"checkpointing": "full", "use_cache": "on"}, "use use_cache=off"),
-        ({"packing": "sorted"}, "choose one of none, wrapped, documents"),
+        ({"packing": "sorted"}, "allowed: none, wrapped, documents"),
         ({"runner": {"name": "trainer", "options": {"use_cache": True}}}, "belongs to the axis use_cache"),
     ):
         with pytest.raises(trial.InvalidTrial, match=why):
