@@ -85,7 +85,7 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
         "showlegend": bool(lines),
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0.01, "xref": "container",
                    "itemwidth": 30, "font": {"size": text}},
-        "margin": {"l": 44, "r": round(right), "t": 22 if world else 8, "b": 42 + below},
+        "margin": {"l": math.ceil(left) if ticks else 44, "r": round(right), "t": 22 if world else 8, "b": 42 + below},
         **_axes(plot, across, inner, text, ticks),
         "annotations": _notes(plot, across, left, text),
     }  # fmt: skip
