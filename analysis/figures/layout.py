@@ -77,17 +77,18 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
     left = max([60, *(8 + text * wide(line) for _, name in ticks for line in name.split("<br>"))])
     across = width - left - right
     wanted = bool(plot.layout.showlegend) or (bool(labels) and not fit)
-    lines = _legend_lines(plot, width - 12, beside, text) if wanted else 0
+    lines = _legend_lines(plot, across, beside, text) if wanted else 0
     below = round((1.75 * text * lines + 12) * bool(lines))
     world = any(a.name == WORLD for a in plot.layout.annotations)
+    axes = _axes(plot, across, inner, text, ticks)
     layout: dict[str, Any] = {
         "font": {"size": text},
         "showlegend": bool(lines),
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0.01, "xref": "container",
                    "itemwidth": 30, "font": {"size": text}},
         "margin": {"l": math.ceil(left) if ticks else 44, "r": round(right), "t": 22 if world else 8, "b": 42 + below},
-        **_axes(plot, across, inner, text, ticks),
-        "annotations": _notes(plot, across, left, text),
+        **axes,
+        "annotations": _notes(plot, axes["xaxis"].get("range") or plot.layout.xaxis.range, across, left, text),
     }  # fmt: skip
     traces = {i: change for i, trace in enumerate(plot.data) if (change := _smaller(trace, beside))}
     if fit:
@@ -141,14 +142,14 @@ def _ticks(plot: Any, room: float) -> list[tuple[Any, str]]:
     return found
 
 
-def _notes(plot: Any, across: float, left: float, text: float) -> list[dict[str, Any]]:
+def _notes(plot: Any, reach: Sequence[float] | None, across: float, left: float, text: float) -> list[dict[str, Any]]:
     """The notes that have room in a narrow plot: a card's heading begins where the names of rows do; of the lines that
     stand, those that come first keep their names."""
     taken: list[tuple[float, float]] = []
     kept = []
     for note in plot.layout.annotations:
-        if note.name == "limit" and note.yref == "paper":
-            low, high = plot.layout.xaxis.range
+        if note.name == "limit" and note.yref == "paper" and reach:
+            low, high = reach
             end = (note.x - low) / (high - low) * across
             begin = end - text * wide(note.text or "")
             if any(begin < other[1] and other[0] < end for other in taken):
@@ -223,7 +224,8 @@ def _by_itself(
 
 
 def _legend_lines(plot: Any, width: float, beside: Sequence[str] = (), text: float = TEXT) -> int:
-    """How many lines a legend takes below a plot so wide: its columns are as wide as its longest entry."""
+    """How many lines a legend takes below a plot so wide, by which plotly breaks it: its columns are as wide as its
+    longest entry."""
     named = dict.fromkeys(
         str(trace.legendgroup or trace.name)
         for trace in plot.data

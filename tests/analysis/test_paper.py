@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -82,17 +84,32 @@ def test_every_word_of_a_figure_is_on_its_page_and_its_small_print_says_what_it_
         page = re.search(r'<page width="([\d.]+)" height="([\d.]+)">', made.stdout)
         assert page is not None and float(page[1]) == pytest.approx(3.5 * 72, abs=0.1)
         pattern = r'xMin="(.*?)" yMin="(.*?)" xMax="(.*?)" yMax="(.*?)">(.*?)<'
-        words = [(*map(float, word[:4]), word[4]) for word in re.findall(pattern, made.stdout)]
+        words = [
+            (float(x0), float(y0), float(x1), float(y1), word)
+            for x0, y0, x1, y1, word in re.findall(pattern, made.stdout)
+        ]
         out = [
             word
             for x0, y0, x1, y1, word in words
             if x0 < 0 or y0 < -1 or x1 > float(page[1]) + 0.5 or y1 > float(page[2]) + 1
         ]
         assert out == [], figure.name
+        assert overlapping(words) == [], figure.name
         text = " ".join(word for *_, word in words)
         assert re.search(r"(Measured|Predicted|Measured and predicted) (on|for) .* · torch 0.0 · .* rows?\b", text), (
             text
         )
+
+
+def overlapping(words: Sequence[tuple[float, float, float, float, str]]) -> list[str]:
+    """Pairs of words (left, top, right, bottom in points, text) that cover each other by more than their edges."""
+    found = []
+    for one, other in itertools.combinations(words, 2):
+        across = min(one[2], other[2]) - max(one[0], other[0])
+        down = min(one[3], other[3]) - max(one[1], other[1])
+        if across > 1.5 and down > 0.35 * min(one[3] - one[1], other[3] - other[1]):
+            found.append(f"{one[4]} and {other[4]}")
+    return found
 
 
 def test_tables_that_would_be_too_wide_or_too_long_lose_columns_and_lines_and_say_so(tmp_path: Path) -> None:
