@@ -155,8 +155,8 @@ _PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"
 
 
 def label(settings: Mapping[str, Any], long: int = LONG) -> str:
-    """`batch 4 · expandable`: values that speak for themselves go without their name; of more than `long` settings those
-    that are as they always are go unsaid."""
+    """`batch 4 · expandable`: values that speak for themselves go without their name; of more than `long` settings
+    those that are as they always are go unsaid."""
     plain = {
         "model", "precision", "allocator", "runner", "device", "trial.device.gpu", "gpu_name", "cpu_name",
         "memory_source", "foreign",
