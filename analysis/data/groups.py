@@ -150,18 +150,19 @@ def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
     return [group for group in groups if rest(group) == rest(groups[0])]
 
 
-LONG = 4  # settings; a label of more leaves out what is as it always is
+LONG = 4
 _PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"} | {"sharding": "none"}
 
 
-def label(settings: Mapping[str, Any]) -> str:
-    """`micro_batch 4 · expandable` : values that speak for themselves go without their name."""
+def label(settings: Mapping[str, Any], long: int = LONG) -> str:
+    """`batch 4 · expandable`: values that speak for themselves go without their name; of more than `long` settings
+    those that are as they always are go unsaid."""
     plain = {
         "model", "precision", "allocator", "runner", "device", "trial.device.gpu", "gpu_name", "cpu_name",
         "memory_source", "foreign",
     }  # fmt: skip
     parts = []
-    if len(settings) > LONG:  # techniques are told where they are not the default
+    if len(settings) > long:
         settings = {
             key: value for key, value in settings.items() if value is None or value != _PLAIN.get(key)
         } or settings

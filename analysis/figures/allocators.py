@@ -77,7 +77,7 @@ def _table(groups: Sequence[Group]) -> pd.DataFrame:
 
 def _bars(plot: Any, groups: Sequence[Group], table: pd.DataFrame, looks: Sequence[Look], unit: int) -> None:
     x = [f"{int(length):,}" for length in table.index]
-    thin = float(np.nanmax(table.to_numpy(float))) / unit / 150 if len(table) else 0.0
+    thin = float(np.nanmax(table.to_numpy(float))) / unit / 100 if len(table) else 0.0
     for number, (group, name, look) in enumerate(zip(groups, names(groups), looks, strict=True)):
         allocated = _peaks(group).groupby("seq_len")["peak_allocated_bytes"].median().reindex(table.index)
         sizes = allocated.to_numpy(float, na_value=np.nan) / unit

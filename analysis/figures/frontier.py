@@ -78,7 +78,7 @@ def _drawn(
             at += 1
         for group, name in zip(shown, names(cardless), strict=True):
             told = name if len(shown) > 1 else f"{size:g} GiB card"
-            ticks.append((at, escape(plots.short(told, 36))))
+            ticks.append((at, escape(plots.short(told, 44))))
             one, whose = best.get((size, group.id), (None, group))
             look = replace(view.look(group), settings=view.look(whose).settings)
             if one is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from vramsweep.analysis.figures.plots import BLOG, DIRECT, INK, WORLD, Figure, apart, escape
+from vramsweep.analysis.figures.plots import ABOVE, BLOG, DIRECT, INK, WORLD, Figure, apart, escape
 
 POINT = 96 / 72
 COLUMN = (336, 250)  # px: 3.5 in x 2.6 in; taller where a legend has many lines
@@ -35,8 +35,11 @@ BAR = 56  # px beside a plot for a colour bar
 def page(figure: Figure) -> go.Figure:
     """The figure as wide as a page, by itself."""
     plot: Any = go.Figure(figure.plot)
+    below = 8 + (plot.layout.margin.b or 52)
+    if plot.layout.showlegend and plot.layout.legend.yref == "container":
+        below += 26 * _legend_lines(plot, BLOG[0] - 80, text=13)
     height = (plot.layout.height or BLOG[1]) + 40
-    return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, 8 + (plot.layout.margin.b or 52), _DARK)
+    return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, below, _DARK)
 
 
 def column(figure: Figure) -> go.Figure:
@@ -155,7 +158,7 @@ def _notes(plot: Any, reach: Sequence[float] | None, across: float, left: float,
             if any(begin < other[1] and other[0] < end for other in taken):
                 continue
             taken.append((begin, end))
-        kept.append(note.to_plotly_json() | ({"xshift": 6 - left} if note.name == "card" else {}))
+        kept.append(note.to_plotly_json() | ({"xshift": 14 - left} if note.name == "card" else {}))
     return kept
 
 
@@ -199,10 +202,15 @@ def _by_itself(
     for trace in plot.data:
         if trace.name in beside:
             trace.showlegend = False  # its name stands beside it
+    for note in plot.layout.annotations:
+        if note.name == "limit":  # it may stand on an area
+            note.bgcolor = "rgba(255,255,255,0.75)"
     title = _lines(figure.title, (width - 12) / (text * _BOLD))
     told = _lines(figure.source, (width - 12) / small)
     first = 6 + 0.7 * text * (len(title) > 1)  # px from the top: of several lines it is where the first one stands
     legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
+    if legend:
+        plot.layout.legend.y = ABOVE["y"]  # there is no note between
     top = 8 + 1.25 * text * len(title) + (26 * _legend_lines(plot, width) if legend else 4)
     bottom = 1.3 * small * len(told) + 4
     if plot.layout.showlegend and plot.layout.legend.yref == "container":

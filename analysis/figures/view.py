@@ -151,7 +151,7 @@ def shared(groups: Sequence[Group]) -> dict[str, Any]:
 def names(groups: Sequence[Group]) -> list[str]:
     """Labels of groups that stand in one figure: only what differs between these."""
     same = shared(groups)
-    found = [label(_said({k: v for k, v in group.settings.items() if k not in same})) for group in groups]
+    found = [label(_said({k: v for k, v in group.settings.items() if k not in same}), 2) for group in groups]
     return [name + f" ({found[:i].count(name) + 1})" * (found.count(name) > 1) for i, name in enumerate(found)]
 
 
