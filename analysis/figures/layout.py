@@ -88,7 +88,7 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
         "showlegend": bool(lines),
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0.01, "xref": "container",
                    "itemwidth": 30, "font": {"size": text}},
-        "margin": {"l": 44, "r": round(right), "t": 22 if world else 8, "b": 42 + below},
+        "margin": {"l": round(left) if ticks else 44, "r": round(right), "t": 22 if world else 8, "b": 42 + below},
         **_axes(plot, across, inner, text, ticks),
         "annotations": _notes(plot, across, left, text),
     }  # fmt: skip
@@ -125,7 +125,7 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
     if ticks:
         size = 0.88 * text if any("<br>" in name for _, name in ticks) else text
         found["yaxis"] |= {"tickvals": [at for at, _ in ticks], "ticktext": [name for _, name in ticks],
-                           "tickfont": {"size": size}}  # fmt: skip
+                           "tickfont": {"size": size}, "automargin": False}  # fmt: skip
     if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
         found["yaxis2"] = _wrapped(plot.layout.yaxis2, inner, text)
     return found

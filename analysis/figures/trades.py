@@ -116,7 +116,8 @@ def pareto(view: View) -> list[Figure]:
     for _, point in points.iterrows():
         look, name = view.look(known[str(point["id"])]), told[str(point["id"])]
         plot.add_scatter(
-            x=[point["memory"] / unit], y=[point["speed"]], mode="markers", name=escape(name), showlegend=point["id"] in best,
+            x=[point["memory"] / unit], y=[point["speed"]], mode="markers", name=escape(name),
+            showlegend=point["id"] in best,
             marker={"color": look.colour, "symbol": look.symbol, "size": 10},
             hovertemplate=escape(name) + "<br>%{x:.4~g} " + called + ", %{y:,.4~g} tokens/s<extra></extra>",
             **look.trace,
