@@ -34,6 +34,7 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 suppress_warnings = ["misc.highlighting_failure"]
 highlight_language = "none"
+smartquotes = False  # -- begins an option
 
 REPOSITORY = os.environ.get(
     "VRAMSWEEP_REPOSITORY", ""
@@ -41,7 +42,7 @@ REPOSITORY = os.environ.get(
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]*)(#[^)]*)?\)")
 _SECTION = re.compile(r"(?m)^## (.+)$")
-_ENTRY = re.compile(r"(?m)^- \[([^\]]+)\]\(([a-z_]+)\.md\)")
+_ENTRY = re.compile(r"(?m)^- \[([^\]]+)\]\(([a-z0-9_]+)\.md\)")
 
 
 def files(text: str) -> str:

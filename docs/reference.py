@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 CONF = HERE.parent / "conf"
 sys.path.insert(0, str(HERE.parent))
 
-from vramsweep import __main__ as front_door  # noqa: E402
+from vramsweep import verbs  # noqa: E402
 from vramsweep.harness import flags, gpus, links, outcome, registry, row  # noqa: E402
 from vramsweep.harness.allocator import config  # noqa: E402
 from vramsweep.harness.techniques import tables  # noqa: E402
@@ -45,13 +45,18 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
-def verb_lines() -> list[tuple[str, str]]:
-    """Every verb and its line, as `vramsweep --help` has them."""
-    return list((front_door.HARNESS | front_door.ANALYSIS).items())
+def every_verb() -> str:
+    """The verbs by the sections of `vramsweep --help`, each with what its exit status 1 says."""
+    parts = []
+    for section in verbs.SECTIONS:
+        here = [verb for verb in verbs.VERBS if verb.section == section]
+        rows = [(f"`vramsweep {verb.name}`", verb.line, verb.no or "") for verb in here]
+        parts.append(f"### {section}\n\n" + table(("verb", "what it does", "status 1 says"), rows))
+    return "\n\n".join(parts)
 
 
-def verbs() -> str:
-    return table(("verb", "what it does"), [(f"`vramsweep {name}`", line) for name, line in verb_lines()])
+def statuses() -> str:
+    return table(("exit status", "meaning"), [(str(number), meaning) for number, meaning in verbs.STATUSES.items()])
 
 
 def _head(name: str, more: str) -> str:
@@ -145,7 +150,8 @@ def _keys(folder: Path) -> list[str]:
 
 
 PARTS = (
-    Part("verbs", verbs),
+    Part("verbs", every_verb),
+    Part("exit statuses", statuses),
     Part("columns", columns),
     Part("promised columns", promised),
     Part("settings", settings),

@@ -14,9 +14,6 @@ from vramsweep import __version__, verbs
 from vramsweep.harness import extras, mistakes, terminal
 from vramsweep.harness.errors import UserError
 
-HARNESS = {verb.name: verb.line for verb in verbs.VERBS if verb.side != verbs.ANALYSIS}
-ANALYSIS = {verb.name: verb.line for verb in verbs.VERBS if verb.side == verbs.ANALYSIS}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status (verbs.STATUSES). A user's mistake is printed without a traceback.
