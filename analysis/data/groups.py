@@ -155,8 +155,10 @@ _PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"
 
 
 def label(settings: Mapping[str, Any], long: int = LONG) -> str:
-    """`batch 4 · expandable`: values that speak for themselves go without their name; of more than `long` settings
-    those that are as they always are go unsaid."""
+    """`batch 4 · expandable`: values that speak for themselves go without their name, and nothing is said twice.
+
+    Of more than `long` settings those that are as ever go unsaid.
+    """
     plain = {
         "model", "precision", "allocator", "runner", "device", "trial.device.gpu", "gpu_name", "cpu_name",
         "memory_source", "foreign",
@@ -167,6 +169,8 @@ def label(settings: Mapping[str, Any], long: int = LONG) -> str:
             key: value for key, value in settings.items() if value is None or value != _PLAIN.get(key)
         } or settings
     for key, value in settings.items():
+        if key.startswith(EXTRA) and settings.get(key.removeprefix(EXTRA)) == value is not None:
+            continue
         name = key.removeprefix(EXTRA).removeprefix(OPTIONS).replace("_", " ")
         if value is None:
             parts.append(f"{name} unknown")

@@ -207,13 +207,13 @@ def _ran(group: Group, axis: str, beside: Beside | None, measured: Sequence[Grou
 
 
 def _measured(plot: Any, ran: pd.DataFrame, axis: str, look: Look, unit: int) -> None:
-    for peak, symbol in zip(PEAKS, ("circle", "diamond-open"), strict=True):
+    for peak, symbol in zip(PEAKS, ("circle", "diamond"), strict=True):
         rows = ran.dropna(subset=[peak])
         if len(rows):
             plot.add_scatter(
                 x=rows[axis].to_numpy(float), y=rows[peak].to_numpy(float) / unit, mode="markers",
                 name=f"measured {peak.split('_')[1]}", cliponaxis=False, hovertemplate="%{y:,.4~f}",
-                marker={"symbol": symbol, "size": 8, "color": "#fff" if symbol == "circle" else "#000",
+                marker={"symbol": symbol, "size": 8, "color": "#fff",
                         "line": {"color": "#000", "width": 1.8}}, **look.trace,
             )  # fmt: skip
 

@@ -126,7 +126,7 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
     if ticks:
         size = 0.88 * text if any("<br>" in name for _, name in ticks) else text
         found["yaxis"] |= {"tickvals": [at for at, _ in ticks], "ticktext": [name for _, name in ticks],
-                           "tickfont": {"size": size}}  # fmt: skip
+                           "tickfont": {"size": size}, "automargin": False}  # fmt: skip
     if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
         found["yaxis2"] = _wrapped(plot.layout.yaxis2, inner, text)
     return found

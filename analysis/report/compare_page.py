@@ -20,7 +20,7 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, show_bytes
 from vramsweep.analysis.figures import overlay
 from vramsweep.analysis.figures.plots import Figure
-from vramsweep.analysis.report import answer, page
+from vramsweep.analysis.report import answer, page, tiles
 from vramsweep.harness.errors import UserError
 
 MOST = 400  # pairs on the page
@@ -33,6 +33,7 @@ class Said:
     quantity: str
     value: str
     why: str
+    basis: str = ""
 
 
 def check(out: Path, inputs: Collection[Path]) -> None:
@@ -61,12 +62,16 @@ def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
         drawn, undrawn = None, f"No figure: {why}."
     names = (f"A {found.a}", f"B {found.b}")
     called = {name: metric.label for name, metric in METRICS.items()} | {SPEED: "speed"}
-    said = [f"{called[of].capitalize()}: {one}." for of in called for one in verdicts_words.sentences(along, of)]
+    said: dict[str, str] = {}  # allocated and active often change alike
+    for of in called:
+        for one in verdicts_words.sentences(along, of):
+            said.setdefault(one, f"{called[of].capitalize()}: {one}.")
     pairs = found.pairs[:MOST]
     return page.page(
         "compare", title=f"{found.b} against {found.a}", question=f"What does {found.b} change, against {found.a}?",
-        scope=_scope(found), answers=_answers(found), drawn=drawn, undrawn=undrawn, verdicts=_verdicts(found),
-        said=said, cards=tuple(zip(names, map(answer.brief, sides), strict=True)), differs=_differs(found),
+        scope=_scope(found), answers=_answers(found, _basis(sides)), drawn=drawn, undrawn=undrawn,
+        verdicts=_verdicts(found), said=list(said.values()), differs=_differs(found),
+        cards=tuple(zip(names, map(answer.brief, sides), strict=True)),
         pairs=pd.DataFrame([_pair(one) for one in pairs]), more=len(found.pairs) - len(pairs), choices=page.NO_CHOICES,
     )  # fmt: skip
 
@@ -87,16 +92,24 @@ def _scope(found: Comparison) -> str:
     return f"Over {len(found.pairs):,} pair{'s' * (len(found.pairs) != 1)} of equal settings{alone}."
 
 
-def _answers(found: Comparison) -> list[Said]:
+def _basis(sides: tuple[Table, Table]) -> str:
+    """What was compared: measured rows, predicted ones, or one against the other."""
+    of = [" and ".join(sorted(tiles.kinds(side.frame).unique())) for side in sides]
+    return of[0] if of[0] == of[1] else f"{of[1]} against {of[0]}"
+
+
+def _answers(found: Comparison, basis: str) -> list[Said]:
     """The verdicts in a few words: memory that was compared, and speed."""
     told = []
     first = ("peak_reserved_bytes", "peak_allocated_bytes")
     for one in sorted(found.memory, key=lambda one: first.index(one.metric) if one.metric in first else len(first)):
         change = "" if one.change is None or one.verdict == "EQUAL" else f", {sizes.size(one.change)}"
-        told.append(Said(METRICS[one.metric].label.capitalize(), one.verdict.capitalize() + change, one.reason))
+        value = one.verdict.capitalize() + change
+        told.append(Said(METRICS[one.metric].label.capitalize(), value, one.reason, basis))
     speed = found.speed
     change = "" if speed.change is None or speed.verdict == "SAME" else f", {sizes.speed(speed.change)}"
-    return [*told[:2], Said("Speed", speed.verdict.capitalize() + change, speed.reason)]
+    timed = "" if speed.change is None else basis
+    return [*told[:2], Said("Speed", speed.verdict.capitalize() + change, speed.reason, timed)]
 
 
 def _verdicts(found: Comparison) -> pd.DataFrame:

@@ -122,6 +122,7 @@ def _of(group: Group) -> str:
 
 def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
     shown = others_equal(groups, ("allocator",))
+    shown.sort(key=lambda group: group.settings.get("allocator") != "default")  # what others are held against
     found = []
     for other in shown[1:]:
         names = _apart(shown[0], other)

@@ -31,9 +31,11 @@
   function code(i) { return element("code", data.trial[i]); }
 
   function copied(i) {
+    const text = element("code", command(i), { class: "command", title: command(i) });
+    if (!command(i).startsWith("python ")) return text; // it says why there is none
     const button = element("button", "Copy", { type: "button", "aria-label": "Copy the command of trial " + data.trial[i] });
     button.addEventListener("click", () => page.copy(command(i), "The command is copied."));
-    return [button, element("code", command(i), { class: "command", title: command(i) })];
+    return element("div", [button, text], { class: "copied" });
   }
 
   function badge(sign, words, kind) {

@@ -289,8 +289,11 @@ def _size(mib: float) -> str:
 
 
 def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) -> list[str]:
-    """The one setting that saves most memory where all others are equal, at the largest that both ran."""
-    best: tuple[float, str] | None = None
+    """The one setting that saves most memory where all others are equal, at the largest that both ran.
+
+    What was measured comes before what is predicted.
+    """
+    best: tuple[bool, float, str] | None = None
     names = [key for key in dict.fromkeys(key for group in found for key in group.settings) if _changeable(key)]
     for name in names:
         alike: dict[Any, list[int]] = {}
@@ -302,9 +305,9 @@ def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) 
             first = next((n for n in members if found[n].settings.get(name) == plain), members[0])
             for other in (n for n in members if n != first):
                 told = _saves(found, frames, (first, other), name, dict(rest), axis)
-                if told is not None and (best is None or told[0] > best[0]):
+                if told is not None and (best is None or told[:2] > best[:2]):
                     best = told
-    return [best[1]] if best else []
+    return [best[2]] if best else []
 
 
 def _changeable(key: str) -> bool:
@@ -314,8 +317,9 @@ def _changeable(key: str) -> bool:
 def _saves(
     found: Sequence[Group], frames: Sequence[pd.DataFrame], pair: tuple[int, int], name: str, rest: Mapping[str, Any],
     axis: str,
-) -> tuple[float, str] | None:  # fmt: skip
-    """What share of memory the second of two groups saves, and how to say it; None where that is little or unknown."""
+) -> tuple[bool, float, str] | None:  # fmt: skip
+    """Whether two groups were measured, what share of memory the second saves, and how to say it; None where that is
+    little or unknown."""
     sides = [frames[n][frames[n]["outcome"].eq("ok").fillna(False).to_numpy(bool)] for n in pair]
     resident = any(found[n].resident for n in pair)
     base = next((b for b in ("peak_reserved_bytes", *BASES[:2]) if not (resident and b == "peak_reserved_bytes")
@@ -335,9 +339,10 @@ def _saves(
     kind = base.removeprefix("peak_").removesuffix("_bytes")
     speeds = [_median(side["tokens_per_s"]) for side in at]
     said = f"; {100 * (speeds[1] / speeds[0] - 1):+.0f} % tokens/s" if speeds[0] and speeds[1] else ""
-    predicted = ", predicted" if found[pair[1]].take("device")["device"].eq("simulated").fillna(False).all() else ""
-    saved = 1 - after / before
-    return saved, f"{now} instead of {was} saves {100 * saved:.0f} %: {ends} {kind}{predicted} at {where}{said}."
+    predicted = bool(found[pair[1]].take("device")["device"].eq("simulated").fillna(False).all())
+    saved, how = 1 - after / before, ", predicted" * predicted
+    text = f"{now} instead of {was} saves {100 * saved:.0f} %: {ends} {kind}{how} at {where}{said}."
+    return not predicted, saved, text
 
 
 def _waste(lines: Sequence[Line]) -> list[str]:

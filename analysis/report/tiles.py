@@ -126,6 +126,7 @@ def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: 
             return _nothing(question, oom)
         ends = ", ".join(f"{n:,} {outcome}" for outcome, n in frame["outcome"].value_counts().items())
         return Tile(question, about=said(f"no trial of a fixed length says what it needs ({ends})"))
+    ok, oom = (rows[kinds(rows).eq(of.kind)] for rows in (ok, oom))
     lengths = of.group.take("outcome", "seq_len")
     longer = lengths[lengths["seq_len"].gt(of.longest).fillna(False).astype(bool)].sort_values("seq_len")
     beyond = ended(longer, "oom")["seq_len"]
