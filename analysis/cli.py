@@ -326,7 +326,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         compare_page.write(found, along, (a, b), arguments.report)
     if arguments.figure is not None:  # last, as it may need a browser
-        overlay.write(overlay.figure(found, along), arguments.figure)
+        overlay.write(overlay.figure(found, along, (a, b)), arguments.figure)
     return 1 if found.worse else 0
 
 

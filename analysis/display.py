@@ -22,9 +22,11 @@ from vramsweep.analysis.compare.trends import Along
 from vramsweep.analysis.compare.verdicts import Comparison
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.groups import ASKED, label
+from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import GIB, METRICS
 from vramsweep.analysis.figures import overlay
-from vramsweep.analysis.figures.plots import Figure, escape
+from vramsweep.analysis.figures.layout import page
+from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.model import frontier, words
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.frontier import Limit
@@ -163,10 +165,12 @@ class Limits(Several[Limit]):
 
 @dataclass(frozen=True, repr=False)
 class Compared(Shown):
-    """The verdicts that `vramsweep compare` prints: `comparison` has the pairs, `along` what changes along an axis."""
+    """The verdicts that `vramsweep compare` prints: `comparison` has the pairs of both `sides`, `along` what changes
+    along an axis."""
 
     comparison: Comparison
     along: Along
+    sides: tuple[Table, Table]
 
     @property
     def worse(self) -> bool:
@@ -194,7 +198,7 @@ class Compared(Shown):
 
     def figure(self) -> Any:
         """Both sets over each other, as a plotly Figure. Raises UserError where there is no axis to draw along."""
-        return titled(overlay.figure(self.comparison, self.along))
+        return titled(overlay.figure(self.comparison, self.along, self.sides))
 
     def _repr_html_(self) -> str:
         c = self.comparison
@@ -293,6 +297,6 @@ def _gib(value: Any) -> str:
 
 
 def titled(figure: Figure) -> Any:
-    """The plot with its title; `layout.meta` has name and caption."""
+    """The plot as a file has it, with title and source, but as wide as there is room; its caption in `layout.meta`."""
     meta = {"name": figure.name, "caption": figure.caption}
-    return figure.plot.update_layout(title={"text": escape(figure.title)}, margin={"t": 56}, meta=meta)
+    return page(figure).update_layout(width=None, meta=meta)

@@ -186,7 +186,7 @@ def compare(
         found_names = tuple(paths) if len(paths) == 2 else ("A", "B")
     first, second = names or found_names
     found = verdicts.compare(*sides, (first, second), tolerance)
-    return Compared(found, trends.along(found, axis))
+    return Compared(found, trends.along(found, axis), sides)
 
 
 def figure(rows: Given, name: str) -> Any:

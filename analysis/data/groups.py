@@ -15,7 +15,7 @@ import pandas as pd
 from vramsweep.analysis.data.load import EXTRA, Table, finished, varying
 from vramsweep.harness.flags import CORRECTED
 from vramsweep.harness.row import SYSTEM
-from vramsweep.harness.techniques import AXES
+from vramsweep.harness.techniques import AXES, DEFAULTS
 
 # What was asked for: known for every row, also where the worker died.
 ASKED = (
@@ -150,13 +150,22 @@ def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
     return [group for group in groups if rest(group) == rest(groups[0])]
 
 
-def label(settings: Mapping[str, Any]) -> str:
-    """`micro_batch 4 · expandable` : values that speak for themselves go without their name."""
+LONG = 4
+_PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"} | {"sharding": "none"}
+
+
+def label(settings: Mapping[str, Any], long: int = LONG) -> str:
+    """`batch 4 · expandable`: values that speak for themselves go without their name; of more than `long` settings
+    those that are as they always are go unsaid."""
     plain = {
         "model", "precision", "allocator", "runner", "device", "trial.device.gpu", "gpu_name", "cpu_name",
         "memory_source", "foreign",
     }  # fmt: skip
     parts = []
+    if len(settings) > long:
+        settings = {
+            key: value for key, value in settings.items() if value is None or value != _PLAIN.get(key)
+        } or settings
     for key, value in settings.items():
         name = key.removeprefix(EXTRA).removeprefix(OPTIONS).replace("_", " ")
         if value is None:

@@ -14,7 +14,7 @@ import pandas as pd
 from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.plots import INK, LENGTH, Figure, escape, faint, new_plot, sentence
+from vramsweep.analysis.figures.plots import LENGTH, Figure, escape, faint, new_plot, sentence
 from vramsweep.analysis.figures.view import MOST, Look, View, names, shared
 
 LENGTHS = 12  # at most
@@ -29,6 +29,9 @@ def compared(view: View) -> list[Figure]:
     while left and len(sets) < SETS:
         own = others_equal(left, ("allocator",))
         left = [group for group in left if all(group is not one for one in own)]
+        own = sorted(
+            own, key=lambda group: group.settings.get("allocator") != "default"
+        )  # what others are held against
         known = [group for group in own[:MOST] if not group.resident and len(_peaks(group))]
         sets += [known] if len(known) > 1 and _lengths(known) else []
     if not sets:
@@ -74,24 +77,26 @@ def _table(groups: Sequence[Group]) -> pd.DataFrame:
 
 def _bars(plot: Any, groups: Sequence[Group], table: pd.DataFrame, looks: Sequence[Look], unit: int) -> None:
     x = [f"{int(length):,}" for length in table.index]
+    thin = float(np.nanmax(table.to_numpy(float))) / unit / 100 if len(table) else 0.0
     for number, (group, name, look) in enumerate(zip(groups, names(groups), looks, strict=True)):
         allocated = _peaks(group).groupby("seq_len")["peak_allocated_bytes"].median().reindex(table.index)
-        told = [f"{size:,.4g}" for size in allocated.to_numpy(float, na_value=np.nan) / unit]
+        sizes = allocated.to_numpy(float, na_value=np.nan) / unit
         plot.add_bar(
-            x=x, y=table[number].to_numpy(float) / unit, name=escape(name), customdata=told,
+            x=x, y=table[number].to_numpy(float) / unit, name=escape(name), offsetgroup=str(number),
+            customdata=[f"{size:,.4g}" for size in sizes],
             marker={"color": faint(look.colour, 0.75), "line": {"color": look.colour, "width": 1},
                     "pattern": {"shape": _PATTERNS[number], "fgcolor": "#fff", "solidity": 0.25}},
             hovertemplate="%{x} tokens: %{y:,.4~g} reserved, %{customdata} allocated<extra>" + escape(name)
             + "</extra>",
             **look.trace,
         )  # fmt: skip
-    middle = pd.concat([_peaks(group) for group in groups]).groupby("seq_len")["peak_allocated_bytes"].median()
-    every = middle.reindex(table.index).to_numpy(float, na_value=np.nan)
-    if np.isfinite(every).any():
-        plot.add_scatter(
-            x=x, y=every / unit, mode="markers", name="allocated", hoverinfo="skip", showlegend=True,
-            marker={"symbol": "line-ew", "size": 34, "line": {"color": INK, "width": 2}}, **looks[0].trace,
-        )  # fmt: skip
+        if np.isfinite(sizes).any():  # a line as wide as its bar, on any screen
+            plot.add_bar(
+                x=x, y=np.where(np.isfinite(sizes), thin, np.nan), base=sizes - thin / 2, offsetgroup=str(number),
+                name="allocated", legendgroup="allocated", showlegend=number == 0, legendrank=2000,
+                hoverinfo="skip",
+                marker={"color": "#222"}, **look.trace,
+            )  # fmt: skip
 
 
 def _differs(table: pd.DataFrame, called: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ OF_PEAK = {part: f"peak_{part}_bytes" for part in PARTS}
 BEYOND = "reserved beyond"
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 AXES = {"seq_len": LENGTH, "micro_batch": "micro-batch (samples)"}
+FEW = 4
 AHEAD = 1.5  # times the largest that fits: what runs out of memory is drawn as far as that
 CONFIGURATIONS = 16  # of which the page's reader can choose one; bars: as many are shown
 THIN = 300  # of the axis: a part less than this is not looked for
@@ -58,13 +59,17 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
     for axis in AXES:
         found = view.groups if axis == "seq_len" else groups(view.table, axis)
         known = [group for group in found if not group.varies and _rows(group, axis)[axis].nunique() > 1]
-        known.sort(key=lambda group: -len(_rows(group, axis)))  # of several cards, the one that most fits
+        known.sort(key=lambda group: (-_alike(group, view.groups[0]), -len(_rows(group, axis))))
         if known:
             return [_stacked(view, known[:CONFIGURATIONS], axis, len(known), beside, measured)]
     known = [group for group in view.groups if len(_rows(group, "seq_len"))][:CONFIGURATIONS]
     if known:
         return [_bars(view, known, [_rows(group, "seq_len").iloc[-1] for group in known])]
     return _out_of_memory(view)
+
+
+def _alike(group: Group, other: Group) -> int:
+    return sum(group.settings.get(key) == value for key, value in other.settings.items())
 
 
 def _rows(group: Group, axis: str) -> pd.DataFrame:
@@ -116,10 +121,12 @@ def _stacked(
         add_card_limit(plot, limit, unit, right=float(rows[axis].max()) < last)
     finish(plot, ends, [0.0, top / unit], zero=True, share=1 - STRIP)
     plot.update_xaxes(range=[places.min(), last + 0.02 * (last - places.min())])
+    if len(whole := np.unique(places)) <= FEW:  # few batches: no ticks between them
+        plot.update_xaxes(tickvals=whole)
     caption = sentence(
         _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "",
         _phases(rows, axis),
-        f"Points: {len(ran):,} rows measured with these settings (filled: allocated, open: reserved)."
+        f"Points: {len(ran):,} measured row{'s' * (len(ran) != 1)} (round: allocated, square: reserved)."
         if len(ran) else "",
         f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
         "" if own is None or own.size <= top else own.told(),
@@ -205,7 +212,7 @@ def _measured(plot: Any, ran: pd.DataFrame, axis: str, look: Look, unit: int) ->
         if len(rows):
             plot.add_scatter(
                 x=rows[axis].to_numpy(float), y=rows[peak].to_numpy(float) / unit, mode="markers",
-                name=f"measured {peak.split('_')[1]}", hovertemplate="%{y:,.4~f}",
+                name=f"measured {peak.split('_')[1]}", cliponaxis=False, hovertemplate="%{y:,.4~f}",
                 marker={"symbol": symbol, "size": 8, "color": "#fff" if symbol == "circle" else "#000",
                         "line": {"color": "#000", "width": 1.8}}, **look.trace,
             )  # fmt: skip
@@ -245,11 +252,11 @@ def _out_of_memory(view: View) -> list[Figure]:
         rows = group.take("seq_len", "micro_batch", "oom_parts_bytes", "unlimited_peak_reserved_bytes", "trial_id")
         rows = rows.dropna(subset=["oom_parts_bytes", "seq_len", "micro_batch"])
         found += [(group, row) for _, row in rows.sort_values("seq_len").head(2).iterrows()]
-    found = [(group, row) for group, row in found if _oom_parts(row)][:CONFIGURATIONS]
+    found = [(group, row) for group, row in found if oom_parts(row)][:CONFIGURATIONS]
     if not found:
         return []
     frame = pd.DataFrame([row for _, row in found])
-    known = [_oom_parts(row) for _, row in found]
+    known = [oom_parts(row) for _, row in found]
     stack = {part: np.array([float(one.get(part, 0)) for one in known]) for part in PARTS}
     caption = (
         "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what "
@@ -260,7 +267,8 @@ def _out_of_memory(view: View) -> list[Figure]:
     return [_lying(view, told, stack, frame, "memory", "composition", title, caption)]
 
 
-def _oom_parts(row: pd.Series[Any]) -> dict[str, int]:
+def oom_parts(row: pd.Series[Any]) -> dict[str, int]:
+    """What a row that ran out of memory held then or asked for, by part, in bytes; {} where that is not known."""
     try:
         told = dict(json.loads(row["oom_parts_bytes"]))
     except (ValueError, TypeError, RecursionError):

@@ -17,12 +17,11 @@ from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import INK, Figure, escape, faint, new_plot, sentence
-from vramsweep.analysis.figures.view import Look, View, baseline, names
+from vramsweep.analysis.figures.view import ON_CARD, Look, View, baseline, names
 from vramsweep.analysis.model.frontier import REACH, Limit, as_frame
 from vramsweep.analysis.model.observe import allocator_limits
 
 CARDS, LINES = 3, 18  # at most: cards where there are several settings, and rows in all
-_CARD = ("simulated_gpu", "gpu_name", "trial.device.gpu")
 APART = 1.4  # times as large: cards nearer to each other say nearly the same
 AROUND = 90  # px of the figure that are not rows
 ROW = 26  # px
@@ -67,7 +66,7 @@ def _drawn(
 ) -> Any:  # fmt: skip
     """The rows below each other, under their card's name where a card has several; `least` is what does not fit."""
     plot: Any = new_plot("sequence length (tokens)", "")
-    cardless = [replace(g, settings={k: v for k, v in g.settings.items() if k not in _CARD}) for g in shown]
+    cardless = [replace(g, settings={k: v for k, v in g.settings.items() if k not in ON_CARD}) for g in shown]
     at, ticks, top, widest = 0.0, [], 0, 0
     for size in sizes:
         if len(shown) > 1:
@@ -79,7 +78,7 @@ def _drawn(
             at += 1
         for group, name in zip(shown, names(cardless), strict=True):
             told = name if len(shown) > 1 else f"{size:g} GiB card"
-            ticks.append((at, escape(plots.short(told, 36))))
+            ticks.append((at, escape(plots.short(told, 44))))
             one, whose = best.get((size, group.id), (None, group))
             look = replace(view.look(group), settings=view.look(whose).settings)
             if one is None:
@@ -104,7 +103,7 @@ def _alike(groups: Sequence[Group]) -> list[list[Group]]:
     """The groups that differ in their card alone stand for one setting: of each card its own rows say most."""
     found: dict[Any, list[Group]] = {}
     for group in groups:
-        rest = {key: value for key, value in group.settings.items() if key not in _CARD}
+        rest = {key: value for key, value in group.settings.items() if key not in ON_CARD}
         found.setdefault(tuple(sorted(rest.items(), key=str)), []).append(group)
     return list(found.values())
 

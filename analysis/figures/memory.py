@@ -31,7 +31,8 @@ def by_length(view: View) -> list[Figure]:
     """Peak allocated (else active) and reserved memory of a few groups that differ in batch."""
     fitted = {fit.group for fit in view.fits if fit.metric.memory}
     most = {fit.group: fit.lengths for fit in view.fits}
-    known = sorted((group for group in view.groups if group.id in fitted), key=lambda group: -most[group.id])
+    known = [group for group in view.groups if group.id in fitted]
+    known.sort(key=lambda group: (group is not view.groups[0], -most[group.id]))
     drawn = known if len(known) <= TOGETHER else others_equal(known, ("micro_batch",))[:TOGETHER]
     if not drawn:
         return []
@@ -42,7 +43,7 @@ def by_length(view: View) -> list[Figure]:
     plot.update_layout(
         yaxis={"domain": [STRIP + 0.08, 1.0]},
         yaxis2={**plots.AXIS, "domain": [0.0, STRIP], "tickformat": ",~g",
-                "nticks": 4, "zeroline": True, "zerolinecolor": GREY, "zerolinewidth": 1, "anchor": "x"},
+                "zeroline": True, "zerolinecolor": GREY, "zerolinewidth": 1, "anchor": "x"},
         xaxis={"anchor": "y2"},
     )  # fmt: skip
     ends: list[End] = []
@@ -147,7 +148,11 @@ def _strip_range(plot: Any) -> None:
         if trace.yaxis == "y2":
             trace.y = np.asarray(trace.y, dtype=float) / unit
     reach = 1.2 * (most / unit or 1.0)
-    plot.update_layout(yaxis2={"range": [-reach, reach], "title": {"text": f"row − fit<br>({called})"}})
+    power = 10.0 ** np.floor(np.log10(reach))
+    tick = next(power * step for step in (5, 2, 1) if power * step <= reach)
+    plot.update_layout(
+        yaxis2={"range": [-reach, reach], "tickvals": [-tick, 0, tick], "title": {"text": f"row − fit<br>({called})"}}
+    )
 
 
 def _lines_are(fits: Sequence[Fit]) -> str:

@@ -22,11 +22,14 @@ from vramsweep.analysis.compare.verdicts import Comparison, Pair, Single
 from vramsweep.analysis.compare.verdicts_words import TITLES, near
 from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.data.groups import label
+from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.figures.browser import Picture, draw
+from vramsweep.analysis.figures.layout import SMALL, TEXT
 from vramsweep.analysis.figures.plots import (
     COLOURS,
     GREY,
+    INK,
     MARKERS,
     Figure,
     axis_unit,
@@ -37,17 +40,21 @@ from vramsweep.analysis.figures.plots import (
     short,
     thin,
 )
+from vramsweep.analysis.figures.registry import source
 from vramsweep.analysis.model.curves import Array
 from vramsweep.harness.errors import UserError
 
 FORMATS = (".html", ".png", ".svg", ".pdf")
 BETWEEN = COLOURS[2]
-BLOG, COLUMN = (800, 250, 150), (420, 150, 105)  # pixels: width, height of an upper panel, of a lower one
+BLOG, COLUMN = (800, 250, 150), (336, 120, 85)  # pixels: width, height of an upper panel, of a lower one
 DENSE = 100  # points; from here on they are smaller, and a running median is the line between them
 
 
-def figure(comparison: Comparison, along: Along) -> Figure:
-    """The longest line of pairs, in as many panels as the rows allow. Raises UserError where there is nothing."""
+def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) -> Figure:
+    """The longest line of pairs, in as many panels as the rows allow; `sides` are both sets, for its small print.
+
+    Raises UserError where there is nothing.
+    """
     if along.axis is None:
         raise UserError("nothing to draw: all pairs have one length and one batch, and a figure needs two of either")
     every = lines(comparison.pairs, along.axis)
@@ -79,7 +86,14 @@ def figure(comparison: Comparison, along: Along) -> Figure:
     if len(every) > 1:
         parts.append(f"One of {len(every):,} combinations that were compared: {label(settings)}.")
     title = f"{names[0]} against {names[1]}"
-    return Figure("overlay", title, sentence(*parts), plot, data)
+    return Figure("overlay", title, sentence(*parts), plot, data, _sources(sides))
+
+
+def _sources(sides: Sequence[Table]) -> str:
+    told = [source(table.frame) for table in sides]
+    if len(told) == len(set(told)):
+        return ". ".join(f"{side}: {one}" for side, one in zip("AB", told, strict=False))
+    return f"A and B: {told[0]} each"
 
 
 def check(out: Path, inputs: Collection[Path]) -> None:
@@ -95,11 +109,11 @@ def check(out: Path, inputs: Collection[Path]) -> None:
 def write(drawn: Figure, out: Path) -> None:
     """The figure by the suffix, and the data drawn as CSV beside it.
 
-    HTML, PNG and SVG are at blog width with their caption, PDF is at column width without. Raises UserError.
+    HTML, PNG and SVG are at blog width with their caption, PDF is at column width without; the small print is in all.
+    Raises UserError.
     """
     small = out.suffix == ".pdf"
-    plot = drawn.plot if small else _captioned(drawn)
-    plot, width, height = _sized(plot, COLUMN if small else BLOG)
+    plot, width, height = _sized(_captioned(drawn, small), COLUMN if small else BLOG)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         guarded_frame(drawn.data).to_csv(out.with_suffix(".csv"), index=False)
@@ -295,7 +309,7 @@ def _sized(plot: Any, size: tuple[int, int, int]) -> tuple[Any, int, int]:
     small = width < BLOG[0]
     panels = len(list(plot.select_yaxes())) // 2
     caption = max((a.text.count("<br>") + 1 for a in plot.layout.annotations if a.name == "caption"), default=0)
-    bottom = (40 if small else 56) + 17 * caption
+    bottom = (40 if small else 56) + (14 if small else 17) * caption
     used, rows = 0, 1  # of the legend, as plotly will break it
     for trace in plot.data:
         if trace.name and trace.showlegend is not False:
@@ -309,17 +323,21 @@ def _sized(plot: Any, size: tuple[int, int, int]) -> tuple[Any, int, int]:
         legend={"orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0, "tracegroupgap": 0},
     )  # fmt: skip
     if small:
-        plot.update_layout(font={"size": 11, "color": "#000"})
-        plot.update_annotations(font_size=10)
+        plot.update_layout(font={"size": TEXT, "color": "#000"})
+        for axis in (*plot.select_xaxes(), *plot.select_yaxes()):
+            axis.title.update(standoff=4, font={"size": TEXT})
+        plot.update_annotations(font_size=SMALL)
     return plot, width, height
 
 
-def _captioned(drawn: Figure) -> Any:
+def _captioned(drawn: Figure, small: bool) -> Any:
     plot: Any = go.Figure(drawn.plot)
-    text = "<br>".join(textwrap.wrap(escape(drawn.caption), 104))
+    wide = 54 if small else 104  # letters of a line
+    told = ([] if small else [drawn.caption]) + ([drawn.source] if drawn.source else [])
+    text = "<br>".join(escape(line) for one in told for line in textwrap.wrap(one, wide))
     plot.add_annotation(
-        text=text, showarrow=False, xref="paper", yref="paper", x=0, y=0, yshift=-54, xanchor="left", yanchor="top",
-        align="left", font={"size": 12}, name="caption",
+        text=text, showarrow=False, xref="paper", yref="paper", x=0, y=0, yshift=-42 if small else -54, xanchor="left",
+        xshift=-46 if small else 0, yanchor="top", align="left", font={"size": 12, "color": INK}, name="caption",
     )  # fmt: skip
     return plot
 

@@ -19,6 +19,7 @@ from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, 
 from vramsweep.analysis.figures.view import Look, View
 
 Array = npt.NDArray[np.float64]
+NAME = "memory_by_phase"
 PHASES = ("load", "forward", "backward", "optimizer")
 COLUMNS = tuple(f"{phase}_peak_allocated_bytes" for phase in PHASES)
 # Their own hues, lighter and darker: the colours of configurations and of parts mean something else.
@@ -29,7 +30,7 @@ LOOKS = {
     "optimizer": Look("#006d5b", "triangle-up", "dashdot"),
 }
 _TOP = {"peak_allocated_bytes": "allocated", "peak_active_bytes": "active"}
-HATCH = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.3}
+HATCH = {"shape": "\\", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.3}
 
 
 def highest(rows: pd.DataFrame) -> list[str]:
@@ -96,7 +97,7 @@ def phases(view: View) -> list[Figure]:
     )  # fmt: skip
     known_phases = rows[list(COLUMNS)].notna().any(axis=None)
     title = "Peak memory by phase" if known_phases else "Peak memory: what is known of it"
-    return [Figure("memory_by_phase", title, caption, plot, rows)]
+    return [Figure(NAME, title, caption, plot, rows)]
 
 
 def _known(group: Group) -> list[str]:

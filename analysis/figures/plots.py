@@ -281,6 +281,9 @@ def of_world(figure: Figure, world: str, alone: bool) -> Figure:
         font={"size": 12, "color": GREY}, name=WORLD,
     )  # fmt: skip
     plot.update_layout(margin={"t": 28})
+    if plot.layout.legend.yref == "paper":  # over it
+        height = (plot.layout.height or BLOG[1]) - 80
+        plot.update_layout(legend={"y": max(plot.layout.legend.y, 1 + 20 / height)}, margin={"t": 48})
     return replace(
         figure,
         name=figure.name if alone else name,

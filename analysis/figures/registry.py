@@ -18,6 +18,7 @@ from vramsweep.analysis.figures.lengths import of_lengths
 from vramsweep.analysis.figures.lines import unallocated
 from vramsweep.analysis.figures.memory import by_length
 from vramsweep.analysis.figures.parts import of_jobs
+from vramsweep.analysis.figures.phases import NAME as PHASES
 from vramsweep.analysis.figures.phases import phases
 from vramsweep.analysis.figures.plots import Figure, of_world
 from vramsweep.analysis.figures.steps import steps
@@ -48,9 +49,10 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
             drawn = figure if alone and not known.predicted else of_world(figure, name, alone)
             return replace(drawn, source=source(rows_of(figure, known.table.frame)))
 
-        first = composition(known, beside, measured)
-        main += [shown(figure) for figure in first or phases(known)]  # what is known, where parts are not
-        others += [shown(figure) for build in FIGURES if first or build is not phases for figure in build(known)]
+        main += [shown(figure) for figure in composition(known, beside, measured)]
+        others += [shown(figure) for build in FIGURES for figure in build(known)]
+    if not main:  # the phases are what is known where parts are not
+        others.sort(key=lambda figure: not figure.name.startswith(PHASES))
     return [*main, *others]
 
 

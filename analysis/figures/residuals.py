@@ -78,6 +78,7 @@ def residuals(found: pd.DataFrame) -> Figure | None:
     texts = [name_of(name) for name in names]
     plot.update_yaxes(tickvals=list(range(len(names))), ticktext=texts, range=[len(names) - 0.5, -0.5])
     plot.update_xaxes(tickformat=",~g")
+    plot.update_layout(height=90 + 27 * len(names))
     caption = (
         "Predicted − measured. Points: configurations; boxes: quartiles and median, whiskers: 5th to 95th percentile."
     )

@@ -67,7 +67,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
         x=[peak["event"]], y=[peak["allocated"] / unit], mode="markers", name="peak", showlegend=False,
         hoverinfo="skip", marker={"color": "#fff", "size": 8, "line": {"color": "#000", "width": 2}},
     )  # fmt: skip
-    words = f"<b>peak {peak['allocated'] / MIB:,.0f} MiB</b> in {escape(peak['phase'])}"
+    words = f"<b>peak {_size(peak['allocated'], unit)}</b> in {escape(peak['phase'])}"
     plot.add_annotation(
         x=peak["event"], y=peak["allocated"] / unit, ax=-14 if right else 14, ay=max(reach / unit * 1.07, 0), ayref="y",
         text=words, xanchor="right" if right else "left", arrowcolor="#555", arrowwidth=1.2, arrowhead=0,
@@ -80,7 +80,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
     figure = Figure(
         name=names.safe(f"timeline_{record['trial_id']}"),
         title=f"Memory over {_step(data)}: {told}",
-        caption=_caption(data, limited),
+        caption=_caption(data, limited, unit),
         plot=plot,
         data=_frame(record),
     )
@@ -151,7 +151,7 @@ def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, 
     """The line, its name at its left or right end, on the side where reserved is not, and where a request fails."""
     plot.add_hline(y=limit / unit, line={"dash": "dash", "color": "#555", "width": 1.5})
     plot.add_annotation(
-        x=0 if left else 1, xref="paper", y=limit / unit, text=f"limit {limit / MIB:,.0f} MiB", showarrow=False,
+        x=0 if left else 1, xref="paper", y=limit / unit, text=f"limit {_size(limit, unit)}", showarrow=False,
         xanchor="left" if left else "right", yanchor="top" if below else "bottom", font={"size": 12},
         name="limit",
     )  # fmt: skip
@@ -163,17 +163,21 @@ def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, 
     )  # fmt: skip
 
 
+def _size(size: float, unit: int) -> str:
+    return f"{size / unit:,.2f} GiB" if unit > MIB else f"{size / unit:,.0f} MiB"
+
+
 def _step(data: Mapping[str, Any]) -> str:
     return "loading" if data["step"] is None else "a step"
 
 
-def _caption(data: Mapping[str, Any], limited: bool) -> str:
+def _caption(data: Mapping[str, Any], limited: bool, unit: int) -> str:
     peak, failure, limit = data["peak"], data["failure"], data["limit"]
     step = "Loading" if data["step"] is None else f"Step {data['step'] + 1}"
     what = f"{step} as a replay of its {data['events']:,} allocations and frees, predicted without a GPU. The areas "
     what += "sum to what is allocated; one too thin to be seen is only told on hovering."
-    most = f"Most reserved in it: {data['peak_reserved'] / MIB:,.0f} MiB."
-    beyond = "" if limited or limit is None else f"The card's limit is {limit / MIB:,.0f} MiB, above the figure."
+    most = f"Most reserved in it: {_size(data['peak_reserved'], unit)}."
+    beyond = "" if limited or limit is None else f"The card's limit is {_size(limit, unit)}, above the figure."
     full = ""
     if failure is not None:
         full = (

@@ -36,6 +36,7 @@ def heat_map(view: View) -> list[Figure]:
     oom = {(int(b), int(s)) for b, s in rows.loc[rows["outcome"] == "oom", ["micro_batch", "seq_len"]].to_numpy()}
     texts = [["" if np.isnan(v) or len(lengths) > 12 else f"{v:.3g}" for v in line] for line in z]
     plot: Any = new_plot(LENGTH, "micro-batch (samples)")
+    plot.update_layout(margin={"r": 84})
     plot.add_heatmap(
         x=[f"{v:,}" for v in lengths], y=[f"{v:,}" for v in batches], z=z, text=texts, texttemplate="%{text}",
         colorscale="Cividis", colorbar={"title": {"text": called}, "outlinewidth": 0, "thickness": 12},
@@ -111,15 +112,17 @@ def pareto(view: View) -> list[Figure]:
     ends = []
     known = {group.id: group for group in groups}
     told = dict(zip(known, names(groups), strict=True))
+    best = set(front["id"])
     for _, point in points.iterrows():
         look, name = view.look(known[str(point["id"])]), told[str(point["id"])]
         plot.add_scatter(
-            x=[point["memory"] / unit], y=[point["speed"]], mode="markers", name=escape(name), showlegend=False,
+            x=[point["memory"] / unit], y=[point["speed"]], mode="markers", name=escape(name),
+            showlegend=point["id"] in best,
             marker={"color": look.colour, "symbol": look.symbol, "size": 10},
             hovertemplate=escape(name) + "<br>%{x:.4~g} " + called + ", %{y:,.4~g} tokens/s<extra></extra>",
             **look.trace,
         )  # fmt: skip
-        if point["id"] in set(front["id"]):
+        if point["id"] in best:
             ends.append(End(point["memory"] / unit, float(point["speed"]), name, look))
     finish(plot, ends, [0.0, float(points["speed"].max())], zero=True)
     plot.update_xaxes(tickformat=",~g")

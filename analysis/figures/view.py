@@ -24,6 +24,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "bowtie")
 DASHES = ("solid", "dashdot", "longdash")
 GREY = "#7f7f7f"
+ON_CARD = ("simulated_gpu", "gpu_name", "trial.device.gpu")  # settings that say on which card
 MOST = 6  # configurations in one figure
 # What two rows of one configuration share, whoever measured or predicted them.
 _SHARED = (*COMPARED, "micro_batch", "allocator_conf", "data", "protocol")
@@ -150,7 +151,7 @@ def shared(groups: Sequence[Group]) -> dict[str, Any]:
 def names(groups: Sequence[Group]) -> list[str]:
     """Labels of groups that stand in one figure: only what differs between these."""
     same = shared(groups)
-    found = [label(_said({k: v for k, v in group.settings.items() if k not in same})) for group in groups]
+    found = [label(_said({k: v for k, v in group.settings.items() if k not in same}), 2) for group in groups]
     return [name + f" ({found[:i].count(name) + 1})" * (found.count(name) > 1) for i, name in enumerate(found)]
 
 

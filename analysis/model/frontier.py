@@ -40,7 +40,7 @@ class Limit:
     `value` comes from the fit (null: nothing fits, or more than the fit can say, see `remark`), `low` and `high` from
     its 95 % interval for a new run: up to `low` a run is safe, beyond `high` it hardly fits; null where the fit knows
     no such end. `largest_ok` and `smallest_too_large` are measured rows that prove it, and no number contradicts them.
-    `multiples_of` says that all of it is of such values only.
+    `multiples_of` says that all of it is of such values only, `predicted` that no row is measured.
     """
 
     label: str
@@ -60,6 +60,7 @@ class Limit:
     multiples_of: int | None = None
     rests_on: str = ""
     group: str = ""
+    predicted: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -195,6 +196,7 @@ def _limit(part: _Part, group: Group, axis: str, gib: float, fit: Fit | None, me
         low=said.low, high=said.high, extrapolated=said.extrapolated, largest_ok=proof.largest_ok,
         smallest_too_large=proof.smallest_over, basis=METRICS[metric].label, remark=said.remark, trial_ids=proof.ids,
         multiples_of=part.multiples_of, rests_on=fit.basis if fit else "", group=group.id,
+        predicted=bool(group.take("device")["device"].eq("simulated").any()),
     )  # fmt: skip
 
 
@@ -220,10 +222,12 @@ def _ends(part: _Part, proof: _Proof, limit: float, fit: Fit | None) -> _Ends:
     most = proof.largest_ok if proof.torn else short
     crossing, endless = _crossing(one.x, one.middle, limit)
     value = whole(crossing, most)
-    low = whole(_crossing(one.x, one.above, limit)[0], short)
+    safe, all_safe = _crossing(one.x, one.above, limit)
+    low = whole(safe, short)
     high = None if fit.one_sided else whole(_crossing(one.x, one.below, limit)[0], most)
     if endless and over is None:
-        low = proof.largest_ok if low is None else low
+        if low is None:
+            low = int(one.x[-1]) if all_safe and np.isfinite(one.above).all() else proof.largest_ok
         return _Ends(None, low, high, f"more than {REACH * fit.range[1]:,.0f}", extrapolated=True)
     if endless:
         value = low = proven
@@ -281,10 +285,11 @@ def text(limits: Sequence[Limit]) -> str:
 def _line(limit: Limit) -> str:
     unit = UNITS[limit.axis]
     one = unit.removesuffix("s") if limit.largest_ok == 1 else unit
-    parts = [f"{limit.largest_ok:,} {one} ran within" if limit.largest_ok is not None else "none measured within"]
+    how, ran, not_ = ("predicted", "predicted to fit", "not") if limit.predicted else ("measured", "ran", "did not")
+    parts = [f"{limit.largest_ok:,} {one} {ran} within" if limit.largest_ok is not None else f"none {how} within"]
     if limit.smallest_too_large is not None:
-        parts.append(f"{limit.smallest_too_large:,} did not")
-    beyond = " (beyond what was measured)" if limit.extrapolated else ""
+        parts.append(f"{limit.smallest_too_large:,} {not_}")
+    beyond = f" (beyond what was {how})" if limit.extrapolated else ""
     known_safe = limit.low is not None and (limit.largest_ok is None or limit.low > limit.largest_ok)
     safe = f"safe up to {limit.low:,}" if known_safe else ""
     if limit.value is not None and limit.value == limit.low == limit.high == limit.largest_ok and not limit.remark:

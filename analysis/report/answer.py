@@ -14,14 +14,20 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.model.fit import Fit, fit_table
 from vramsweep.analysis.model.frontier import Limit, frontier
 from vramsweep.analysis.report import tiles
 from vramsweep.analysis.report.findings import values
-from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Tile, said
+from vramsweep.analysis.report.tile_allocator import allocator
+from vramsweep.analysis.report.tile_parts import dominates
+from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Head, Tile, said
 from vramsweep.harness import check
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.gpus import find
 
+CARDS = 2  # in the question; more are counted there, and named among what varied
+AXES = 6  # that are named among what varied
 JUDGED = 50_000  # rows of a folder that are read again for the verdict
 _CALLED = {
     "trial.device.gpu": "card", "gpu_name": "card", "cpu_name": "processor", "micro_batch": "batch",
@@ -54,11 +60,11 @@ class Card:
 
 
 def card(
-    table: Table, found: Sequence[Group], fits: Sequence[Fit], limits: Sequence[Limit], judged: check.Verdict | None
-) -> Card:
-    """The answers, from rows, their groups, fits and limits. `judged` is harness/check.py's verdict on the folder, None
-    where the rows came without one."""
-    head = tiles.head(found)
+    table: Table, found: Sequence[Group], head: Head | None, fits: Sequence[Fit], limits: Sequence[Limit],
+    beside: Beside, judged: check.Verdict | None,
+) -> Card:  # fmt: skip
+    """The answers, from rows, their groups, fits and limits; most of them of `head`. `judged` is harness/check.py's
+    verdict on the folder, None where the rows came without one."""
     what, varied = asked(table, found)
     number = counts(table)
     kinds = " and ".join(kind for kind in (MEASURED, PREDICTED, IMPORTED) if number[kind])
@@ -66,11 +72,11 @@ def card(
         asked=what,
         varied=varied,
         of=head.name if head else "",
-        fits=tiles.fits(table.frame, head, limits),
+        fits=tiles.fits(table.frame, head, found, limits),
         cost=tiles.cost(head, fits),
-        speed=tiles.speed(table.frame, found),
-        dominates=tiles.dominates(table.frame, head, fits),
-        allocator=tiles.allocator(table, head, kinds),
+        speed=tiles.speed(table.frame, head, found),
+        dominates=dominates(table.frame, head, fits, beside),
+        allocator=allocator(table, head),
         trust=_trust(number, kinds, judged),
         counts=number,
     )
@@ -82,7 +88,7 @@ def brief(table: Table) -> Card:
     head = tiles.head(found)
     mine = [head.group] if head else []
     fits, _ = fit_table(table, limit=1, found=mine)
-    return card(table, found, fits, frontier(table, fits=fits, found=mine), verdict(table))
+    return card(table, found, head, fits, frontier(table, fits=fits, found=mine), Beside(table), verdict(table))
 
 
 def verdict(table: Table) -> check.Verdict | None:
@@ -100,11 +106,11 @@ def counts(table: Table) -> dict[str, int]:
     """How many rows that finished, or ran out of memory, are what."""
     frame = table.frame
     told = frame[frame["outcome"].isin(["ok", "oom"]).fillna(False).astype(bool)]
-    foreign, simulated = told["foreign"].notna(), told["device"].eq("simulated").fillna(False)
+    kind = tiles.kinds(told)
     lists = {name: told[name].list.len().fillna(0).astype(int).gt(0) for name in ("flags", "unproven")}
-    return {
-        MEASURED: int((~foreign & ~simulated).sum()), PREDICTED: int((~foreign & simulated).sum()),
-        IMPORTED: int(foreign.sum()), "flagged": int(lists["flags"].sum()), "unproven": int(lists["unproven"].sum()),
+    unproven = lists["unproven"] & kind.eq(PREDICTED)  # what was measured needs no such proof
+    return {one: int(kind.eq(one).sum()) for one in (MEASURED, PREDICTED, IMPORTED)} | {
+        "flagged": int(lists["flags"].sum()), "unproven": int(unproven.sum()),
     }  # fmt: skip
 
 
@@ -120,7 +126,8 @@ def asked(table: Table, found: Sequence[Group]) -> tuple[str, str]:
     axes = list(dict.fromkeys(key for group in found for key in group.settings))
     varied = [n for n in ("seq_len", "micro_batch") if n not in axes and frame[n].nunique() > 1]
     names = [*varied, *(key for key in axes if key in frame and frame[key].nunique(dropna=True) > 1)]
-    told = "; ".join(f"{axis_name(key)} {values(frame, key, most=4)}" for key in names)
+    told = "; ".join(f"{axis_name(key)} {values(frame, key, most=4)}" for key in names[:AXES])
+    told += f"; and {len(names) - AXES} more settings" if len(names) > AXES else ""
     fixed = [text for key in ("precision", "runner") if key not in names and (text := values(frame, key, most=3))]
     model = values(frame, "model", most=3) or "a model that the rows do not name"
     how = f" ({', '.join(fixed)})" if fixed else ""
@@ -128,17 +135,18 @@ def asked(table: Table, found: Sequence[Group]) -> tuple[str, str]:
 
 
 def _where(frame: pd.DataFrame) -> str:
-    """The devices."""
-    found = []
-    for device, column in (("cuda", "gpu_name"), ("cpu", "cpu_name"), ("simulated", "simulated_gpu")):
-        rows = frame[frame["device"].eq(device).fillna(False) & frame["foreign"].isna()]
-        if len(rows):
-            name = values(rows, column, most=4)
-            found.append(f"the CPU {name}".rstrip() if device == "cpu" else name or "a card that is not named")
-    foreign = frame[frame["foreign"].notna()]
-    if len(foreign):
-        found.append(values(foreign, "gpu_name", most=3) or "a card that is not named")
-    return " and ".join(dict.fromkeys(found)) or "a device that the rows do not name"
+    """The devices; a card that was measured and predicted once."""
+    kind = tiles.kinds(frame)
+    own = frame[kind.eq(MEASURED)]
+    cards = list(own["gpu_name"].dropna().unique())
+    known = {card.name for name in cards if (card := find(str(name))) is not None}
+    cards += [name for name in frame.loc[kind.eq(PREDICTED), "simulated_gpu"].dropna().unique() if name not in known]
+    cards += [name for name in frame.loc[kind.eq(IMPORTED), "gpu_name"].dropna().unique() if name not in cards]
+    found = [f"{len(cards)} cards"] if len(cards) > CARDS else [" and ".join(sorted(map(str, cards)))] if cards else []
+    on_cpu = own[own["device"].eq("cpu").fillna(False)]
+    found += [f"the CPU {values(on_cpu, 'cpu_name', most=2)}".rstrip()] if len(on_cpu) else []
+    nameless = not cards and len(frame) > len(on_cpu)
+    return " and ".join([*found, *["a card that is not named"] * nameless]) or "a device that the rows do not name"
 
 
 def _trust(number: Mapping[str, int], kinds: str, judged: check.Verdict | None) -> Tile:

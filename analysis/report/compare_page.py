@@ -56,7 +56,7 @@ def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
     """The page as text."""
     drawn: Figure | None
     try:
-        drawn, undrawn = _in_page(overlay.figure(found, along)), ""
+        drawn, undrawn = _in_page(overlay.figure(found, along, sides)), ""
     except UserError as why:
         drawn, undrawn = None, f"No figure: {why}."
     names = (f"A {found.a}", f"B {found.b}")

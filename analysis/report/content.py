@@ -13,7 +13,7 @@ from vramsweep.analysis.compare import lengths, residuals_words
 from vramsweep.analysis.compare.calibrate import calibrate, calibrated
 from vramsweep.analysis.compare.residuals import residuals
 from vramsweep.analysis.data import parts
-from vramsweep.analysis.data.groups import groups
+from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import inferred as figures_inferred
@@ -24,8 +24,9 @@ from vramsweep.analysis.model import words
 from vramsweep.analysis.model.fit import Fit, fit_table
 from vramsweep.analysis.model.frontier import Limit, frontier
 from vramsweep.analysis.report import answer as answers
-from vramsweep.analysis.report import findings, tables
+from vramsweep.analysis.report import findings, summary, tables, tiles
 from vramsweep.analysis.report.picker import Picker, picker
+from vramsweep.analysis.report.summary import Summary
 
 FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
 SHOWN = 200  # groups that figures, findings and warnings look at
@@ -52,6 +53,7 @@ class Content:
     residuals: pd.DataFrame
     fit_text: str
     summary: str
+    screen: Summary
     asked: dict[str, str]
     machine: dict[str, str]
     methods: str
@@ -74,13 +76,13 @@ def collect(table: Table, answer: str | None = None) -> Content:
     notes: list[str] = []
     worlds = split_worlds(table)
     beside = Beside(table)
-    all_groups = []
-    by_world = []
+    by_world = [(name, groups(part)) for name, part in worlds]
+    head = tiles.head([group for _, own in by_world for group in own])
+    if head is not None:
+        by_world = [(name, _led(own, head.group)) for name, own in by_world]
+    all_groups = [group for _, own in by_world for group in own]
     all_jobs: list[parts.Job] = []
-    for name, part in worlds:
-        own = groups(part)
-        all_groups += own
-        by_world.append((name, own))
+    for (name, part), (_, own) in zip(worlds, by_world, strict=True):
         most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
         own_fits, own_notes = fit_table(part, limit=most, found=own, beside=beside.of)
         own = own[:SHOWN]
@@ -116,6 +118,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
     fixed, varied = ([g for g in all_groups if g.varies is side] for side in (False, True))
     kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""
     sweep = findings.values(table.frame, "sweep") or table.source
+    card = answers.card(table, all_groups, head, fits, limits, beside, answers.verdict(table))
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     days = [] if pd.isna(first) else list(dict.fromkeys(str(one)[:10] for one in (first, last)))
     when = f", {' to '.join(days)}" if days else ""
@@ -152,13 +155,30 @@ def collect(table: Table, answer: str | None = None) -> Content:
         residuals=apart,
         fit_text="\n\n".join(words.text(fit) for fit in fits),
         summary="\n".join(filter(None, [*leading, words.summary(fits)])),
+        screen=summary.summary(table, _beyond(card)),
         asked=findings.asked(table),
         machine=findings.machine(table),
         methods=findings.methods(table, fits),
-        card=answers.card(table, all_groups, fits, limits, answers.verdict(table)),
+        card=card,
         picker=picker(table, by_world),
         answer=asked_for,
     )
+
+
+def _led(found: list[Group], by: Group) -> list[Group]:
+    """The groups with the one most like `by` first, which figures then begin with."""
+
+    def alike(group: Group) -> int:
+        return sum(group.settings.get(key) == value for key, value in by.settings.items())
+
+    first = max(found, key=lambda group: (group.id == by.id, not group.varies, alike(group)), default=by)
+    return [*(group for group in found if group is first), *(group for group in found if group is not first)]
+
+
+def _beyond(card: answers.Card) -> str:
+    """What the curve says, for the answers' own configuration, of lengths that were not tried; "" for nothing."""
+    told = card.fits.interval
+    return f"B{told[1:]}: {card.of or 'of all'}." if told.startswith("by the curve") else ""
 
 
 def split_worlds(table: Table) -> list[tuple[str, Table]]:

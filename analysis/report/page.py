@@ -24,7 +24,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from vramsweep.analysis.data import markup
-from vramsweep.analysis.figures import files
+from vramsweep.analysis.figures import files, layout
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report.content import Content
 from vramsweep.analysis.report.findings import COMMAND
@@ -168,7 +168,9 @@ def _library() -> Markup:
 
 
 def _spec(figure: Figure) -> Markup:
-    return packed(str(figure.plot.to_json()))
+    """The plot, and what changes in it on a narrow screen."""
+    narrow = json.dumps(layout.on_phone(figure), separators=(",", ":"))
+    return packed(f'{{"plot":{figure.plot.to_json()},"narrow":{narrow}}}')
 
 
 def _json(value: Any) -> Markup:

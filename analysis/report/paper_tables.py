@@ -248,12 +248,14 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
                 number(limit.smallest_too_large),
             )
         )
+    predicted = all(limit.predicted for limit in known)
+    ran, run = ("fits", "predicted") if predicted else ("ran", "run")
     notes = [
-        "Ran: the longest run within what PyTorch can have of such a card. Safe: a new run of that length fits with "
-        "97.5 %. Curve: the fitted curve's limit. Too long: the shortest run that needs more."
+        f"{ran.capitalize()}: the longest {run} within what PyTorch can have of such a card. Safe: a new run of that "
+        f"length fits with 97.5 %. Curve: the fitted curve's limit. Too long: the shortest {run} that needs more."
     ]
     if any(BEYOND in line[4] for line in lines):
-        notes.append(f"{BEYOND} beyond what was measured.")
+        notes.append(f"{BEYOND} beyond what was {'predicted' if predicted else 'measured'}.")
     axis = known[0].axis.replace("seq_len", "sequence length") if known else ""
     table = _table(
         "frontier",
@@ -261,7 +263,7 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
         (
             ("setting", "", "text"),
             ("card", "GiB", "numbers"),
-            ("ran", "tokens", "numbers"),
+            (ran, "tokens", "numbers"),
             ("safe", "tokens", "numbers"),
             ("curve", "tokens", "numbers"),
             ("too long", "tokens", "numbers"),

@@ -22,7 +22,7 @@ const page = (function () {
   const chosenGroup = (number) => number < 0 || chosen(choices.groups[number]);
 
   // --- figures
-  const drawn = new Map(); // div to { spec, narrow }
+  const drawn = new Map(); // div to { plot, narrow }
   const direct = (trace) => Boolean(trace.meta && trace.meta.direct);
 
   function visible(spec, narrow) {
@@ -43,30 +43,30 @@ const page = (function () {
     return shown;
   }
 
-  // On a narrow screen labels at the ends of lines would take half the figure: a legend below takes their place.
-  function arrange(div) {
-    const { spec } = drawn.get(div);
-    const narrow = div.clientWidth < 560, layout = spec.layout;
-    const labels = layout.annotations || [], shown = visible(spec, narrow);
-    const names = new Set(spec.data.filter((t, i) => shown[i]).map((t) => t.name));
-    const all = new Set(spec.data.map((t) => t.name));
-    const change = {};
-    labels.forEach((a, i) => {
-      if (a.name === "direct") change["annotations[" + i + "].visible"] = !narrow && (!all.has(a.text) || names.has(a.text));
-    });
-    if (labels.some((a) => a.name === "direct") || spec.data.some(direct)) {
-      const margin = layout.margin || {};
-      change.showlegend = narrow || Boolean(layout.showlegend);
-      change["margin.r"] = narrow ? 12 : margin.r;
-      change["margin.l"] = narrow ? 44 : margin.l;
-      if (!narrow && div._fullLayout) div._fullLayout._reservedMargin = {}; // plotly keeps the room of a legend that has gone
-    }
-    div.dataset.narrow = String(narrow);
-    const known = spec.data.filter((t) => t.meta && t.meta.settings);
-    const none = state.picks.size > 0 && known.length > 0 && !spec.data.some((t, i) => shown[i] && t.meta && t.meta.settings);
+  // What a narrow screen changes is in the page (layout.py): this alone is laid over the figure.
+  const NARROW = 560;
+  function over(base, change) {
+    if (!change || typeof change !== "object" || Array.isArray(change)) return change === undefined ? base : change;
+    const made = { ...base };
+    for (const [key, value] of Object.entries(change)) made[key] = over(made[key], value);
+    return made;
+  }
+
+  async function arrange(div) {
+    const { plot, narrow } = drawn.get(div);
+    const small = div.parentElement.clientWidth < NARROW, shown = visible(plot, small && !narrow.beside);
+    const known = plot.data.filter((trace) => trace.meta && trace.meta.settings);
+    const none = state.picks.size > 0 && known.length > 0 && !plot.data.some((t, i) => shown[i] && t.meta && t.meta.settings);
+    div.dataset.narrow = String(small);
     div.hidden = none;
     div.nextElementSibling.hidden = !none;
-    if (!none) return window.Plotly.update(div, { visible: shown }, change);
+    if (none) return;
+    const data = plot.data.map((trace, i) => over(over(trace, small ? narrow.traces[i] : undefined), { visible: shown[i] }));
+    const layout = over(structuredClone(plot.layout), small ? narrow.layout : undefined); // plotly writes into it
+    layout.height = small ? narrow.height : plot.layout.height || 460;
+    div.style.height = layout.height + "px";
+    if (div._fullLayout) div._fullLayout._reservedMargin = {}; // plotly keeps the room of a legend that has gone
+    await window.Plotly.react(div, data, layout, { displaylogo: false, responsive: true });
   }
 
   async function drawAll() {
@@ -76,9 +76,7 @@ const page = (function () {
     script.textContent = await unpack("library");
     document.head.append(script);
     for (const div of divs) {
-      const spec = JSON.parse(await unpack("spec-" + div.dataset.number));
-      await window.Plotly.newPlot(div, spec.data, JSON.parse(JSON.stringify(spec.layout)), { displaylogo: false, responsive: true });
-      drawn.set(div, { spec });
+      drawn.set(div, JSON.parse(await unpack("spec-" + div.dataset.number)));
       await arrange(div);
       await new Promise((done) => setTimeout(done)); // a reader's click comes first
     }
@@ -89,7 +87,7 @@ const page = (function () {
   window.addEventListener("resize", () => {
     clearTimeout(resizing);
     resizing = setTimeout(() => drawn.forEach((_, div) => {
-      if (div.dataset.narrow !== String(div.clientWidth < 560)) arrange(div);
+      if (div.dataset.narrow !== String(div.parentElement.clientWidth < NARROW)) arrange(div);
     }), 150);
   });
 

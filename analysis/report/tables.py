@@ -21,6 +21,8 @@ from vramsweep.analysis.model.frontier import FEW, Limit
 from vramsweep.harness import repeats
 from vramsweep.harness.row import PARTS as OF_JOBS
 
+BETWEEN = "95 % between processes (tokens/s)"
+
 
 def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
     """One line per group: how many rows of each outcome, range of lengths, memory and speed at the longest length."""
@@ -41,9 +43,11 @@ def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
         ):
             value = at[column].median() if len(at) else np.nan
             line[name] = "–" if pd.isna(value) else f"{float(value) / scale:,.{digits}f}"
-        line["95 % between processes (tokens/s)"] = _between(at["tokens_per_s"].dropna())
+        line[BETWEEN] = _between(at["tokens_per_s"].dropna())
         lines.append(line)
-    return pd.DataFrame(lines, index=[group.id for group in groups])
+    found = pd.DataFrame(lines, index=[group.id for group in groups])
+    timed = len(found) and found["tokens/s"].ne("–").any()
+    return found if timed else found.drop(columns=["tokens/s", BETWEEN], errors="ignore")
 
 
 def _between(speeds: pd.Series[Any]) -> str:

@@ -80,14 +80,7 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
         notes = files.write(content.figures, places["figures"], formats)
     except OSError as error:
         raise unwritable(error, folder) from None
-    screen = summary.summary(table, _beyond(content))
-    return Written(places, content.summary, (*content.warnings, *notes), content.answer, screen)
-
-
-def _beyond(content: Content) -> str:
-    """What the curve says, for the report's own configuration, of lengths that were not tried; "" for nothing."""
-    told = content.card.fits.interval
-    return f"B{told[1:]}: {content.card.of or 'of all'}." if told.startswith("by the curve") else ""
+    return Written(places, content.summary, (*content.warnings, *notes), content.answer, content.screen)
 
 
 def _whole(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from conftest import ROOT
 
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table, from_frame, load
+from vramsweep.analysis.figures.composition import OF_PEAK
 from vramsweep.analysis.report import answer
-from vramsweep.analysis.report.tiles import PARTS, UNKNOWN, size_of_card
+from vramsweep.analysis.report.tiles import UNKNOWN, size_of_card
 from vramsweep.harness.row import Row, complete
 
 PUBLIC = Path("/work/shared/data/qwen15-0.5b-zero3/without-expandable-segments.csv")
@@ -53,7 +55,7 @@ def test_measured_rows_answer_every_question() -> None:
 
 
 def test_a_prediction_is_never_shown_as_measured() -> None:
-    parts = dict.fromkeys(PARTS, 0) | {"peak_activations_bytes": 3 << 30, "peak_parameters_bytes": 1 << 30}
+    parts = dict.fromkeys(OF_PEAK.values(), 0) | {"peak_activations_bytes": 3 << 30, "peak_parameters_bytes": 1 << 30}
     speeds = {"tokens_per_s": None, "estimated_tokens_per_s": 9000.0, "simulated_gpu": "l4-24gb", "unproven": ["x"]}
     card = of(*few(device="simulated", gpu_name=None, **parts, **speeds))
     assert card.dominates.value == f"Activations, 75{PERCENT}"
@@ -78,9 +80,11 @@ def test_measured_rows_come_before_predicted_ones() -> None:
 def test_where_nothing_fits_it_says_so_and_what_it_would_take() -> None:
     rows = [row | {"unlimited_peak_reserved_bytes": 5 << 30} for row in few(device_gib=1)]
     card = of(*rows)
-    assert (card.fits.value, card.fits.interval) == ("Nothing fits", "it would take 5.00 GiB")
+    assert (card.fits.value, card.fits.interval) == ("Nothing fits", "the smallest needs 5.00 GiB: a card of 8 GiB")
     assert card.fits.about == "Already 256 tokens at batch 1 ran out of memory; all 8 trials did."
     assert card.dominates.value == "Backward"
+    held = json.dumps({"parameters": 3 << 30, "activations": 1 << 30})
+    assert of(*(row | {"oom_parts_bytes": held} for row in rows)).dominates.value == f"Weights, 75{PERCENT}"
     assert [tile.value for tile in (card.cost, card.speed)] == [UNKNOWN, UNKNOWN]
 
 

@@ -1,0 +1,116 @@
+"""What the allocator changed, in a few words: over pairs of equal settings, and what fits only with one of them.
+
+Measured pairs come first: predicted ones answer only where no card ran a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.compare import verdicts
+from vramsweep.analysis.data.beyond import BEYOND, beyond_peak
+from vramsweep.analysis.data.groups import label
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.metrics import METRICS, show_bytes
+from vramsweep.analysis.report.tiles import KINDS, NARROW, UNKNOWN, Head, Tile, kinds, said
+from vramsweep.harness.errors import UserError
+
+_COMPARED = 2_000  # rows of two allocators; more would take longer than anyone waits
+_Pairs = list[tuple[Mapping[str, Any], verdicts.Memory]]
+
+
+def allocator(table: Table, of: Head | None) -> Tile:
+    """By how much the allocator that changes most changes reserved memory, over all pairs of equal settings."""
+    question = "What did the allocator change?"
+    known = table.frame.loc[table.frame["outcome"].isin(["ok", "oom"]).fillna(False).astype(bool), "allocator"].dropna()
+    names = [str(name) for name in known.value_counts().index]
+    if len(names) < 2:
+        only = f"only {names[0]} was tried" if names else "no row names one"
+        return Tile(question, "Not varied" if names else UNKNOWN, "", said(only, _left_over(of)), of.kind if of else "")
+    base = "default" if "default" in names else names[0]
+    kind = kinds(table.frame)
+    for which in KINDS:
+        found = _of_kind(table.where(kind.eq(which)), base, names) if kind.eq(which).any() else {}
+        if found:
+            return _told(question, base, found, which)
+    return Tile(question, about=said(f"no pair of equal settings ran both with {base} and with another"))
+
+
+def _of_kind(table: Table, base: str, names: Sequence[str]) -> dict[str, tuple[verdicts.OverAll, _Pairs]]:
+    """Of each allocator that can be held against the base: the verdict over all pairs, and each pair's."""
+    every = {name: _compared(table, base, name) for name in names if name != base}
+    return {name: one for name, one in every.items() if one is not None and one[0].change is not None}
+
+
+def _told(question: str, base: str, found: Mapping[str, tuple[verdicts.OverAll, _Pairs]], kind: str) -> Tile:
+    changes = {name: over.change or 0.0 for name, (over, _) in found.items()}
+    saves = min(changes, key=lambda one: changes[one])  # what to change, if anything helps
+    name = saves if changes[saves] < 0 else max(changes, key=lambda one: changes[one])
+    over, pairs = found[name]
+    what = METRICS[over.metric].label.removeprefix("peak ")
+    more = sum(one.a is None and one.b is not None for _, one in pairs)
+    fewer = sum(one.b is None and one.a is not None for _, one in pairs)
+    fit = [
+        f"{n:,} setting{'s fit' * (n != 1) or ' fits'} only with {who}" for n, who in ((more, name), (fewer, base)) if n
+    ]
+    if over.verdict == "EQUAL":
+        return Tile(question, "Nothing", "", said(f"{', '.join(found)}: {what} as with {base}", *fit), kind)
+    both = [(one.b - one.a, settings) for settings, one in pairs if one.a is not None and one.b is not None]
+    less = changes[name] < 0
+    size, where = max(both, key=lambda one: -one[0] if less else one[0])
+    told = f"up to {show_bytes(abs(size))} {'less' if less else 'more'}{_place(where)}"
+    other = sum((change > 0) is less and change != 0 for change, _ in both)
+    but = f"{'more' if less else 'less'} in {other:,} pair{'s' * (other != 1)}" if other else ""
+    rest = [f"{one}: {_less(changes[one])}" for one in found if one != name][:3]
+    number = f"mean of {len(both):,} pairs" if len(both) != 1 else "one pair"
+    told = said(f"against {base}", told, but, *fit, *rest)
+    return Tile(question, f"{name}: {_less(changes[name])} {what}", number, told, kind)
+
+
+def _place(settings: Mapping[str, Any]) -> str:
+    told = {key: settings[key] for key in ("seq_len", "micro_batch") if settings.get(key) is not None}
+    return f", at {label(told)}" if told else ""
+
+
+def _less(change: float | None) -> str:
+    if change is None or abs(change) < 0.0005:
+        return "no less"
+    return f"{100 * abs(change):.1f}{NARROW}% {'less' if change < 0 else 'more'}"
+
+
+def _compared(table: Table, base: str, other: str) -> tuple[verdicts.OverAll, _Pairs] | None:
+    """The verdict on reserved memory over all pairs, else on the first memory that both sides know; and that of each
+    pair, with its settings."""
+    try:
+        one, two = (_some(side) for side in verdicts.split(table, "allocator", [base, other]))
+        found = verdicts.compare(one, two, (base, other))
+    except UserError:
+        return None
+    over = min(found.memory, key=lambda one: one.metric != "peak_reserved_bytes", default=None)
+    if over is None:
+        return None
+    return over, [(pair.settings, m) for pair in found.pairs for m in pair.memory if m.metric == over.metric]
+
+
+def _some(side: Table) -> Table:
+    """At most about `_COMPARED` rows, of evenly spaced lengths."""
+    lengths = np.sort(side.frame["seq_len"].dropna().unique().astype(int))
+    if len(side.frame) <= _COMPARED or not len(lengths):
+        return side
+    most = max(1, _COMPARED * len(lengths) // len(side.frame))
+    keep = lengths[np.unique(np.linspace(0, len(lengths) - 1, most).astype(int))]
+    return side.where(side.frame["seq_len"].isin(keep).fillna(False))
+
+
+def _left_over(of: Head | None) -> str:
+    """What was reserved beyond the peak, at most."""
+    rows = beyond_peak([of.group])[0] if of else pd.DataFrame()
+    if rows.empty:
+        return ""
+    row = rows.iloc[int(rows[BEYOND].argmax())]
+    share = 100 * float(row[BEYOND]) / float(row["peak_reserved_bytes"]) if row["peak_reserved_bytes"] else 0.0
+    return f"it held at most {show_bytes(float(row[BEYOND]))} ({share:.0f}{NARROW}%) beyond {row['base']}"

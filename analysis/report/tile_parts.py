@@ -1,0 +1,105 @@
+"""What dominates the peak, in a few words: its largest part where the parts are known, else what grows with length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.analysis.data.pairing import Beside
+from vramsweep.analysis.figures.composition import OF_PEAK, called, oom_parts
+from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.report.tiles import (
+    FLAT,
+    NARROW,
+    Head,
+    Tile,
+    basis,
+    ended,
+    last_piece,
+    memory_fit,
+    said,
+)
+
+_PHASES = ("load", "forward", "backward", "optimizer")
+
+
+def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside: Beside) -> Tile:
+    """The largest part of the peak at the longest, of the row's own or of those predicted for its settings; without any
+    what grows with length against what does not; where nothing ran, what was held when memory ran out."""
+    question = "What dominates the peak?"
+    if of is None:
+        lost = ended(frame, "oom").sort_values(["seq_len", "micro_batch"])
+        if lost.empty or len(ended(frame, "ok")):
+            return Tile(question, about="No row holds a peak.")
+        held = {called(part): float(size) for part, size in oom_parts(lost.iloc[0]).items()}
+        phase = str(lost["phase"].dropna().mode().get(0, "")).split(", ")[-1]
+        if sum(held.values()) > 0:
+            what = f"of {show_bytes(sum(held.values()))} held or asked for when memory ran out"
+            return _largest(question, held, f"{what}, in {phase}" if phase else what, basis(lost.iloc[0]))
+        if not phase:
+            return Tile(question, about="No row holds a peak.")
+        return Tile(question, phase.capitalize(), "", "Where memory ran out, so no peak is known.")
+    at = f"at {of.longest:,} tokens"
+    own = _parts(of.row)
+    if own:
+        return _largest(question, own, f"of {show_bytes(sum(own.values()))} allocated {at}", of.basis)
+    twin = _twin(of, beside)
+    if twin is not None:
+        measured = of.row["peak_allocated_bytes"]
+        beside_it = "" if pd.isna(measured) else f"; measured are {show_bytes(float(measured))}"
+        parts = _parts(twin)
+        return _largest(question, parts, f"of {show_bytes(sum(parts.values()))} predicted {at}{beside_it}", basis(twin))
+    peaks = {phase: float(v) for phase in _PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
+    phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
+    fit = memory_fit(of, found)
+    grows = _growing(fit, float(of.longest)) if fit is not None else None
+    if fit is not None and grows is not None:
+        value = f"What grows with length, {100 * grows:.0f}{NARROW}%"
+        told = f"activations and the like; {100 * (1 - grows):.0f}{NARROW}% is weights, gradients, optimizer state"
+        if grows < 0.5:
+            value = f"What no length changes, {100 * (1 - grows):.0f}{NARROW}%"
+            told = f"weights, gradients, optimizer state; {100 * grows:.0f}{NARROW}% grows with length"
+        return Tile(question, value, "", said(told, f"of {fit.metric.label} {at}", phase), of.kind)
+    if phase:
+        return Tile(question, phase.removesuffix(" has the peak").capitalize(), "", said(at), of.basis)
+    return Tile(question, about="The rows hold a peak without its parts, and no curve tells them apart.")
+
+
+def _parts(row: pd.Series[Any]) -> dict[str, float]:
+    """The parts of a row's peak that are known, in bytes; {} where they are nothing."""
+    found = {called(part): float(row[column]) for part, column in OF_PEAK.items() if not pd.isna(row[column])}
+    return found if sum(found.values()) > 0 else {}
+
+
+def _twin(of: Head, beside: Beside) -> pd.Series[Any] | None:
+    """The predicted row of these settings, this length and batch, that knows its parts."""
+    rows = beside.of(of.group)
+    if rows is None:
+        return None
+    same = rows["outcome"].eq("ok") & rows["seq_len"].eq(of.longest) & rows["micro_batch"].eq(of.row["micro_batch"])
+    for _, row in rows[same.fillna(False).astype(bool)].iterrows():
+        if _parts(row):
+            return row
+    return None
+
+
+def _largest(question: str, parts: Mapping[str, float], of: str, basis: str) -> Tile:
+    """The largest part, and the few after it."""
+    total = sum(parts.values())
+    first, *others = sorted(parts, key=lambda name: -parts[name])
+    share = {name: f"{100 * size / total:.0f}{NARROW}%" for name, size in parts.items()}
+    rest = [f"{name} {share[name]}" for name in others[:3] if parts[name] >= 0.005 * total]
+    told = said(f"then {', '.join(rest)}" if rest else "", of)
+    return Tile(question, f"{first.capitalize()}, {share[first]}", "", told, basis)
+
+
+def _growing(fit: Fit, longest: float) -> float | None:
+    """The share of the curve at the longest that grows with length; None where its parts are none."""
+    _, fixed, slope, square, _ = last_piece(fit)
+    peak = float(fit.value(np.array([longest]))[0])
+    share = (slope * longest + square * longest**2) / peak if peak > 0 else float("nan")
+    return max(share, 0.0) if -FLAT < share <= 1 and fixed >= 0 else None
