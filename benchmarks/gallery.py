@@ -189,7 +189,7 @@ def page(work: Path) -> str:
     parts = [
         "# Gallery",
         "Real figures, each with its command, machine and versions. `python benchmarks/gallery.py` runs "
-        "them all, without a GPU; no card has been measured with this version yet.",
+        "them all, without a GPU; what a card showed is [a page of its own](h100.md).",
     ]
     for picture in PICTURES:
         parts += [
