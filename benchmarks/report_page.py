@@ -36,9 +36,11 @@ PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations",
          "workspaces", "rounding")  # fmt: skip
 WATCH = """
 window.seen = {tasks: []};
-new PerformanceObserver(l => l.getEntries().forEach(e => { if (e.name === "first-contentful-paint") seen.paint = e.startTime; }))
-  .observe({type: "paint", buffered: true});
-new PerformanceObserver(l => l.getEntries().forEach(e => seen.tasks.push(e.duration))).observe({type: "longtask", buffered: true});
+new PerformanceObserver(l => l.getEntries().forEach(e => {
+  if (e.name === "first-contentful-paint") seen.paint = e.startTime;
+})).observe({type: "paint", buffered: true});
+new PerformanceObserver(l => l.getEntries().forEach(e => seen.tasks.push(e.duration)))
+  .observe({type: "longtask", buffered: true});
 new MutationObserver(() => {
   const said = document.documentElement.dataset, now = performance.now();
   if (said.ready && !seen.ready) seen.ready = now;
