@@ -30,7 +30,8 @@ IMAGES, PAGE = ROOT / "docs" / "images" / "gallery", ROOT / "docs" / "gallery.md
 WIDTH, LARGEST = 800, 150_000  # pixels of a column of the site; bytes of a file
 
 GPT2 = "vramsweep report results/reference/gpt2-cpu"
-TINY = "vramsweep sweep -m model=tiny device=cpu sweep=cpu"
+H100 = "vramsweep report results/reference/h100-80gb/rows.jsonl --out h100"
+CARD = "Measured on an NVIDIA H100 80GB HBM3 and predicted for it; versions are [there](h100.md)"
 QWEN = (
     "vramsweep sweep -m model=qwen0.5b device=simulated device.gpu=l4-24gb seq_len=512,1024,2048,4096 micro_batch=1,4 "
     "allocator=default,expandable checkpointing=none,full name=qwen"
@@ -60,20 +61,26 @@ class Picture:
 
 
 PICTURES = (
+    Picture("composition", "Memory by what it is", QWEN, "results/qwen/figures/composition.svg",
+            "What the peak is made of, to the byte: weights, gradients, optimizer state, activations and what is "
+            "short-lived; on top what the allocator reserves beyond. Lines: other cards; the strip: which phase "
+            "makes the peak.", "results/qwen"),
+    Picture("measured", "Measured peaks over the predicted stack", H100, "h100/figures/composition_predicted.svg",
+            "What a card reserved and allocated, as points, over what was predicted for the same settings.", made=CARD),
+    Picture("residuals", "Predicted against measured", H100, "h100/figures/residuals.svg",
+            "By how much each counter of a card differed from its prediction, over 34 configurations.", made=CARD),
     Picture("memory_by_length", "Memory by length", GPT2, "results/reference/gpt2-cpu/figures/memory_by_length.svg",
             "GPT-2's peak against length: flat while weights, gradients and optimizer state make the peak, then "
-            "rising with the activations. Points are measured, the line is the fit ([how](analysis.md#fits)).",
-            "results/reference/gpt2-cpu"),
-    Picture("memory_by_phase", "Memory by phase", TINY, "results/tiny-torch-cpu/figures/memory_by_phase.svg",
-            "Which phase of a step makes the peak, at each length.", "results/tiny-torch-cpu"),
-    Picture("memory_by_category", "Memory by what it is", QWEN, "results/qwen/figures/memory_by_category.svg",
-            "What the peak is made of: weights, gradients, optimizer state, activations and what is short-lived.",
-            "results/qwen"),
+            "rising with the activations. Points are measured, the line is the fit ([how](analysis.md#fits)), below is "
+            "what it misses.", "results/reference/gpt2-cpu"),
+    Picture("memory_by_phase", "Memory by phase", GPT2, "results/reference/gpt2-cpu/figures/memory_by_phase.svg",
+            "Which phase of a step makes the peak, at each length.", "results/reference/gpt2-cpu"),
     Picture("allocators", "Allocators", QWEN, "results/qwen/figures/allocators.svg",
             "What is reserved under each allocator setting: of one length alone they differ by little.",
             "results/qwen"),
     Picture("frontier", "What fits", QWEN, "results/qwen/figures/frontier.svg",
-            "The largest length for each setting, by the memory of a card.", "results/qwen"),
+            "How long one can go with each setting, on a card of each size: hatched is predicted to fit, the tick is "
+            "the estimate.", "results/qwen"),
     Picture("compare", "Two settings over each other", f"{QWEN}\n{COMPARE}", "compare.svg",
             "With and without recomputing activations, and the difference ([verdicts](analysis.md#compare)).",
             "results/qwen"),
@@ -114,7 +121,7 @@ python benchmarks/published_sweep.py
 
 def prepared(work: Path) -> None:
     """The folder that commands run in, with the reference rows and the recording where the repository has them."""
-    for name in ("results/reference/gpt2-cpu", "tests/data/snapshots"):
+    for name in ("results/reference/gpt2-cpu", "results/reference/h100-80gb", "tests/data/snapshots"):
         shutil.copytree(ROOT / name, work / name, dirs_exist_ok=True)
 
 
@@ -123,7 +130,7 @@ def run(command: str, work: Path) -> None:
     words = shlex.split(command)[1:]
     print(f"$ {command}", flush=True)
     if words[0] == "sweep":
-        name = next((word.removeprefix("name=") for word in words if word.startswith("name=")), "tiny-torch-cpu")
+        name = next(word.removeprefix("name=") for word in words if word.startswith("name="))
         _call([*words, "report=false"], work)
         words = ["report", f"results/{name}"]
     _call([*words, "--images", "svg"] if words[0] == "report" else words, work)
@@ -189,7 +196,7 @@ def page(work: Path) -> str:
     parts = [
         "# Gallery",
         "Real figures, each with its command, machine and versions. `python benchmarks/gallery.py` runs "
-        "them all, without a GPU; what a card showed is [a page of its own](h100.md).",
+        "them all, without a GPU; what a card measured is kept in the repository.",
     ]
     for picture in PICTURES:
         parts += [

@@ -45,12 +45,17 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
     for name, view in worlds:
         known = replace(view, looks=alike)
 
-        def shown(figure: Figure, name: str = name, known: View = known) -> Figure:
+        def shown(figure: Figure, *of: View, name: str = name, known: View = known) -> Figure:
             drawn = figure if alone and not known.predicted else of_world(figure, name, alone)
-            return replace(drawn, source=source(rows_of(figure, known.table.frame)))
+            rows = [rows_of(figure, one.table.frame) for one in of]
+            return replace(drawn, source=source(pd.concat(rows) if len(rows) > 1 else rows[0]))
 
-        main += [shown(figure) for figure in composition(known, beside, measured)]
-        others += [shown(figure) for build in FIGURES for figure in build(known)]
+        for figure in composition(known, beside, measured):
+            ran = [
+                view for _, view in worlds if not view.predicted and _ids(figure) & set(view.table.frame["trial_id"])
+            ]
+            main.append(shown(figure, known, *ran))
+        others += [shown(figure, known) for build in FIGURES for figure in build(known)]
     if not main:  # the phases are what is known where parts are not
         others.sort(key=lambda figure: not figure.name.startswith(PHASES))
     return [*main, *others]
@@ -63,12 +68,16 @@ def with_source(figures: Sequence[Figure], frame: pd.DataFrame) -> list[Figure]:
 
 def rows_of(figure: Figure, frame: pd.DataFrame) -> pd.DataFrame:
     """The rows that a figure shows, by the ids in its data; all where it says none."""
-    if "trial_id" not in figure.data:
-        return frame
-    shown = figure.data[figure.data["shown"]] if "shown" in figure.data else figure.data
-    ids = {one for text in shown["trial_id"].dropna() for one in str(text).split()}
-    found = frame[frame["trial_id"].isin(ids)]
+    found = frame[frame["trial_id"].isin(_ids(figure))]
     return found if len(found) else frame
+
+
+def _ids(figure: Figure) -> set[str]:
+    """The trials that a figure shows before anybody chose others."""
+    if "trial_id" not in figure.data:
+        return set()
+    shown = figure.data[figure.data["shown"]] if "shown" in figure.data else figure.data
+    return {one for text in shown["trial_id"].dropna() for one in str(text).split()}
 
 
 def source(frame: pd.DataFrame) -> str:

@@ -105,6 +105,30 @@ def test_a_flat_peak_costs_next_to_nothing() -> None:
     assert card.dominates.value == f"What no length changes, 100{PERCENT}"
 
 
+def test_other_cards_are_told_where_less_fits_and_what_ended_otherwise_was_tried() -> None:
+    fixed: dict[str, Any] = {"device": "simulated", "gpu_name": None}
+    rows = [*few(**fixed, simulated_gpu="l4-24gb"), *few(**fixed, simulated_gpu="t4-16gb", device_gib=4)]
+    rows += few(**fixed, simulated_gpu="rtx2070-8gb", device_gib=3)
+    for number, row in enumerate(rows):
+        row.update({"trial_id": f"{number}", "trial.device.gpu": row["simulated_gpu"]})
+    card = of(*rows)
+    assert card.asked.endswith("need on 3 cards?") and card.of.endswith("l4-24gb")
+    assert card.fits.about.endswith("only 512 on t4-16gb; nothing on rtx2070-8gb.")
+    crashed = of(*few(), {**few()[-1], "trial_id": "x", "seq_len": 4096, "outcome": "crash"})
+    assert crashed.fits.value == "Yes, 2,048 tokens" and crashed.fits.about.startswith("4,096 was tried: crash;")
+
+
+def test_measured_pairs_of_allocators_come_before_predicted_ones() -> None:
+    lengths = (512, 1024, 2048)
+    ran = synthetic.sweep(lengths, (1,), repeats=1)
+    simulated = synthetic.sweep(lengths, (1,), repeats=1, device="simulated", gpu_name=None, simulated_gpu="l4-24gb")
+    for row in simulated:
+        row["peak_reserved_bytes"] = (row["peak_reserved_bytes"] or 0) // (1 + (row["allocator"] == "expandable"))
+    both = of(*ran, *simulated)
+    assert both.allocator == of(*ran).allocator and both.allocator.basis == "measured"
+    assert of(*simulated).allocator.value.startswith("expandable: 5")  # about half
+
+
 def test_rows_of_a_cpu_say_nothing_of_a_card() -> None:
     card = answer.brief(load(ROOT / "results" / "reference" / "gpt2-cpu"))
     assert "says nothing of a card's limit" in card.fits.about and "GiB" not in card.fits.interval

@@ -162,6 +162,30 @@ def test_the_first_screen_answers_five_questions(folder: Path, tab: Tab) -> None
     assert last is not None and last["y"] + last["height"] <= 1.25 * 844  # where letters are wide
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_word_of_a_figure_is_cut_off(width: int, folder: Path, tab: Tab) -> None:
+    tab.page.set_viewport_size({"width": width, "height": 844})
+    tab.open(folder / "report.html")
+    cut = """() => [...document.querySelectorAll('.plot')].flatMap(plot => { const room = plot.getBoundingClientRect();
+      return [...plot.querySelectorAll('.main-svg text')].filter(t => { const r = t.getBoundingClientRect();
+        return r.width && (r.left < room.left - 1 || r.right > room.right + 1 || r.bottom > room.bottom + 1); })
+        .map(t => plot.closest('figure').id + ': ' + t.textContent); })"""
+    assert tab.page.evaluate(cut) == []
+
+
+def test_three_findings_stand_before_those_in_full_and_the_main_figure_is_of_the_answers(
+    folder: Path, tab: Tab
+) -> None:
+    tab.open(folder / "report.html")
+    assert 1 <= tab.page.locator("#findings li:visible").count() <= 3
+    told = tab.page.locator("#findings li").count()
+    tab.page.locator("#findings summary").click()
+    assert tab.page.locator("#findings li:visible").count() == told > 3
+    chosen = str(tab.page.locator("#card .scope strong").text_content())
+    shown = tab.page.evaluate("document.querySelector('#figure-0').data.map(t => t.meta.settings)")
+    assert shown and all(f"batch {one['micro_batch']}" in chosen and one["allocator"] in chosen for one in shown)
+
+
 def test_headings_are_in_order_and_every_field_has_a_name(folder: Path, tab: Tab) -> None:
     tab.open(folder / "report.html")
     levels = tab.page.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map(h => Number(h.tagName[1]))")
