@@ -66,8 +66,9 @@ PICTURES = (
             "results/reference/gpt2-cpu"),
     Picture("memory_by_phase", "Memory by phase", TINY, "results/tiny-torch-cpu/figures/memory_by_phase.svg",
             "Which phase of a step makes the peak, at each length.", "results/tiny-torch-cpu"),
-    Picture("memory_by_category", "Memory by what it is", QWEN, "results/qwen/figures/memory_by_category.svg",
-            "What the peak is made of: weights, gradients, optimizer state, activations and what is short-lived.",
+    Picture("composition", "Memory by what it is", QWEN, "results/qwen/figures/composition.svg",
+            "What the peak is made of at each length: weights, gradients, optimizer state, activations and what is "
+            "short-lived, rounded up, or reserved beyond; the line is what the card has.",
             "results/qwen"),
     Picture("allocators", "Allocators", QWEN, "results/qwen/figures/allocators.svg",
             "What is reserved under each allocator setting: of one length alone they differ by little.",
