@@ -68,10 +68,10 @@ PICTURES = (
             "Which phase of a step makes the peak, at each length.", "results/tiny-torch-cpu"),
     Picture("composition", "Memory by what it is", QWEN, "results/qwen/figures/composition.svg",
             "What the peak is made of at each length: weights, gradients, optimizer state, activations and what is "
-            "short-lived, rounded up, or reserved beyond; the line is what the card has.",
+            "short-lived, rounded up, or reserved beyond; dashed, what a card of that size leaves for it.",
             "results/qwen"),
     Picture("allocators", "Allocators", QWEN, "results/qwen/figures/allocators.svg",
-            "What is reserved under each allocator setting: of one length alone they differ by little.",
+            "What is reserved under each allocator setting, at each length; the black line is what is allocated.",
             "results/qwen"),
     Picture("frontier", "What fits", QWEN, "results/qwen/figures/frontier.svg",
             "The largest length for each setting, by the memory of a card.", "results/qwen"),
