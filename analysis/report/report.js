@@ -61,7 +61,8 @@ const page = (function () {
     div.hidden = none;
     div.nextElementSibling.hidden = !none;
     if (none) return;
-    const data = plot.data.map((trace, i) => over(over(trace, small ? narrow.traces[i] : undefined), { visible: shown[i] }));
+    const data = plot.data.map((trace, i) => over(over(trace, small ? narrow.traces[i] : undefined), { visible: shown[i] }))
+      .filter((trace) => trace.visible !== false); // what nobody sees costs nothing
     const layout = over(structuredClone(plot.layout), small ? narrow.layout : undefined); // plotly writes into it
     layout.height = small ? narrow.height : plot.layout.height || 460;
     div.style.height = layout.height + "px";
