@@ -249,11 +249,13 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
     extras = [str(name) for name in both.columns if str(name).startswith(EXTRA)]
     differs, axes = _axes(both, [*ASKED, *extras])
     differs |= _axes(both, list(FOUND))[0]
+    again = [key for key in extras if differs.get(key) == differs.get(key.removeprefix(EXTRA), ())]
+    differs = {key: sides for key, sides in differs.items() if key not in again}
     keys = [*(axis for axis in axes if axis != "foreign"), "seq_len"]
     filled = pd.DataFrame({key: both[key].astype("string").fillna("") for key in keys})
     in_a = both["_set"].eq("a").to_numpy(bool)
     apart = [key for key in keys if set(filled.loc[in_a, key]).isdisjoint(filled.loc[~in_a, key])]
-    varying = [key for key in keys if filled[key].nunique() > 1]
+    varying = _apart(filled)
     shown = {key: both[key].to_numpy(object) for key in {*varying, "seq_len", "micro_batch"}}
     read = _reader(both)
     cells = []
@@ -272,6 +274,15 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
         why = f"they share no {' and no '.join(apart)}" if apart else "no combination of settings is in both"
         raise UserError(f"nothing to compare between {names[0]} and {names[1]}: {why}")
     return sorted(cells, key=lambda cell: [_order(value) for value in cell.settings.values()]), differs
+
+
+def _apart(filled: pd.DataFrame) -> list[str]:
+    """The columns that vary, without those that only say again what one before them says."""
+    found: dict[bytes | str, str] = {}
+    for key in map(str, filled.columns[filled.nunique() > 1]):
+        same = key if key in ("seq_len", "micro_batch") else pd.factorize(filled[key])[0].tobytes()
+        found.setdefault(same, key)
+    return list(found.values())
 
 
 def _needed(frame: pd.DataFrame) -> pd.DataFrame:

@@ -47,6 +47,25 @@ def test_allocators_within_one_table() -> None:
     assert compare(*reversed(both)).worse  # type: ignore[arg-type]
 
 
+def test_what_tells_pairs_apart_is_said_once() -> None:
+    """Rows say an allocator by its name, its text, and again in the trial's own words."""
+    rows = synthetic.sweep(lengths=(256, 512), batches=(1, 2), repeats=1)
+    sides = []
+    for checkpointing in ("none", "full"):
+        trial = {"checkpointing": checkpointing, "trial.checkpointing": checkpointing}
+        sides.append(table([{**row, **trial, "trial.allocator.name": row["allocator"]} for row in rows]))
+    found = compare(*sides)
+    assert found.differs == {"checkpointing": ("none", "full")}
+    assert {tuple(pair.settings) for pair in found.pairs} == {("allocator", "micro_batch", "seq_len")}
+
+
+def test_lengths_and_batches_that_go_together_are_both_told() -> None:
+    rows = [row for row in synthetic.sweep(lengths=(256, 512), batches=(1, 2), allocators=("default",))
+            if row["seq_len"] * row["micro_batch"] == 512]  # fmt: skip
+    found = compare(table(rows), table(rows))
+    assert {tuple(pair.settings) for pair in found.pairs} == {("micro_batch", "seq_len")}
+
+
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "SAME"), (1.1, "FASTER"), (0.9, "SLOWER"), (1.01, "AMBIGUOUS")])
 def test_speed_verdicts(factor: float, verdict: str) -> None:
     found = compare(table(sweep(0)), table(speed(sweep(1), factor)))
