@@ -1,8 +1,10 @@
 """Record every event of PyTorch's CUDA allocator over a small training run, from its first allocation on.
 
     PYTORCH_CUDA_ALLOC_CONF=... python benchmarks/recorded_steps.py OUT.pickle [--limit BYTES] [--streams | --ddp]
+    python benchmarks/recorded_steps.py OUT.pickle --row ROWS.jsonl TRIAL_ID
 
-GPT-2, length 256, batch 4, bf16: loading and three steps. A sweep's `record=true` keeps one step after warm-up, when
+GPT-2, length 256, batch 4, bf16: loading and three steps; or the trial of a row, by the code that measured it, with
+the Python frames that asked for each block, to see where its prediction went wrong. A sweep's `record=true` keeps one step after warm-up, when
 the cache has what it needs and no segment comes or goes; growth, garbage collection and retries are before that. The
 limit is `torch.cuda.set_per_process_memory_fraction`, which every torch has. Prints one line of JSON: the limit that
 the allocator makes of it, peaks, retries, and whether the run ended out of memory, which is recorded too.
@@ -11,8 +13,10 @@ the allocator makes of it, peaks, retries, and whether the run ended out of memo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from vramsweep.harness import trial as trials  # noqa: E402
-from vramsweep.runners import build  # noqa: E402
+from vramsweep.runners import build, result, run  # noqa: E402
 
 STEPS = 3
 TRIAL: dict[str, Any] = {
@@ -49,6 +53,7 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--streams", action="store_true", help="the next batch is copied on a stream of its own")
     kinds.add_argument("--ddp", action="store_true", help="DistributedDataParallel of one rank, over NCCL")
+    kinds.add_argument("--row", nargs=2, metavar=("ROWS", "TRIAL_ID"), help="the trial of this row of a journal")
     arguments = parser.parse_args()
     limit = None
     if arguments.limit is not None:
@@ -56,10 +61,14 @@ def main() -> None:
         fraction = arguments.limit / total
         torch.cuda.set_per_process_memory_fraction(fraction)
         limit = int(fraction * total)  # as the allocator computes it
-    torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+    frames: dict[str, Any] = {"context": "alloc", "stacks": "python"} if arguments.row else {"context": None}
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, **frames)
     out_of_memory = False
     try:
-        train(trials.parse(TRIAL), torch.device("cuda", 0), arguments.streams, arguments.ddp)
+        if arguments.row:
+            as_measured(*arguments.row)
+        else:
+            train(trials.parse(TRIAL), torch.device("cuda", 0), arguments.streams, arguments.ddp)
     except torch.OutOfMemoryError:
         out_of_memory = True
     torch.cuda.memory._dump_snapshot(str(arguments.out))
@@ -72,6 +81,16 @@ def main() -> None:
         "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
     }
     print(json.dumps(found))
+
+
+def as_measured(rows: str, trial_id: str) -> None:
+    """Run the trial of a row as its worker did, but for the number of measured steps."""
+    found = next(row for row in map(json.loads, Path(rows).read_text().splitlines()) if row["trial_id"] == trial_id)
+    trial = trials.Trial.model_validate(found["trial"])
+    few = trial.protocol.model_copy(update={"measured_steps": 2})
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(result.EndedEarly):  # what follows the measured steps failed
+            run.run(trial.model_copy(update={"protocol": few}), Path(folder))
 
 
 def train(trial: trials.Trial, device: torch.device, streams: bool = False, ddp: bool = False) -> None:

@@ -82,7 +82,19 @@ def _with_loss(trial: Trial) -> bool:
 LIKE_LLAMA = ("llama", "qwen2", "mistral", "mixtral", "gemma", "gemma2", "phi", "phi3")
 """Models whose code in transformers follows Llama's."""
 
+LT_WORKSPACES = ("torch", ">=2.9,<2.12")
+"""Where cuBLASLt's handles keep a workspace of their own: pytorch #156495 to #173002. Seen on a card with 2.11."""
+
 DIFFERENCES = (
+    Difference(
+        "lt_workspaces",
+        *LT_WORKSPACES,
+        "aten/src/ATen/cuda/CublasHandlePool.cpp, getCUDABlasLtWorkspace (pytorch #156495 in 2.9; shared with cuBLAS "
+        "since #173002 in 2.12)",
+        "products that add a bias, which cuBLASLt does, keep another MiB for each thread's handle",
+        ("workspaces", "lt_apart"),
+        lambda trial: True,
+    ),
     Difference(
         "zero_linear_by_init",
         "deepspeed",
@@ -427,6 +439,13 @@ DIFFERENCES = (
 def holding(trial: Trial) -> list[Difference]:
     """The differences that the versions named by a simulated trial have from the installed ones."""
     return [one for one in DIFFERENCES if one.when(trial) and _differs(one, trial.versions.get(one.package))]
+
+
+def installed_is(package_and_versions: tuple[str, str]) -> bool:
+    """Whether the installed version of a package is in a range."""
+    package, versions = package_and_versions
+    version = techniques.version(package)
+    return version is not None and SpecifierSet(versions).contains(version, prereleases=True)
 
 
 def _differs(one: Difference, asked: str | None) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness import lengths
 from vramsweep.harness.trial import InvalidTrial, Trial, unchanged
@@ -103,6 +103,8 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and trial.seq_len > limit:
         raise InvalidTrial(f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions")
+    # Import the class's module now: what modules keep as tensors (torchaudio's, 4 bytes) would land on the device.
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
     def make(dtype: torch.dtype, device: torch.device = device) -> Any:
         with device:

@@ -175,15 +175,25 @@ def _autocast_kernel(name: str, casts: dict[int, tuple[torch.Tensor, torch.Tenso
             elif kwargs.get("dtype") is None:
                 kwargs["dtype"] = torch.float32
         elif name in LOWER:
-            args, kwargs = tree_map(lambda x: cast(x, lower), (args, kwargs))
+            args, kwargs = cast_all(args, kwargs, lower)
         elif name in PROMOTE:
             dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if _castable(x)}
-            widest = torch.float32 if torch.float32 in dtypes else lower
-            args, kwargs = tree_map(lambda x: cast(x, widest), (args, kwargs))
+            args, kwargs = cast_all(args, kwargs, torch.float32 if torch.float32 in dtypes else lower)
         elif at is None:
-            args, kwargs = tree_map(lambda x: cast(x, torch.float32), (args, kwargs))
+            args, kwargs = cast_all(args, kwargs, torch.float32)
         with torch._C._ExcludeDispatchKeyGuard(key):
             return operator(*args, **kwargs)
+
+    def cast_all(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        """The last argument first: they are cast within a call's parentheses, which gcc evaluates from the right.
+
+        aten/src/ATen/autocast_mode.h, WrapFunction_: `cached_cast(...)...`; its builds for Linux are gcc's.
+        """
+        named = {key: tree_map(lambda x: cast(x, dtype), kwargs[key]) for key in reversed(in_order(kwargs))}
+        return tuple(tree_map(lambda x: cast(x, dtype), value) for value in reversed(args))[::-1], named
+
+    def in_order(kwargs: Any) -> list[str]:
+        return sorted(kwargs, key=places.index)
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
         if not _castable(value) or value.dtype is dtype:

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
+from vramsweep.harness.differences import LT_WORKSPACES, installed_is
 from vramsweep.harness.gpus import Capability
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
@@ -55,6 +56,8 @@ HOST_CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", 
 MATMULS = {
     getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")
 }
+# Operators that allocate their last output first: the mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
+LAST_FIRST = {torch.ops.aten.native_dropout.default}
 ZEROS = {getattr(torch.ops.aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
 # Autograd's formulas fill fresh zeros in place on a GPU, and out of place where they meet a fake tensor.
 IN_PLACE = {
@@ -65,6 +68,12 @@ IN_PLACE = {
 # They look at norms and at the loss scale, which decide nothing about memory: nothing is lost by 0.
 FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
 KIB = 1 << 10
+# Of each handle and stream of cuBLASLt, where it does not use cuBLAS's (parseCUDABlasLtWorkspaceSize)
+LT_WORKSPACE = 1024 * KIB
+# What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
+# the tensor, torch's of the tensor and of its storage.
+UNHELD = (3, 4, 2)
+LT_APART = installed_is(LT_WORKSPACES)
 
 
 @dataclass(frozen=True)
@@ -187,6 +196,11 @@ def cublas_workspace(capability: Capability) -> int:
     return 4096 * KIB * 8 if capability[0] == 9 else 4096 * KIB * 2 + 16 * KIB * 8
 
 
+def fitted(size: int, category: str, workspace: int) -> int:
+    """The size of a storage on a card whose cuBLAS handles have workspaces of this size; cuBLASLt's are the same."""
+    return workspace if category == WORKSPACES and size != LT_WORKSPACE else size
+
+
 def generation(capability: Capability) -> bool:
     """All that a trace depends on of a card's compute capability, workspaces apart: cards that share it share traces.
 
@@ -201,7 +215,7 @@ def on(trace: Trace, capability: Capability) -> Trace:
     Events, marks and notes are the same lists.
     """
     size = cublas_workspace(capability)
-    sizes = [size if c == WORKSPACES else s for s, c in zip(trace.sizes, trace.categories, strict=True)]
+    sizes = [fitted(s, c, size) for s, c in zip(trace.sizes, trace.categories, strict=True)]
     return replace(trace, sizes=sizes)
 
 
@@ -219,7 +233,8 @@ class Tracer(TorchDispatchMode):
         self.in_last_step = False
         self._capability = capability
         self._workspace = cublas_workspace(capability)
-        self._threads: set[bool] = set()  # forward and backward run in threads of their own, each with a cuBLAS handle
+        # forward and backward run in threads of their own, each with a cuBLAS handle and one of cuBLASLt
+        self._handles: set[tuple[bool, bool]] = set()
         self._operator: Any = None
         self._origins = Origins()
         self._makers: dict[Maker, int] = {}
@@ -262,12 +277,11 @@ class Tracer(TorchDispatchMode):
         if sharded(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func in MATMULS:
-            self._operator = "cuBLAS workspace"
-            self._handle()
         self._operator = func
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
             func = IN_PLACE[func]
+        elif func is torch.ops.aten.add.Tensor and not kwargs and _accumulates(args):
+            func = torch.ops.aten.add_.Tensor
         tensors = list(_tensors((*args, *kwargs.values())))
         valueless = [isinstance(t, FakeTensor) or t.is_meta for t in tensors]
         if func is torch.ops.aten._local_scalar_dense.default and any(valueless):
@@ -299,8 +313,12 @@ class Tracer(TorchDispatchMode):
             out = func(*args, **kwargs)
         if self.known is not None:
             self.known.keep(out, value)
-        for tensor in _tensors((out,)):
+        made = list(_tensors((out,)))
+        for tensor in reversed(made) if func in LAST_FIRST else made:
             self._track(tensor, tensors)
+        if func in MATMULS:  # whose output is there when the handle is asked for
+            self._operator = "cuBLAS workspace"
+            self._handle(through_lt=_through_lt(func, tensors))
         self.trace.events += [-(number + 1) for number in reversed(taken)]
         if func.namespace == "c10d":
             self._collective(args, tensors)
@@ -393,12 +411,15 @@ class Tracer(TorchDispatchMode):
             self.know("optimizer_state", group["params"])
             self.know("gradients", [p.grad for p in group["params"] if p.grad is not None])
 
-    def _handle(self) -> None:
-        """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good."""
+    def _handle(self, through_lt: bool) -> None:
+        """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good; so does the
+        one of cuBLASLt, where that is apart."""
         backward = _in_backward()
-        if backward not in self._threads:
-            self._threads.add(backward)
-            self._card.known[WORKSPACES].add(self._card.allocate(self._workspace))
+        wanted = [(False, self._workspace)] + [(True, LT_WORKSPACE)] * (through_lt and LT_APART)
+        for lt, size in wanted:
+            if (backward, lt) not in self._handles:
+                self._handles.add((backward, lt))
+                self._card.known[WORKSPACES].add(self._card.allocate(size))
 
     def _note_request(self) -> None:
         operator = self._operator if isinstance(self._operator, str) else _known_as(self._operator)
@@ -492,6 +513,27 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 def _known_as(operator: Any) -> str:
     """As people write it: aten.mm, whichever overload."""
     return "" if operator is None else str(operator.overloadpacket)
+
+
+def _accumulates(args: tuple[Any, ...]) -> bool:
+    """Whether autograd's engine adds two gradients of one tensor: in place where nobody else holds the first, and out
+    of place where that is a subclass, as a fake tensor is (torch/csrc/autograd/input_buffer.cpp, accumulate)."""
+    if not _in_backward() or torch.is_grad_enabled() or not isinstance(args[0], FakeTensor):
+        return False
+    if not isinstance(args[1], torch.Tensor) or args[0].dtype is not args[1].dtype or args[0].shape != args[1].shape:
+        return False
+    if not torch._prims_common.is_non_overlapping_and_dense_or_false(args[0]):
+        return False
+    held = (sys.getrefcount(args[0]), args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata))
+    return held == UNHELD
+
+
+def _through_lt(operator: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether a product goes to cuBLASLt, which adds the bias too (aten/src/ATen/native/cuda/Blas.cpp, addmm)."""
+    if operator is not torch.ops.aten.addmm.default:
+        return False
+    bias, _, right = tensors[:3]
+    return bias.dim() == 1 and bias.is_contiguous() and len(bias) == right.shape[1] and min(right.shape) > 1
 
 
 def _in_backward() -> bool:

@@ -38,7 +38,7 @@ from vramsweep.runners.predict import COUNTERS, Peaks, Prediction, Refused, host
 from vramsweep.runners.program import EMPTY_CACHE, program
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.timeline import Held
-from vramsweep.runners.trace import CATEGORIES, WORKSPACES, Mark, Trace, cublas_workspace
+from vramsweep.runners.trace import CATEGORIES, Mark, Trace, cublas_workspace, fitted
 from vramsweep.runners.tracer import Tracer
 
 STEPS = 3  # of a trace
@@ -229,7 +229,7 @@ class Family:
     @staticmethod
     def _own(trial: Trial, apart: Forms, form: Form, sizes: Sequence[int]) -> Sized:
         workspace, categories = cublas_workspace(trial.device.card.capability), apart.trace.categories
-        own = [workspace if categories[number] == WORKSPACES else sizes[number] for number in form.storages]
+        own = [fitted(sizes[number], categories[number], workspace) for number in form.storages]
         return Sized(apart, form, own)
 
 
