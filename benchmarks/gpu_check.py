@@ -82,6 +82,7 @@ class Check:
     deadline: float
     rows: list[Row] = field(default_factory=list)
     asked: list[tuple[str, ...]] = field(default_factory=list)
+    log: str = ""  # of earlier goes
 
     @property
     def real(self) -> bool:
@@ -145,9 +146,11 @@ class Check:
             raise RuntimeError(f"not done within its {error.timeout:.0f} s") from None
 
     def finish_log(self) -> None:
-        """One log.txt of all sweeps, each with its end: a log that grew without bounds must not fill the folder."""
+        """One log.txt of all sweeps after what it said of earlier goes, each with its end: a log that grew without
+        bounds must not fill the folder."""
         logs = sorted(self.scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
-        (self.out / "log.txt").write_text("".join(path.read_text(errors="replace")[-40_000:] for path in logs))
+        own = "".join(path.read_text(errors="replace")[-40_000:] for path in logs)
+        (self.out / "log.txt").write_text(self.log + own)
 
 
 def last_line(text: str) -> str:
@@ -329,7 +332,8 @@ def misses(check: Check) -> dict[str, Any]:
         return {"skipped": "needs CUDA, and the residuals that the part predicted leaves"}
     with path.open(newline="") as stream:
         off = [one for one in csv.DictReader(stream) if one["component"] == "peak_reserved_bytes"]
-    names = [one["trial_ids_measured"].split()[-1].strip("[]'\",") for one in off if abs(float(one["relative"])) > MISSED]
+    off = [one for one in off if abs(float(one["relative"])) > MISSED]
+    names = [one["trial_ids_measured"].split()[-1] for one in off]
     rows = {r["trial_id"]: r for r in check.rows}
 
     def attempt(name: str) -> dict[str, Any]:
@@ -357,7 +361,8 @@ def profiles(check: Check) -> dict[str, Any]:
     names = list(dict.fromkeys(r["trial_id"] for r in rows if r["sweep"].startswith("factors")))[:MOST_PROFILED]
     path = check.scratch / "profiles.json"
     try:
-        done = check.python([str(ROOT / "benchmarks" / "profiled_steps.py"), str(path), str(check.out / "rows.jsonl"), *names])
+        script = str(ROOT / "benchmarks" / "profiled_steps.py")
+        done = check.python([script, str(path), str(check.out / "rows.jsonl"), *names])
     except RuntimeError:
         done = None
     if not path.exists():
@@ -426,7 +431,8 @@ def predicted(check: Check) -> dict[str, Any]:
 
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         rows = [row for found in pool.map(predict, range(len(grids))) for row in found]
-    measured, check.rows = check.rows, [*check.rows, *rows]
+    measured = [r for r in check.rows if r["device"] != "simulated"]
+    check.keep(rows)
     return {"gpu": gpu, "outcomes": outcomes(rows), **compared(measured, rows, check.out / "residuals.csv")}
 
 
@@ -511,8 +517,8 @@ def main() -> int:
         sys.exit("gpu_check: NVML sees no GPU here; --device cpu rehearses the check without one")
     arguments.out.mkdir(parents=True, exist_ok=True)
     before = read_summary(arguments.out)
-    found_before = before.get("parts", {})
-    done = sorted(name for name in names if name in found_before and not found_before[name].keys() & {"skipped", "failed"})
+    did = {name for name, part in before.get("parts", {}).items() if not part.keys() & {"skipped", "failed"}}
+    done = sorted(did & set(names))
     if done or (any(arguments.out.iterdir()) and not (before and arguments.only)):
         what = f"has {', '.join(done)} already" if done else "is not empty"
         sys.exit(f"gpu_check: {arguments.out} {what}; name a new folder, so that no earlier result is mixed in")
@@ -529,6 +535,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         check = Check(arguments.out, Path(scratch), arguments.device, ends)
         check.asked = [tuple(one) for one in summary.setdefault("asked", [])]
+        if (log := arguments.out / "log.txt").exists():
+            check.log = log.read_text()
         if (rows := arguments.out / "rows.jsonl").exists():
             check.rows = [json.loads(line) for line in rows.read_text().splitlines()]
         for part, most in PARTS:

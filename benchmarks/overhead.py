@@ -96,7 +96,7 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
 
     protocol = {"name": "x", "warmup_steps": 1, "measured_steps": rounds * steps}
     trial = trials.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))
-    place = torch.device(device)
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     net = build.model(trial, place)
     optimizer = build.optimizer(trial, net.parameters(), place)
     data = build.data(trial)

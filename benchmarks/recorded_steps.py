@@ -4,10 +4,11 @@
     python benchmarks/recorded_steps.py OUT.pickle --row ROWS.jsonl TRIAL_ID
 
 GPT-2, length 256, batch 4, bf16: loading and three steps; or the trial of a row, by the code that measured it, with
-the Python frames that asked for each block, to see where its prediction went wrong. A sweep's `record=true` keeps one step after warm-up, when
-the cache has what it needs and no segment comes or goes; growth, garbage collection and retries are before that. The
-limit is `torch.cuda.set_per_process_memory_fraction`, which every torch has. Prints one line of JSON: the limit that
-the allocator makes of it, peaks, retries, and whether the run ended out of memory, which is recorded too.
+the Python frames that asked for each block, to see where its prediction went wrong. A sweep's `record=true` keeps one
+step after warm-up, when the cache has what it needs and no segment comes or goes; growth, garbage collection and
+retries are before that. The limit is `torch.cuda.set_per_process_memory_fraction`, which every torch has. Prints one
+line of JSON: the limit that the allocator makes of it, peaks, retries, and whether the run ended out of memory, which
+is recorded too.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def as_measured(rows: str, trial_id: str) -> None:
     found = next(row for row in map(json.loads, Path(rows).read_text().splitlines()) if row["trial_id"] == trial_id)
     trial = trials.Trial.model_validate(found["trial"])
     few = trial.protocol.model_copy(update={"measured_steps": 2})
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.suppress(result.EndedEarly):  # what follows the measured steps failed
-            run.run(trial.model_copy(update={"protocol": few}), Path(folder))
+    # ended early: what follows the measured steps failed
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(result.EndedEarly):
+        run.run(trial.model_copy(update={"protocol": few}), Path(folder))
 
 
 def train(trial: trials.Trial, device: torch.device, streams: bool = False, ddp: bool = False) -> None:

@@ -234,8 +234,10 @@ for _kernel in _KERNELS:  # for shared heads, and the CPU's fused kernel, which 
 for _names, _formula in (
     # mm, bmm, addmm, baddbmm: torch's own raise where a dtype is given for the output (`addmm.dtype`)
     (("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm"), _of_two),
-    (("addmm", "baddbmm", "addmv", "addmv_", "addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"),
-     _of_two_added),
+    (
+        ("addmm", "baddbmm", "addmv", "addmv_", "addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"),
+        _of_two_added,
+    ),
 ):
     _OURS |= {getattr(_aten, _name): _formula for _name in _names if hasattr(_aten, _name)}
 # By operator; what a user registers with torch.utils.flop_counter.register_flop_formula counts too.
