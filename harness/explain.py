@@ -204,7 +204,7 @@ def _steps_to_card(trial: Trial, answer: Mapping[str, Any]) -> Table:
         "peak_allocated": "= peak allocated",
         "reserved_beyond_allocated": "reserved by the allocator beyond that",
         "peak_reserved": "= peak reserved",
-        "context": "CUDA context, at most: 230 to 676 MiB were seen",
+        "context": "CUDA context, at most: 230 to 767 MiB were seen",
         "device": _to_device(trial),
         "unknown": "of which an estimate from the states alone does not know",
     }

@@ -298,10 +298,6 @@ class Tracer(TorchDispatchMode):
             self.know("communication", tensors)
         if func.namespace in C10D and self.in_last_step and (called := collective(func, args)) is not None:
             self.trace.collectives.append((called, 1))
-        if own := scratch(func, args):
-            self._operator = f"{_known_as(func)} (scratch)"
-        taken = [self._card.allocate(size) for size in own]
-        self._operator = func
         value = UNKNOWN if self.known is None else self.known.compute(func, args, kwargs)
         if value is not UNKNOWN and func in ASKS:
             out = tree_map(self._as_fake, value)
@@ -319,7 +315,10 @@ class Tracer(TorchDispatchMode):
         if func in MATMULS:  # whose output is there when the handle is asked for
             self._operator = "cuBLAS workspace"
             self._handle(through_lt=_through_lt(func, tensors))
-        self.trace.events += [-(number + 1) for number in reversed(taken)]
+        if own := scratch(func, args):
+            self._operator = f"{_known_as(func)} (scratch)"
+            taken = [self._card.allocate(size) for size in own]
+            self.trace.events += [-(number + 1) for number in reversed(taken)]
         if func.namespace == "c10d":
             self._collective(args, tensors)
         if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:

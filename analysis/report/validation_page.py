@@ -14,6 +14,8 @@ from vramsweep.analysis.compare.validation import RUN, Validation, once
 from vramsweep.analysis.compare.validation import tables as of_memory
 from vramsweep.analysis.data import markup
 from vramsweep.harness.console import Console
+from vramsweep.harness.gpus import CONTEXT_BYTES
+from vramsweep.harness.trial import SIMULATION
 
 MOST = 8  # reasons in the terminal
 _SHORT = ("By counter", "By source", "Next to other tools", "Speed", "What fits", "Misses")
@@ -27,12 +29,12 @@ _HEAD = """\
 Each run below was measured by somebody else on a real GPU and published; `vramsweep validate` predicts it on
 `device=simulated`, from its settings alone. What a reading told is never compared with that reading: milabench's
 contexts, below, the lengths of lit-gpt's later passes, and that the softmax of 2020 kept its input.
-This page is written by `make validate`, with {made}. [The format](../benchmarks/published/README.md) of the files,
+This page is written by `make validate`, with {made}, simulation {simulation}. [The format](../benchmarks/published/README.md) of the files,
 and how to add a run of your own.
 
 - Counters are never pooled: *allocated*, *active* and *reserved* are PyTorch's, *device* is what the driver reports,
   predicted as reserved plus the CUDA context: as the source says it, or as one reading of each card shows it
-  (milabench; those are not counted), else 700 MiB.
+  (milabench; those are not counted), else {context} MiB.
 - A peak that is the optimizer's, or weights and gradients alone (*fixed*), can be counted without a tool; it stands
   apart from one that *moves* with batch and length: in the forward or backward phase, with 1 % of activations at least.
 - A run that is predicted to run out of memory though it fitted (*does not fit*) stands apart as well: what it reserved
@@ -84,7 +86,7 @@ def _counted(readings: pd.DataFrame) -> str:
 def write(made: Validation, out: Path, figure: Path | None) -> None:
     """The page; `figure` is shown where it was drawn."""
     versions = ", ".join(f"{name} {version}" for name, version in made.made.items() if version)
-    lines = [_HEAD.format(made=versions)]
+    lines = [_HEAD.format(made=versions, context=CONTEXT_BYTES >> 20, simulation=SIMULATION)]
     if figure is not None:
         link = os.path.relpath(figure, out.parent)
         lines.append(f"![Predicted against measured, and errors by source]({link})\n")

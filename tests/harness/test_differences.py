@@ -101,7 +101,7 @@ def test_the_installed_code_is_not_changed_twice(monkeypatch: pytest.MonkeyPatch
     ("over", "reason"),
     [
         ({"versions": {"deepspeed": "0.14.2"}}, "predicted only"),
-        ({"versions": {"torch": "2.2.2"}, "device": SIMULATED}, "only of deepspeed, transformers"),
+        ({"versions": {"peft": "0.7.0"}, "device": SIMULATED}, "only of deepspeed, torch, transformers"),
         ({"versions": {"deepspeed": "old"}, "device": SIMULATED}, "is no version"),
         ({"versions": {"transformers": 4.4}, "device": SIMULATED}, "4.4 is a number; write a whole version"),
         ({"versions": {"transformers": "99.0"}, "device": SIMULATED}, "later than .*, which is installed"),

@@ -5,17 +5,24 @@ The recordings and rows are the card's own; nothing here was fitted to them.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
+import pickle
 import sys
 import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT, Run
 
+from vramsweep.harness import gpus
 from vramsweep.harness.allocator.replay import what_if
 from vramsweep.harness.row import Row
+from vramsweep.harness.trial import Trial
+from vramsweep.runners import torch_loop, tracing
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import card_page
@@ -29,6 +36,13 @@ def recorded(tmp_path: Path, name: str) -> tuple[Path, dict[str, Any]]:
         path = Path(archive.extract(f"{name}.pickle", tmp_path))
     run: dict[str, Any] = json.loads((FOLDER / "summary.json").read_text())["parts"]["recordings"][name]
     return path, run
+
+
+@contextlib.contextmanager
+def recorded_events(folder: Path, name: str) -> Iterator[list[dict[str, Any]]]:
+    """What a recording has of the first device, event by event."""
+    with zipfile.ZipFile(folder / "recordings.zip") as archive, archive.open(f"{name}.pickle") as stream:
+        yield pickle.load(stream)["device_traces"][0]
 
 
 def test_one_recording_tells_what_another_setting_reserves(tmp_path: Path) -> None:
@@ -56,22 +70,73 @@ def test_every_recording_is_replayed_exactly_and_tells_of_the_others() -> None:
             assert replay.peak_allocated == run["peak_allocated_bytes"], (one, other)
 
 
-def test_cold_and_warm_trials_had_the_same_memory() -> None:
+def test_cold_and_warm_trials_had_the_same_memory_but_for_what_an_import_made() -> None:
+    """Four bytes of torchaudio's, whose code was imported while the model was made (build.model imports it before)."""
     ok = [row for row in ROWS if row["outcome"] == "ok" and row["device"] == "cuda"]
     both = [(a, b) for a in ok for b in ok if a["trial_id"] == b["trial_id"] and a["isolation"] < b["isolation"]]
-    assert len(both) == 2
+    assert sorted(cold["sweep"] for cold, _ in both) == ["factors-cold"] * 2 + ["isolation-cold"] * 3
     for cold, warm in both:
         peaks = [name for name in cold if "_peak_" in f"_{name}" and name.endswith("_bytes") and "host" not in name]
-        assert len(peaks) > 10
-        assert {name: cold[name] for name in peaks} == {name: warm[name] for name in peaks}
+        more = {name: cold[name] - warm[name] for name in peaks if isinstance(cold[name], int)}
+        assert len(more) > 10
+        if cold["sweep"] == "factors-cold":  # when templates went cold
+            assert not any(more.values())
+        else:
+            assert more["peak_requested_bytes"] == 4
+            assert set(more.values()) == {0, 4, 512, -512}  # more is allocated, and less left in its segment
+    with recorded_events(FOLDER, "miss-3a0a7c8785543d2b") as events:
+        first = next(event for event in events if event["action"] == "alloc")
+    assert first["size"] == 4 and any(f["filename"].endswith("torchaudio/compliance/kaldi.py") for f in first["frames"])
 
 
 def test_what_was_predicted_for_the_card_was_measured_on_it() -> None:
-    """The differences as they were found, of predictions kept beside the rows; docs/h100.md tells each."""
-    both = card_page.pairs(ROWS)
-    assert len(both) == 34
-    assert max(abs(card_page.off(m, p, "peak_allocated_bytes")) for m, p in both) < 0.002
-    assert sum(abs(card_page.off(m, p, "peak_reserved_bytes")) > 0.01 for m, p in both) == 4
+    """The differences as they were found; docs/h100.md tells each. Blind: before the recordings were looked at."""
+    blind = card_page.pairs(ROWS, blind=True)
+    assert len(blind) == 39
+    assert max(abs(card_page.off(m, p, "peak_allocated_bytes")) for m, p in blind) < 0.002
+    assert sum(abs(card_page.off(m, p, "peak_reserved_bytes")) > 0.01 for m, p in blind) == 4
+
+
+LARGE = 1 << 20
+
+
+def asked_for(events: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
+    """What a recording's run asked for and gave back, in order: the large blocks, in bytes, rounded as the allocator
+    does."""
+    sizes: dict[int, int] = {}
+    found = []
+    for event in events:
+        if event["action"] == "alloc":
+            sizes[event["addr"]] = -(-event["size"] // 512) * 512
+            found.append(("alloc", sizes[event["addr"]]))
+        elif event["action"] == "free_completed" and event["addr"] in sizes:
+            found.append(("free", sizes.pop(event["addr"])))
+    return [one for one in found if one[1] >= LARGE]
+
+
+@pytest.mark.slow
+def test_the_trace_asks_for_blocks_in_the_order_in_which_a_card_was_asked(tmp_path: Path) -> None:
+    """GPT-2 with stored scores, bf16, loading and one step: all requests and frees of a MiB and more. What the trace
+    lacks are the scratch buffers of sums over rows, which are given back at once."""
+    (row,) = [one for one in ROWS if one["trial_id"] == "3a0a7c8785543d2b" and one["sweep"] == "factors"]
+    values = row["trial"] | {"device": {"name": "simulated", "gpu": "h100-80gb"}, "versions": {"torch": "2.11.0"}}
+    trial = Trial.model_validate(values)
+    trace, _ = tracing.trace_trial(trial, gpus.named("h100-80gb"), tmp_path, torch_loop)
+    step = next(mark.end for mark in trace.marks if (mark.step, mark.phase) == (0, "optimizer"))
+    sizes = [-(-size // 512) * 512 for size in trace.sizes]
+    kinds = [("alloc" if event > 0 else "free", sizes[abs(event) - 1]) for event in trace.events[:step]]
+    traced = [one for one in kinds if one[1] >= LARGE]
+    with recorded_events(FOLDER, "miss-3a0a7c8785543d2b") as events:
+        card = asked_for(events)[: len(traced) + 200]
+    scratch: list[int] = []
+    matched = 0
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, traced, card, autojunk=False).get_opcodes():
+        matched += (b - a) * (kind == "equal")
+        if kind == "insert" and b < len(traced):
+            assert [one[0] for one in card[c:d]] == ["alloc", "free"] and card[c][1] == card[d - 1][1], (card[c:d], c)
+            scratch.append(card[c][1] // LARGE)
+    assert matched == len(traced) > 2000
+    assert sorted(set(scratch)) == [12, 36, 48] and len(scratch) == 4 * 12  # the biases of four products in 12 blocks
 
 
 @pytest.mark.slow
