@@ -62,7 +62,7 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     planned = [here.get(p.trial_id, p) for p in planned]
     todo = {p.trial_id for p in pending}
     largest = largest_trials(pending) if settings.predict else []
-    predictions = predict(largest, settings)
+    predictions = predict(largest, settings, planned)
     budget = Budget(settings, finished.values(), flops=_speed(planned))
     expected = {p.trial_id: budget.expected(p) for p in pending}
     total = _beside(budget.total(pending), pending, expected, settings)
@@ -199,11 +199,14 @@ def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
     return sorted(found.values(), key=size, reverse=True)
 
 
-def predict(largest: Sequence[Planned], settings: Settings) -> list[Prediction]:
-    """Simulate the first `PREDICTIONS` of the trials on this machine's card, each in a process as a sweep would."""
+def predict(largest: Sequence[Planned], settings: Settings, among: Sequence[Planned]) -> list[Prediction]:
+    """Simulate the first `PREDICTIONS` of the trials on this machine's card, each in a process as a sweep would.
+
+    Each is named by what tells it apart `among` the sweep's trials, its length and batch too where they vary.
+    """
     if not largest:
         return []
-    named = Labels(largest)
+    named = Labels(among, but=("seed", "repeat"))
     labels = {p.trial_id: named(p) for p in largest}
     on, problem = card(settings)
     if on is None:

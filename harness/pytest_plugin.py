@@ -28,8 +28,9 @@ Predicted = Callable[..., list[Row]]
 def predicted(tmp_path: Path) -> Predicted:
     """`predicted(*words, max_reserved=None)`: the rows of `vramsweep predict` with these words.
 
-    With `max_reserved`, as "22GiB", the test fails if a row reserves more. Rows that run out of the card's memory say
-    what they would reserve in `unlimited_peak_reserved_bytes`. Raises UserError for words that cannot be predicted.
+    With `max_reserved`, a size with its unit as "22GiB" or "25165824B", the test fails if a row reserves more. Rows
+    that run out of the card's memory say what they would reserve in `unlimited_peak_reserved_bytes`. Raises UserError
+    for words that cannot be predicted.
     """
 
     def predict(*words: str, max_reserved: str | None = None) -> list[Row]:

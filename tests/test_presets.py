@@ -16,6 +16,7 @@ from vramsweep.harness import cli, journal, launch
 from vramsweep.harness.errors import UserError
 
 OURS = sorted((ROOT / "conf" / "sweep").glob("*.yaml"))
+ASKS_NOTHING = ("factors",)  # of cases: its predictions and its measurements are compared, and no table answers it
 CASES = """# @package _global_
 defaults:
   - override /device: simulated
@@ -152,9 +153,9 @@ def test_every_preset_can_be_planned(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [file.stem for file in OURS if "cases:" in file.read_text()])
 def test_our_presets_of_cases_can_be_measured_too(name: str) -> None:
-    """Words of the simulated device that a preset has give way with it."""
+    """Words of the simulated device that a preset has give way with it; its answer has its name, if it asks."""
     planned, settings = launch.resolve([f"sweep={name}", "device=cuda"])
-    assert settings is not None and settings.answer == name
+    assert settings is not None and settings.answer == (None if name in ASKS_NOTHING else name)
     simulated = [one.reason for one in planned if one.reason and "device." in one.reason]
     assert len(planned) > 5 and not simulated
     predicted, _ = launch.resolve([f"sweep={name}"])

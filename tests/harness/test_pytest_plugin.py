@@ -19,7 +19,15 @@ def test_rows_are_predictions_and_a_limit_fails_the_test(predicted: Predicted) -
     most = max(row["peak_reserved_bytes"] for row in rows)
     with pytest.raises(pytest.fail.Exception, match=r"2 of 2 reserve more than \d+ MiB; tiny"):
         predicted(*WORDS, max_reserved=f"{(most >> 20) - 2}MiB")
-    assert predicted(*WORDS, max_reserved=str(most)) and len(rows) == 2
+    with pytest.raises(pytest.fail.Exception, match=r"of 2 reserve more than"):
+        predicted(*WORDS, max_reserved=f"{most - 1}B")
+    assert len(predicted(*WORDS, max_reserved=f"{most}B")) == len(rows) == 2
+
+
+@pytest.mark.slow
+def test_a_limit_has_a_unit(predicted: Predicted) -> None:
+    with pytest.raises(UserError, match=r"'25165824' has no unit: .*25165824B"):
+        predicted(*WORDS, max_reserved="25165824")
 
 
 @pytest.mark.slow

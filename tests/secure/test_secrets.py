@@ -67,7 +67,7 @@ def written(folder: Path) -> list[str]:
 
 def _bytes(file: Path) -> bytes:
     """What the file holds, of a page also what is packed in it."""
-    return unpacked(file.read_text()).encode() if file.name == "report.html" else file.read_bytes()
+    return unpacked(file.read_text()).encode() if file.suffix == ".html" else file.read_bytes()
 
 
 @pytest.mark.slow
