@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +132,33 @@ def test_tf32_is_on_only_when_asked_for() -> None:
     build.prepare(trials.parse(tiny()))
     assert not torch.backends.cuda.matmul.allow_tf32
     assert not torch.backends.cudnn.allow_tf32
+
+
+IMPORTED = """\
+import importlib.abc, json, sys
+import torch
+
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.startswith("transformers.models."):
+            where[name] = torch.get_default_device().type
+        return None
+
+where = {}
+from vramsweep.harness import trial
+from vramsweep.runners import build
+sys.meta_path.insert(0, Watch())
+build.model(trial.parse(json.loads(sys.argv[1])), torch.device("meta"))
+print(json.dumps(where))
+"""
+
+
+def test_nothing_is_imported_while_a_model_is_made_on_its_device() -> None:
+    """Modules that keep a tensor would put it there, where a fresh process imports them, and nowhere else."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, json.dumps(tiny())], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    where = json.loads(done.stdout.splitlines()[-1])
+    assert "transformers.models.qwen2.modeling_qwen2" in where
+    assert set(where.values()) == {"cpu"}, where

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
 from vramsweep.harness import trial as trials
-from vramsweep.runners import custom, measure, torch_loop, trainer
+from vramsweep.runners import custom, dispatch, measure, torch_loop, trainer
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
 from vramsweep.runners.gauges import Gauges
 from vramsweep.runners.instruments import CudaMemory, Process, backward_boundaries, foreign, scaler_skips
@@ -434,3 +434,16 @@ def test_the_resident_peak_is_the_kernels_whenever_it_is_asked() -> None:
         assert found is not None and known is not None
         assert 0 <= int(known[1]) * 1024 - found < 1 << 20  # pages of this very test
         del block
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "baddbmm"])
+def test_products_with_a_dtype_for_their_output_are_counted(name: str) -> None:
+    """`addmm.dtype`, which only a card has: Liger's fused loss adds up its gradients with it. 2 m n k, by shapes."""
+    left, right = torch.empty(4, 8, device="meta"), torch.empty(8, 16, device="meta")
+    if name.endswith("bmm"):
+        left, right = left.expand(3, 4, 8), right.expand(3, 8, 16)
+    bias = [torch.empty(16, device="meta")] * name.startswith(("add", "badd"))
+    formula = dispatch.FORMULAS[getattr(torch.ops.aten, name)]
+    flops = 2 * 4 * 8 * 16 * (3 if name.endswith("bmm") else 1)
+    assert formula(*bias, left, right, torch.float32, out_val=None) == flops
+    assert formula(*bias, left, right, out_val=None) == flops
