@@ -278,9 +278,11 @@ def _between(low: float, high: float) -> str:
 
 
 def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile:
-    """The highest tokens/s that was timed, else estimated; of equal ones that of the head."""
+    """The highest tokens/s that was timed, else estimated, of the head's model; of equal ones that of the head."""
     question = "How fast is it?"
     ok = ended(frame, "ok")
+    if of is not None and not pd.isna(of.row["model"]):  # a smaller model is always faster
+        ok = ok[ok["model"].eq(of.row["model"]).fillna(False).astype(bool)]
     timed, rough = (ok.dropna(subset=[name]) for name in ("tokens_per_s", "estimated_tokens_per_s"))
     timed = timed[timed["device"].ne("simulated").fillna(True)]
     if len(timed):

@@ -19,7 +19,7 @@ from vramsweep.analysis.report import answer
 from vramsweep.analysis.report.tiles import UNKNOWN, size_of_card
 from vramsweep.harness.row import Row, complete
 
-PUBLIC = Path("/work/shared/data/qwen15-0.5b-zero3/without-expandable-segments.csv")
+PUBLIC = ROOT.parent / "shared" / "data" / "qwen15-0.5b-zero3" / "without-expandable-segments.csv"
 PERCENT = "\u202f%"
 
 
@@ -86,6 +86,14 @@ def test_where_nothing_fits_it_says_so_and_what_it_would_take() -> None:
     held = json.dumps({"parameters": 3 << 30, "activations": 1 << 30})
     assert of(*(row | {"oom_parts_bytes": held} for row in rows)).dominates.value == f"Weights, 75{PERCENT}"
     assert [tile.value for tile in (card.cost, card.speed)] == [UNKNOWN, UNKNOWN]
+
+
+def test_the_speed_is_of_the_model_that_the_answers_are_of() -> None:
+    large = [row | {"tokens_per_s": 1000.0} for row in few(model="large")]
+    small = few(model="small")
+    small = [row | {"tokens_per_s": 9000.0} for row in small if row["seq_len"] < 2048]  # answers are of the longest
+    card = of(*large, *small)
+    assert card.of == "batch 1 · large" and card.speed.value == "1,000 tokens/s"
 
 
 def test_one_length_has_no_cost_and_no_row_no_answer() -> None:
