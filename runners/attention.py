@@ -153,8 +153,8 @@ def scratch(func: Any, args: Any) -> list[int]:
     """Bytes that a kernel allocates for itself while it runs, after its outputs, one number an allocation.
 
     The backward pass of softmax multiplies the gradient with the output first (softmax_backward_cuda_out in
-    aten/native/cuda/SoftMax.cu); that of flash attention has the rows' sums and the gradient of the query in fp32, for lengths rounded
-    up to 128, and dK and dV of every head where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/
+    aten/native/cuda/SoftMax.cu); that of flash attention has the rows' sums and the gradient of the query in fp32, for
+    lengths rounded up to 128, and dK and dV of every head where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/
     flash_api.cpp).
     """
     if func is aten._softmax_backward_data.default:

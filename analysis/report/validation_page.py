@@ -29,8 +29,8 @@ _HEAD = """\
 Each run below was measured by somebody else on a real GPU and published; `vramsweep validate` predicts it on
 `device=simulated`, from its settings alone. What a reading told is never compared with that reading: milabench's
 contexts, below, the lengths of lit-gpt's later passes, and that the softmax of 2020 kept its input.
-This page is written by `make validate`, with {made}, simulation {simulation}. [The format](../benchmarks/published/README.md) of the files,
-and how to add a run of your own.
+This page is written by `make validate`, with {made}, simulation {simulation}.
+[The format](../benchmarks/published/README.md) of the files, and how to add a run of your own.
 
 - Counters are never pooled: *allocated*, *active* and *reserved* are PyTorch's, *device* is what the driver reports,
   predicted as reserved plus the CUDA context: as the source says it, or as one reading of each card shows it
