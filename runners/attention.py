@@ -154,8 +154,8 @@ def scratch(func: Any, args: Any) -> list[int]:
 
     The backward pass of softmax multiplies the gradient with the output first (softmax_backward_cuda_out in
     aten/native/cuda/SoftMax.cu); that of flash attention has the rows' sums and the gradient of the query in fp32, for
-    lengths rounded up to 128, and dK and dV of every head where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/
-    flash_api.cpp).
+    lengths rounded up to 128, and dK and dV of every head where heads are shared (mha_bwd in
+    aten/native/transformers/cuda/flash_attn/flash_api.cpp).
     """
     if func is aten._softmax_backward_data.default:
         return [args[0].numel() * args[0].element_size()]
