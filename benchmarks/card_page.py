@@ -380,19 +380,24 @@ def figure(folder: Path, path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     both = [pair for pair in pairs(rows) if pair[0]["sweep"] in FACTORS]
     both.sort(key=lambda pair: label(pair[0]), reverse=True)
-    names = [label(m) for m, _ in both]
+    blind = {m["trial_id"]: p for m, p in pairs(rows, blind=True)}
+    first = [(m, blind[m["trial_id"]]) for m, _ in both if m["trial_id"] in blind]
     drawn = go.Figure()
-    for column, name, symbol, colour in (
-        ("peak_reserved_bytes", "reserved", "diamond-open", "#c2571a"),
-        ("peak_allocated_bytes", "allocated", "circle", "#1f5fa8"),
+    for shown, column, name, symbol, colour in (
+        (first, "peak_reserved_bytes", "reserved, blind", "diamond-open", "#c2571a"),
+        (both, "peak_reserved_bytes", "reserved, now", "diamond", "#c2571a"),
+        (first, "peak_allocated_bytes", "allocated, blind", "circle-open", "#1f5fa8"),
+        (both, "peak_allocated_bytes", "allocated, now", "circle", "#1f5fa8"),
     ):
-        values = [100 * off(m, p, column) for m, p in both]
-        marker = {"symbol": symbol, "color": colour, "size": 9}
+        marker = {"symbol": symbol, "color": colour, "size": 10 if symbol.endswith("open") else 7}
+        values = [100 * off(m, p, column) for m, p in shown]
+        names = [label(m) for m, _ in shown]
         drawn.add_trace(go.Scatter({"x": values, "y": names, "mode": "markers", "name": name, "marker": marker}))
+    drawn.update_yaxes(categoryorder="array", categoryarray=[label(m) for m, _ in both])
     drawn.add_vrect(x0=-1, x1=1, fillcolor="#888", opacity=0.12, line_width=0)
     drawn.update_layout(
         template="plotly_white", width=1000, height=22 * len(both) + 170, margin={"l": 10, "r": 20, "t": 60, "b": 70},
-        title="Predicted without a GPU, beside an H100", legend={"orientation": "h", "x": 0.75, "y": 1.04},
+        title="Predicted without a GPU, beside an H100", legend={"orientation": "h", "x": 0.42, "y": 1.05},
         xaxis={"title": "predicted / measured − 1, %; shaded: within 1 %", "zeroline": True, "zerolinecolor": "#555"},
         yaxis={"automargin": True, "tickfont": {"size": 11}},
     )  # fmt: skip

@@ -73,6 +73,7 @@ LT_WORKSPACE = 1024 * KIB
 # What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
 # the tensor, torch's of the tensor and of its storage.
 UNHELD = (3, 4, 2)
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 LT_APART = installed_is(LT_WORKSPACES)
 
 
@@ -525,7 +526,7 @@ def _accumulates(args: tuple[Any, ...]) -> bool:
         return False
     held = (
         sys.getrefcount(args[0]),
-        args[0]._use_count(),
+        use_count(args[0]),
         torch._C._storage_Use_Count(args[0].untyped_storage()._cdata),
     )
     return held == UNHELD

@@ -47,7 +47,6 @@ class Package:
 
 # What `proven` says: within 0.2 % of the predicted peak allocated there, and of reserved within 1 % or as it says.
 H100 = "H100, torch 2.11 (docs/h100.md)"
-H100_ALLOCATED = "H100, torch 2.11: allocated; reserved up to 7 % less than predicted (docs/h100.md)"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vramsweep.harness.techniques.entry import H100_ALLOCATED, Axis, Package, Technique
+from vramsweep.harness.techniques.entry import H100, Axis, Package, Technique
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -75,7 +75,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("attention", "sdpa_math", "scaled_dot_product_attention as the formula, whose scores are stored",
               module=_ATTENTION, source=_SDP_BACKEND, checked=("cpu", "simulated", "gpu")),
     Technique("attention", "eager", "the formula in the model's own code, whose scores are stored",
-              module=_ATTENTION, checked=("cpu", "simulated"), proven=H100_ALLOCATED),
+              module=_ATTENTION, checked=("cpu", "simulated"), proven=H100),
     Technique("attention", "flash_attention_2", "the flash-attn package: no copies for shared heads, none of padding",
               module=_ATTENTION, packages=(Package("flash-attn", "2.3"),), capability=(8, 0),
               checked=("simulated", "gpu"), rules=(_half_precision, _one_row), source="https://github.com/Dao-AILab/"
@@ -86,7 +86,7 @@ TECHNIQUES: tuple[Technique, ...] = (
               "linear cross entropy", module="vramsweep.runners.techniques.liger", packages=(LIGER, TRITON),
               preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
               excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use kernels=none"),),
-              checked=("simulated", "gpu"), proven=H100_ALLOCATED, source="https://github.com/linkedin/Liger-Kernel"),
+              checked=("simulated", "gpu"), proven=H100, source="https://github.com/linkedin/Liger-Kernel"),
     # loss
     Technique("loss", "default", "transformers' own, or Liger's with kernels=liger"),
     Technique("loss", "plain", "transformers' own: logits of all tokens, made fp32", checked=("cpu", "simulated")),
@@ -94,7 +94,7 @@ TECHNIQUES: tuple[Technique, ...] = (
               rules=(_labels_are_left,), checked=("cpu", "simulated")),
     Technique("loss", "chunked", "output layer and cross entropy of an eighth of the tokens at a time, computed again "
               "in the backward pass", module="vramsweep.runners.techniques.loss", shardings=ALL_BUT_ZERO3,
-              rules=(_labels_are_left,), checked=("cpu", "simulated"), proven=H100_ALLOCATED),
+              rules=(_labels_are_left,), checked=("cpu", "simulated"), proven=H100),
     Technique("loss", "fused_linear", "Liger's fused linear cross entropy", module="vramsweep.runners.techniques.loss",
               packages=(LIGER, TRITON), preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
               excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use loss=chunked"),),
