@@ -243,9 +243,9 @@ def _curve(rows: list[Row]) -> list[str]:
     for length in sorted({length for length, _ in found}):
         cells = []
         for name in ("default", "expandable"):
-            m, p = found.get((length, name), (None, None))
+            pair = found.get((length, name))
             cells += (
-                ["", ""] if m is None else [mib(m["peak_reserved_bytes"]), _signed(off(m, p, "peak_reserved_bytes"))]
+                [mib(pair[0]["peak_reserved_bytes"]), _signed(off(*pair, "peak_reserved_bytes"))] if pair else ["", ""]
             )
         lines.append(f"| {length:,} | " + " | ".join(cells) + " |")
     return lines
