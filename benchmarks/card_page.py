@@ -48,9 +48,10 @@ def replays(folder: Path) -> Iterator[tuple[str, str, dict[str, Any], Any]]:
     told = json.loads((folder / "summary.json").read_text())["parts"]["recordings"]
     with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(folder / "recordings.zip") as archive:
         archive.extractall(scratch)
-        for name in (name for name in archive.namelist() if name.endswith(".pickle")):
-            one = name.removesuffix(".pickle")
-            path, own = Path(scratch) / name, told[one]
+        for one in (name.removesuffix(".pickle") for name in archive.namelist()):
+            if one not in told:  # of a trial that was predicted badly
+                continue
+            path, own = Path(scratch) / f"{one}.pickle", told[one]
             yield one, one, own, what_if(path, [], recorded_limit=own["limit_bytes"]).rows[0]
             for other in CROSS.get(one, ()):
                 run = told[other]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -58,6 +59,8 @@ MATMULS = {
 }
 # Operators that allocate their last output first: the mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
 LAST_FIRST = {torch.ops.aten.native_dropout.default}
+# Operators that are several, with what these allocate, but one to a fake tensor (ATen/native/TensorCompare.cpp, isinf).
+IN_PARTS: dict[Any, Callable[..., Any]] = {torch.ops.aten.isinf.default: lambda values: values.abs() == math.inf}
 ZEROS = {getattr(torch.ops.aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
 # Autograd's formulas fill fresh zeros in place on a GPU, and out of place where they meet a fake tensor.
 IN_PLACE = {
@@ -278,6 +281,9 @@ class Tracer(TorchDispatchMode):
         if sharded(types):
             return NotImplemented
         kwargs = kwargs or {}
+        if func in IN_PARTS:
+            with self:
+                return IN_PARTS[func](*args, **kwargs)
         self._operator = func
         if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
             func = IN_PLACE[func]
