@@ -403,7 +403,8 @@ def figure(folder: Path, path: Path) -> None:
     drawn.update_layout(
         template="plotly_white", width=1000, height=22 * len(both) + 170, margin={"l": 10, "r": 20, "t": 85, "b": 70},
         title={"text": "Predicted without a GPU, beside an H100", "y": 0.975, "yanchor": "top"},
-        legend={"orientation": "h", "xref": "container", "x": 0.03, "yref": "container", "y": 0.905, "yanchor": "bottom"},
+        legend={"orientation": "h", "xref": "container", "x": 0.03, "yref": "container", "y": 0.905,
+                "yanchor": "bottom"},
         xaxis={"title": "predicted / measured − 1, %; shaded: within 1 %", "zeroline": True, "zerolinecolor": "#555"},
         yaxis={"automargin": True, "tickfont": {"size": 11}},
     )  # fmt: skip

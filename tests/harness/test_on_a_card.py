@@ -95,6 +95,10 @@ def test_what_was_predicted_for_the_card_was_measured_on_it() -> None:
     assert len(blind) == 39
     assert max(abs(card_page.off(m, p, "peak_allocated_bytes")) for m, p in blind) < 0.002
     assert sum(abs(card_page.off(m, p, "peak_reserved_bytes")) > 0.01 for m, p in blind) == 4
+    now = card_page.pairs(ROWS)
+    assert len(now) == 66
+    assert max(abs(card_page.off(m, p, "peak_allocated_bytes")) for m, p in now) < 0.002
+    assert max(abs(card_page.off(m, p, "peak_reserved_bytes")) for m, p in now) < 0.01
 
 
 LARGE = 1 << 20
