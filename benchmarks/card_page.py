@@ -3,9 +3,9 @@
     python benchmarks/card_page.py results/reference/h100-80gb docs/h100.md [--figure docs/images/h100.png]
 
 Everything is computed again from the folder's rows and recordings, which benchmarks/gpu_check.py made there; the text
-between the tables is this file's. Predictions are the folder's rows of device=simulated: the first of a trial is blind,
-made before the card's recordings were looked at, where there is one; the last is the present code's, and
-`python benchmarks/gpu_check.py FOLDER --only predicted` makes new ones.
+between the tables is this file's. Predictions are the folder's rows of device=simulated, of the present code
+(`python benchmarks/gpu_check.py FOLDER --only predicted` makes new ones), and those of blind.jsonl, which were made
+before the card's recordings were looked at.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ CROSS = {
     "streams_expandable": ("streams",),
 }
 FACTORS = ("gpt2-trainer", "factors", "factors-cold")  # the trials that vary one thing each, which the figure shows
-BLIND = ("predicted-factors", "predicted-make-sweep")  # sweeps
 DEFAULTS = ("none", "default", "sdpa", "torch")
 SHOWN = ("model", "runner", "sharding", "precision", "attention", "kernels", "loss", "checkpointing", "optimizer",
          "adapter", "allocator")  # fmt: skip
@@ -58,18 +57,24 @@ def replays(folder: Path) -> Iterator[tuple[str, str, dict[str, Any], Any]]:
                 yield one, other, run, what_if(path, [run["conf"]], memory_limit=run["limit_bytes"]).rows[-1]
 
 
-def pairs(rows: list[Row], blind: bool = False) -> list[tuple[Row, Row]]:
-    """(measured, predicted) of each trial that ended ok both ways: the last measurement, the last prediction; with
-    `blind` the first of those that were made before the recordings were looked at."""
+def read(path: Path) -> list[Row]:
+    """The rows of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def pairs(rows: list[Row], predictions: list[Row] | None = None) -> list[tuple[Row, Row]]:
+    """(measured, predicted) of each trial that ended ok both ways, the last of either; `predictions` are others' than
+    the rows' own."""
 
     def trial(row: Row) -> str:
         # a prediction that was made for no repeat in particular is of all
         return json.dumps({k: v for k, v in row["trial"].items() if k not in ("device", "repeat")}, sort_keys=True)
 
-    ok = [row for row in rows if row["outcome"] == "ok"]
-    measured = {trial(row): row for row in ok if row["device"] == "cuda"}
-    predicted = {trial(row): row for row in ok if row["device"] == "simulated" and (row["sweep"] in BLIND) == blind}
-    return [(row, predicted[key]) for key, row in measured.items() if key in predicted]
+    def last(rows: list[Row], device: str) -> dict[str, Row]:
+        return {trial(row): row for row in rows if row["outcome"] == "ok" and row["device"] == device}
+
+    predicted = last(rows if predictions is None else predictions, "simulated")
+    return [(row, predicted[key]) for key, row in last(rows, "cuda").items() if key in predicted]
 
 
 def label(row: Row) -> str:
@@ -94,7 +99,7 @@ def mib(size: int) -> str:
 def page(folder: Path) -> str:
     """The page in Markdown."""
     summary = json.loads((folder / "summary.json").read_text())
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    rows, blind = read(folder / "rows.jsonl"), read(folder / "blind.jsonl")
     both = pairs(rows)
     first = next((m for m, _ in both if m["deepspeed_version"]), both[0][0])
     lines = [
@@ -104,7 +109,8 @@ def page(folder: Path) -> str:
         f"a virtual machine; torch {first['torch_version']}, transformers {first['transformers_version']}, deepspeed "
         f"{first['deepspeed_version']}, Python {first['python_version']}; {first['started_at'][:10]}, twice for "
         f"fifteen "
-        "minutes. Predictions are with the same versions, the blind ones by code that no card had run before. "
+        "minutes. Predictions are with the same versions, the blind ones (`blind.jsonl`) by code that no card "
+        "had run before. "
         f"Rows, recordings and residuals are in `{folder}`; this page is `python benchmarks/card_page.py`'s, and "
         "[`make gpu-check`](gpu_check.md) makes such a folder of your card.",
         "",
@@ -150,11 +156,11 @@ def page(folder: Path) -> str:
         "",
         "## Predicted and measured",
         "",
-        *_predicted(rows),
+        *_predicted(rows, blind),
         "",
         "## What was wrong",
         "",
-        *_misses(summary, rows),
+        *_misses(summary, rows, blind),
         "",
         "## ZeRO-3 over lengths",
         "",
@@ -173,11 +179,11 @@ def page(folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _predicted(rows: list[Row]) -> list[str]:
+def _predicted(rows: list[Row], blind: list[Row]) -> list[str]:
     both = pairs(rows)
-    blind = {m["trial_id"]: p for m, p in pairs(rows, blind=True)}
+    first_of = {m["trial_id"]: p for m, p in pairs(rows, blind)}
     lines = [
-        f"{_accuracy(pairs(rows, blind=True), 'Blind')} {_accuracy(both, 'Now')} "
+        f"{_accuracy(pairs(rows, blind), 'Blind')} {_accuracy(both, 'Now')} "
         "Allocator's default settings unless named; batch × tokens at the end. Blind: before any card had run this "
         "code; now: with what the recordings showed, below.",
         "",
@@ -187,7 +193,7 @@ def _predicted(rows: list[Row]) -> list[str]:
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for m, p in sorted(both, key=lambda pair: label(pair[0])):
-        first = blind.get(m["trial_id"])
+        first = first_of.get(m["trial_id"])
         cells = [label(m)]
         for column in ("peak_allocated_bytes", "peak_reserved_bytes"):
             cells += [mib(m[column]), _signed(off(m, first, column)) if first else "", _signed(off(m, p, column))]
@@ -207,9 +213,9 @@ def _accuracy(both: list[tuple[Row, Row]], when: str) -> str:
     )
 
 
-def _misses(summary: dict[str, Any], rows: list[Row]) -> list[str]:
+def _misses(summary: dict[str, Any], rows: list[Row], blind: list[Row]) -> list[str]:
     """The trials whose reserved peak was off, recorded from their first allocation on."""
-    blind = {m["trial_id"]: (m, p) for m, p in pairs(rows, blind=True)}
+    wrong = {m["trial_id"]: (m, p) for m, p in pairs(rows, blind)}
     now = {m["trial_id"]: p for m, p in pairs(rows)}
     lines = [
         "Four reserved peaks were 2 to 7 % off. The same trials, recorded from the first allocation on by the "
@@ -221,9 +227,9 @@ def _misses(summary: dict[str, Any], rows: list[Row]) -> list[str]:
         "|---|---:|---:|---:|---:|",
     ]
     for name, one in summary["parts"]["misses"].items():
-        if not isinstance(one, dict) or name not in blind:
+        if not isinstance(one, dict) or name not in wrong:
             continue
-        m, first = blind[name]
+        m, first = wrong[name]
         assert one["exact"] and one["matched"] == one["segment_events"]
         assert one["peak_reserved_bytes"] == m["peak_reserved_bytes"]
         cells = [f"{one['segment_events']}", mib(m["peak_reserved_bytes"])]
@@ -382,11 +388,10 @@ def figure(folder: Path, path: Path) -> None:
     """Differences by configuration, as a PNG."""
     import plotly.graph_objects as go
 
-    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    rows, blind = read(folder / "rows.jsonl"), read(folder / "blind.jsonl")
     both = [pair for pair in pairs(rows) if pair[0]["sweep"] in FACTORS]
     both.sort(key=lambda pair: label(pair[0]), reverse=True)
-    blind = {m["trial_id"]: p for m, p in pairs(rows, blind=True)}
-    first = [(m, blind[m["trial_id"]]) for m, _ in both if m["trial_id"] in blind]
+    first = [pair for pair in pairs(rows, blind) if pair[0]["sweep"] in FACTORS]
     drawn = go.Figure()
     for shown, column, name, symbol, colour in (
         (first, "peak_reserved_bytes", "reserved, blind", "diamond-open", "#c2571a"),

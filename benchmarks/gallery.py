@@ -68,7 +68,7 @@ PICTURES = (
     Picture("measured", "Measured peaks over the predicted stack", H100, "h100/figures/composition_predicted.svg",
             "What a card reserved and allocated, as points, over what was predicted for the same settings.", made=CARD),
     Picture("residuals", "Predicted against measured", H100, "h100/figures/residuals.svg",
-            "By how much each counter of a card differed from its prediction, over 34 configurations.", made=CARD),
+            "By how much each counter of a card differed from its prediction, over 66 configurations.", made=CARD),
     Picture("memory_by_length", "Memory by length", GPT2, "results/reference/gpt2-cpu/figures/memory_by_length.svg",
             "GPT-2's peak against length: flat while weights, gradients and optimizer state make the peak, then "
             "rising with the activations. Points are measured, the line is the fit ([how](analysis.md#fits)), below is "

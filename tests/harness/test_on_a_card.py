@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import card_page
 
 FOLDER = ROOT / "results" / "reference" / "h100-80gb"
-ROWS: list[Row] = [json.loads(line) for line in (FOLDER / "rows.jsonl").read_text().splitlines()]
+ROWS: list[Row] = card_page.read(FOLDER / "rows.jsonl")
 
 
 def recorded(tmp_path: Path, name: str) -> tuple[Path, dict[str, Any]]:
@@ -91,7 +91,7 @@ def test_cold_and_warm_trials_had_the_same_memory_but_for_what_an_import_made() 
 
 def test_what_was_predicted_for_the_card_was_measured_on_it() -> None:
     """The differences as they were found; docs/h100.md tells each. Blind: before the recordings were looked at."""
-    blind = card_page.pairs(ROWS, blind=True)
+    blind = card_page.pairs(ROWS, card_page.read(FOLDER / "blind.jsonl"))
     assert len(blind) == 39
     assert max(abs(card_page.off(m, p, "peak_allocated_bytes")) for m, p in blind) < 0.002
     assert sum(abs(card_page.off(m, p, "peak_reserved_bytes")) > 0.01 for m, p in blind) == 4
