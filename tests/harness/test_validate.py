@@ -274,7 +274,7 @@ def test_predictions_beside_what_was_published(tmp_path: Path, capsys: pytest.Ca
     assert tiny["predicted"] > 119_360 * 4 and tiny["predicted_plain"] is None and tiny["differences"] == []
     assert tiny["states_bytes"] > 3 * 119_360 * 4 - 1
     assert lines["tiny", "tokens/s"]["measured"] == 0.5 and lines["tiny", "tokens/s"]["predicted"] > 0
-    assert lines["tiny", "device"]["predicted"] == lines["tiny", "reserved"]["predicted"] + (700 << 20)
+    assert lines["tiny", "device"]["predicted"] == lines["tiny", "reserved"]["predicted"] + (768 << 20)
     old = lines["like 4.40", "allocated"]
     assert "additive_mask" in old["differences"] and old["predicted"] != old["predicted_plain"] is not None
     for name, reason in {
