@@ -302,15 +302,16 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
 
 
 def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
-    """How many tokens a pass would fit, where activations and temporaries are in proportion to them and all else stays;
-    rather too few, as less is left unused in smaller pools. What loading and the optimizer hold is no matter of tokens.
+    """How many tokens a pass would fit, where activations, temporaries and what is left unused beside them are in
+    proportion to them and all else stays. What loading and the optimizer hold is no matter of tokens.
     """
     still = max((most["allocated"] for mark, most in without_limit.phases if mark.phase not in PASSES), default=0)
     moving = without_limit.breakdown["activations"]
     moving += without_limit.breakdown["temporaries"] if still < without_limit.peak["allocated"] else 0
-    fixed = max(still, without_limit.peak["reserved"] - moving)
+    fixed = max(still, without_limit.peak["allocated"] - moving)
     tokens = trial.seq_len * trial.micro_batch
-    fitting = (limit - fixed) * tokens // moving if moving else 0
+    grows = without_limit.peak["reserved"] - fixed
+    fitting = (limit - fixed) * tokens // grows if moving and grows > 0 else 0
     if fitting < 1:
         return f"{fixed / GIB:,.2f} GiB of it are there at any length and batch (vramsweep advise looks for what helps)"
     return f"by proportion about {min(fitting, tokens):,} of its {tokens:,} tokens a pass would fit"

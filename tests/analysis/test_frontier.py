@@ -65,7 +65,7 @@ def test_a_size_is_what_a_card_of_it_really_leaves() -> None:
         (limit,) = frontier(from_frame(frame.iloc[:1], "test"), [80])
         assert 78 < limit.usable_gib < 79
         assert (limit.largest_ok is None) == (basis == "peak_reserved_bytes")
-        assert "80 GiB (78.4 usable)" in text([limit])
+        assert "80 GiB (78.3 usable)" in text([limit])
     (odd,) = frontier(from_frame(rows.iloc[:1], "test"), [83])
     assert odd.usable_gib == 83
     assert "83 GiB:" in text([odd])
