@@ -149,18 +149,12 @@ def _saves(asked: Attention) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in asked[:3])
 
 
-def scratch(func: Any, args: Any) -> list[int]:
-    """Bytes that a kernel allocates for itself while it runs, after its outputs, one number an allocation.
+def backward_scratch(args: Any) -> list[int]:
+    """Bytes that flash attention's backward pass allocates beside its outputs, one number an allocation.
 
-    The backward pass of softmax multiplies the gradient with the output first (softmax_backward_cuda_out in
-    aten/native/cuda/SoftMax.cu); that of flash attention has the rows' sums and the gradient of the query in fp32, for
-    lengths rounded up to 128, and dK and dV of every head where heads are shared (mha_bwd in
-    aten/native/transformers/cuda/flash_attn/flash_api.cpp).
+    They are the rows' sums and the gradient of the query in fp32, for lengths rounded up to 128, and dK and dV of every
+    head where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/flash_api.cpp).
     """
-    if func is aten._softmax_backward_data.default:
-        return [args[0].numel() * args[0].element_size()]
-    if func is not aten._scaled_dot_product_flash_attention_backward.default:
-        return []
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * -(-length // 128) * 128

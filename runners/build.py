@@ -73,11 +73,12 @@ class Data:
 
 
 def prepare(trial: Trial) -> None:
-    """Seed, and set the precision of fp32 matrix products; the settings are global to the worker.
+    """Import, seed, and set the precision of fp32 matrix products; the settings are global to the worker.
 
     Raises EnvironmentFault where a file that the trial names has changed: they are read from now on.
     """
     unchanged(trial)
+    techniques.imported(trial)
     torch.manual_seed(trial.seed)
     tf32 = trial.precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32

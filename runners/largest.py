@@ -27,13 +27,14 @@ from vramsweep.harness.attempt import LARGEST
 from vramsweep.harness.gpus import Capability
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import result, simulated
+from vramsweep.runners.allocations import cublas_workspace
 from vramsweep.runners.curve import Curve, curve, point
 from vramsweep.runners.many import Trials, families
 from vramsweep.runners.predict import host_replay, replay
 from vramsweep.runners.program import program
 from vramsweep.runners.survey import LEAST_MARGIN, REACH, Asked, Card, Edge, Need, survey
 from vramsweep.runners.symbolic import Point
-from vramsweep.runners.trace import Trace, cublas_workspace, on
+from vramsweep.runners.trace import Trace, on
 from vramsweep.runners.tracer import Job, Tracer, at_once, forked
 
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -28,12 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from vramsweep.harness.differences import LT_WORKSPACES, installed_is
 from vramsweep.harness.gpus import Capability
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
-from vramsweep.runners import places
-from vramsweep.runners.attention import scratch
+from vramsweep.runners import allocations, places
+from vramsweep.runners.allocations import WORKSPACES
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import C10D, collective, work
 from vramsweep.runners.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
@@ -42,7 +40,6 @@ from vramsweep.runners.streams import Note
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
 Place = Literal["card", "host"]
-WORKSPACES = "workspaces"
 CATEGORIES = (
     "parameters",
     "buffers",
@@ -54,30 +51,8 @@ CATEGORIES = (
     WORKSPACES,
 )
 HOST_CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "loading", "other")
-MATMULS = {
-    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")
-}
-# Operators that allocate their last output first: the mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
-LAST_FIRST = {torch.ops.aten.native_dropout.default}
-# Operators that are several, with what these allocate, but one to a fake tensor (ATen/native/TensorCompare.cpp, isinf).
-IN_PARTS: dict[Any, Callable[..., Any]] = {torch.ops.aten.isinf.default: lambda values: values.abs() == math.inf}
-ZEROS = {getattr(torch.ops.aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
-# Autograd's formulas fill fresh zeros in place on a GPU, and out of place where they meet a fake tensor.
-IN_PLACE = {
-    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
-    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
-}
 # They look at norms and at the loss scale, which decide nothing about memory: nothing is lost by 0.
 FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
-KIB = 1 << 10
-# Of each handle and stream of cuBLASLt, where it does not use cuBLAS's (parseCUDABlasLtWorkspaceSize)
-LT_WORKSPACE = 1024 * KIB
-# What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
-# the tensor, torch's of the tensor and of its storage.
-UNHELD = (3, 4, 2)
-use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
-LT_APART = installed_is(LT_WORKSPACES)
 
 
 @dataclass(frozen=True)
@@ -195,16 +170,6 @@ class _Book:
         return categories
 
 
-def cublas_workspace(capability: Capability) -> int:
-    """Bytes that torch allocates for each cuBLAS handle and stream (at::cuda::getChosenWorkspaceSize)."""
-    return 4096 * KIB * 8 if capability[0] == 9 else 4096 * KIB * 2 + 16 * KIB * 8
-
-
-def fitted(size: int, category: str, workspace: int) -> int:
-    """The size of a storage on a card whose cuBLAS handles have workspaces of this size; cuBLASLt's are the same."""
-    return workspace if category == WORKSPACES and size != LT_WORKSPACE else size
-
-
 def generation(capability: Capability) -> bool:
     """All that a trace depends on of a card's compute capability, workspaces apart: cards that share it share traces.
 
@@ -218,8 +183,8 @@ def on(trace: Trace, capability: Capability) -> Trace:
 
     Events, marks and notes are the same lists.
     """
-    size = cublas_workspace(capability)
-    sizes = [fitted(s, c, size) for s, c in zip(trace.sizes, trace.categories, strict=True)]
+    size = allocations.cublas_workspace(capability)
+    sizes = [allocations.fitted(s, c, size) for s, c in zip(trace.sizes, trace.categories, strict=True)]
     return replace(trace, sizes=sizes)
 
 
@@ -236,7 +201,7 @@ class Tracer(TorchDispatchMode):
         self.in_step = False
         self.in_last_step = False
         self._capability = capability
-        self._workspace = cublas_workspace(capability)
+        self._workspace = allocations.cublas_workspace(capability)
         # forward and backward run in threads of their own, each with a cuBLAS handle and one of cuBLASLt
         self._handles: set[tuple[bool, bool]] = set()
         self._operator: Any = None
@@ -281,14 +246,11 @@ class Tracer(TorchDispatchMode):
         if sharded(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func in IN_PARTS:
+        if func in allocations.IN_PARTS:
             with self:
-                return IN_PARTS[func](*args, **kwargs)
+                return allocations.IN_PARTS[func](*args, **kwargs)
         self._operator = func
-        if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _in_backward():
-            func = IN_PLACE[func]
-        elif func is torch.ops.aten.add.Tensor and not kwargs and _accumulates(args):
-            func = torch.ops.aten.add_.Tensor
+        func = allocations.as_run(func, args, kwargs, self._zeros)
         tensors = list(_tensors((*args, *kwargs.values())))
         valueless = [isinstance(t, FakeTensor) or t.is_meta for t in tensors]
         if func is torch.ops.aten._local_scalar_dense.default and any(valueless):
@@ -317,12 +279,12 @@ class Tracer(TorchDispatchMode):
         if self.known is not None:
             self.known.keep(out, value)
         made = list(_tensors((out,)))
-        for tensor in reversed(made) if func in LAST_FIRST else made:
+        for tensor in reversed(made) if func in allocations.LAST_FIRST else made:
             self._track(tensor, tensors)
-        if func in MATMULS:  # whose output is there when the handle is asked for
+        if func in allocations.MATMULS:  # whose output is there when the handle is asked for
             self._operator = "cuBLAS workspace"
-            self._handle(through_lt=_through_lt(func, tensors))
-        if own := scratch(func, args):
+            self._handle(allocations.LT_APART and allocations.through_lt(func, tensors))
+        if own := allocations.scratch(func, args):
             self._operator = f"{_known_as(func)} (scratch)"
             taken = [self._card.allocate(size) for size in own]
             self.trace.events += [-(number + 1) for number in reversed(taken)]
@@ -330,7 +292,7 @@ class Tracer(TorchDispatchMode):
             self._collective(args, tensors)
         if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
             self.trace.kernels.append((asked, 1))
-        self._zeros = weakref.ref(out) if func in ZEROS else None
+        self._zeros = weakref.ref(out) if func in allocations.ZEROS else None
         return out
 
     def built(self) -> None:
@@ -420,8 +382,8 @@ class Tracer(TorchDispatchMode):
     def _handle(self, through_lt: bool) -> None:
         """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good; so does the
         one of cuBLASLt, where that is apart."""
-        backward = _in_backward()
-        wanted = [(False, self._workspace)] + [(True, LT_WORKSPACE)] * (through_lt and LT_APART)
+        backward = allocations.in_backward()
+        wanted = [(False, self._workspace)] + [(True, allocations.LT_WORKSPACE)] * through_lt
         for lt, size in wanted:
             if (backward, lt) not in self._handles:
                 self._handles.add((backward, lt))
@@ -519,35 +481,6 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 def _known_as(operator: Any) -> str:
     """As people write it: aten.mm, whichever overload."""
     return "" if operator is None else str(operator.overloadpacket)
-
-
-def _accumulates(args: tuple[Any, ...]) -> bool:
-    """Whether autograd's engine adds two gradients of one tensor: in place where nobody else holds the first, and out
-    of place where that is a subclass, as a fake tensor is (torch/csrc/autograd/input_buffer.cpp, accumulate)."""
-    if not _in_backward() or torch.is_grad_enabled() or not isinstance(args[0], FakeTensor):
-        return False
-    if not isinstance(args[1], torch.Tensor) or args[0].dtype is not args[1].dtype or args[0].shape != args[1].shape:
-        return False
-    if not torch._prims_common.is_non_overlapping_and_dense_or_false(args[0]):
-        return False
-    held = (
-        sys.getrefcount(args[0]),
-        use_count(args[0]),
-        torch._C._storage_Use_Count(args[0].untyped_storage()._cdata),
-    )
-    return held == UNHELD
-
-
-def _through_lt(operator: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether a product goes to cuBLASLt, which adds the bias too (aten/src/ATen/native/cuda/Blas.cpp, addmm)."""
-    if operator is not torch.ops.aten.addmm.default:
-        return False
-    bias, _, right = tensors[:3]
-    return bias.dim() == 1 and bias.is_contiguous() and len(bias) == right.shape[1] and min(right.shape) > 1
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _framework_asks() -> bool:

@@ -32,13 +32,14 @@ from vramsweep.harness.errors import EnvironmentFault
 from vramsweep.harness.gpus import GPUS, Gpu, memory_limit
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import simulated
+from vramsweep.runners.allocations import cublas_workspace, fitted
 from vramsweep.runners.curve import Curve, curve
 from vramsweep.runners.measure import growth, plateau
 from vramsweep.runners.predict import COUNTERS, Peaks, Prediction, Refused, host_replay
 from vramsweep.runners.program import EMPTY_CACHE, program
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.timeline import Held
-from vramsweep.runners.trace import CATEGORIES, Mark, Trace, cublas_workspace, fitted
+from vramsweep.runners.trace import CATEGORIES, Mark, Trace
 from vramsweep.runners.tracer import Tracer
 
 STEPS = 3  # of a trace

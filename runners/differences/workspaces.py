@@ -7,9 +7,9 @@ from typing import Any
 from unittest import mock
 
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import trace
+from vramsweep.runners import allocations
 
 
 def lt_apart(trial: Trial) -> contextlib.AbstractContextManager[Any]:
     """cuBLASLt's have their own."""
-    return mock.patch.object(trace, "LT_APART", True)
+    return mock.patch.object(allocations, "LT_APART", True)

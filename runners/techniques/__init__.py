@@ -31,11 +31,25 @@ Make = Callable[[torch.dtype], Any]
 
 def hooks(trial: Trial, name: str) -> Iterator[Callable[..., Any]]:
     """The functions of this name in the modules of the trial's techniques, each module's once, in the axes' order."""
-    modules = dict.fromkeys(entry.module for entry in techniques.chosen(trial) if entry.module)
-    for module in modules:
+    for module in _modules(trial):
         found = getattr(importlib.import_module(module), name, None)
         if found is not None:
             yield found
+
+
+def _modules(trial: Trial) -> list[str]:
+    return list(dict.fromkeys(entry.module for entry in techniques.chosen(trial) if entry.module))
+
+
+def imported(trial: Trial) -> None:
+    """Import what the techniques need before anything is traced or made on a device: modules keep tensors of their own
+    (bitsandbytes' tables, 64 bytes each), which would be among the trial's in a process that imports them first.
+
+    A module that lacks its package is left to the trial to miss.
+    """
+    for module in () if trial.runner.name in techniques.OWN else _modules(trial):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
 
 
 @contextlib.contextmanager

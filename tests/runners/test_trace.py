@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -20,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
 from vramsweep.runners import cuda_like, torch_loop, tracing
+from vramsweep.runners.allocations import cublas_workspace
 from vramsweep.runners.predict import replay
-from vramsweep.runners.trace import CATEGORIES, Trace, Tracer, cublas_workspace, on
+from vramsweep.runners.trace import CATEGORIES, Trace, Tracer, on
 
 A100 = gpus.named("a100-80gb")
 
@@ -249,3 +251,55 @@ def test_the_collector_runs_at_the_end_of_a_phase_whatever_else_the_process_does
     finally:
         gc.set_threshold(*before)
     assert first == second and gc.isenabled()
+
+
+FRESH = """\
+import json, sys
+from pathlib import Path
+from vramsweep.harness import gpus, trial
+from vramsweep.runners import torch_loop, tracing
+chosen = trial.parse(json.loads(sys.argv[1]))
+first, second = (tracing.trace_trial(chosen, gpus.named("a100-80gb"), Path(sys.argv[2]), torch_loop)[0] for _ in "12")
+print(first == second)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", [{}, {"optimizer": "adafactor"}, {"adapter": "lora"}], ids=str)
+def test_what_a_process_imports_is_not_in_its_first_trace(tmp_path: Path, over: dict[str, Any]) -> None:
+    """bitsandbytes, which transformers' optimizers import, keeps two tables of 64 bytes."""
+    values = tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over)
+    command = [sys.executable, "-c", FRESH, json.dumps(values), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stdout + done.stderr
+
+
+def added_in_place(held: bool, place: Callable[[torch.Tensor], int]) -> bool:
+    """Whether autograd adds the gradients of two users of a tensor into the first's; `held`: somebody keeps them."""
+    kept: list[torch.Tensor] = []
+    made, got = [], []
+
+    class Branch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            out = grads[0].clone()
+            made.append(place(out))
+            kept.extend([out] * held)
+            return out
+
+    shared = torch.ones(64, requires_grad=True) * 1
+    shared.register_hook(lambda grad: got.append(place(grad)))
+    (Branch.apply(shared) * 1 + Branch.apply(shared) * 1).sum().backward()  # type: ignore[no-untyped-call]
+    return got[0] in made
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_gradients_are_added_in_place_where_autograd_does_so(held: bool) -> None:
+    real = added_in_place(held, lambda tensor: tensor.data_ptr())  # to look at a real storage is to hold it
+    with Tracer((9, 0)).record():
+        traced = added_in_place(held, lambda tensor: tensor.untyped_storage()._cdata)
+    assert traced == real == (not held)

@@ -1,0 +1,113 @@
+"""What CUDA's operators ask of the allocator where the same operators on fake tensors ask otherwise: what comes beside
+their outputs, in which order, and what is done in place.
+
+Seen beside the recordings of a card (docs/h100.md), and in the code that each is cited with.
+
+Not covered: which operators run (cuda_like.py, attention.py), the record of what they ask for (trace.py).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramsweep.harness.differences import LT_WORKSPACES, installed_is
+from vramsweep.harness.gpus import Capability
+from vramsweep.runners.attention import backward_scratch
+
+aten = torch.ops.aten
+KIB = 1 << 10
+WORKSPACES = "workspaces"  # a category of storages
+MATMULS = {getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")}
+# Operators that allocate their last output first: the mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
+LAST_FIRST = {aten.native_dropout.default}
+# Operators that are several, with what these allocate, but one to a fake tensor (ATen/native/TensorCompare.cpp, isinf).
+IN_PARTS: dict[Any, Callable[..., Any]] = {aten.isinf.default: lambda values: values.abs() == math.inf}
+ZEROS = {getattr(aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
+# Autograd's formulas fill fresh zeros in place on a GPU, and out of place where they meet a fake tensor.
+IN_PLACE = {
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+}
+# Of each handle and stream of cuBLASLt, where it does not use cuBLAS's (parseCUDABlasLtWorkspaceSize)
+LT_WORKSPACE = 1024 * KIB
+# What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
+# the tensor, torch's of the tensor and of its storage.
+UNHELD = (3, 4, 2)
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+LT_APART = installed_is(LT_WORKSPACES)
+
+
+def scratch(func: Any, args: Any) -> list[int]:
+    """Bytes that an operator allocates for itself once its outputs are there, one number an allocation.
+
+    Softmax's backward pass multiplies the gradient with the output (softmax_backward_cuda_out in
+    aten/native/cuda/SoftMax.cu).
+    """
+    if func is aten._softmax_backward_data.default:
+        return [args[0].numel() * args[0].element_size()]
+    if func is aten._scaled_dot_product_flash_attention_backward.default:
+        return backward_scratch(args)
+    return []
+
+
+def cublas_workspace(capability: Capability) -> int:
+    """Bytes that torch allocates for each cuBLAS handle and stream (at::cuda::getChosenWorkspaceSize)."""
+    return 4096 * KIB * 8 if capability[0] == 9 else 4096 * KIB * 2 + 16 * KIB * 8
+
+
+def fitted(size: int, category: str, workspace: int) -> int:
+    """The size of a storage on a card whose cuBLAS handles have workspaces of this size; cuBLASLt's are the same.
+
+    No card's is as large as cuBLASLt's, so the size says which it is.
+    """
+    return workspace if category == WORKSPACES and size != LT_WORKSPACE else size
+
+
+def as_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], zeros: Callable[[], Any] | None) -> Any:
+    """The operator that a card runs: in place where autograd works so on plain tensors, and not on fake ones.
+
+    `zeros` gives what the operator before has returned, if these were fresh zeros.
+    """
+    if func in IN_PLACE and zeros is not None and args[0] is zeros() and in_backward():
+        return IN_PLACE[func]
+    if func is aten.add.Tensor and not kwargs and _accumulates(args):
+        return aten.add_.Tensor
+    return func
+
+
+def _accumulates(args: tuple[Any, ...]) -> bool:
+    """Whether autograd's engine adds two gradients of one tensor: in place where nobody else holds the first, and out
+    of place where that is a subclass, as a fake tensor is (torch/csrc/autograd/input_buffer.cpp, accumulate)."""
+    if not in_backward() or torch.is_grad_enabled() or not isinstance(args[0], FakeTensor):
+        return False
+    if not isinstance(args[1], torch.Tensor) or args[0].dtype is not args[1].dtype or args[0].shape != args[1].shape:
+        return False
+    if not torch._prims_common.is_non_overlapping_and_dense_or_false(args[0]):
+        return False
+    held = (
+        sys.getrefcount(args[0]),
+        use_count(args[0]),
+        torch._C._storage_Use_Count(args[0].untyped_storage()._cdata),
+    )
+    return held == UNHELD
+
+
+def through_lt(operator: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether a product goes to cuBLASLt, which adds the bias too (aten/src/ATen/native/cuda/Blas.cpp, addmm)."""
+    if operator is not aten.addmm.default:
+        return False
+    bias, _, right = tensors[:3]
+    fits = bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == right.shape[1]
+    return bool(fits and right.shape[0] > 1 and right.shape[1] > 1)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is at work in this thread."""
+    return torch._C._current_graph_task_id() != -1
