@@ -381,8 +381,22 @@ def allocators(check: Check) -> dict[str, Any]:
 
 def factors(check: Check) -> dict[str, Any]:
     """The preset `factors`: everything that decides memory, each at least twice."""
-    words = ["sweep=factors"] if check.real else ["model=tiny", "seq_len=32", "checkpointing=none,full"]
-    rows = check.sweep("factors", *words)
+    return preset(check, "factors", "checkpointing=none,full")
+
+
+def techniques(check: Check) -> dict[str, Any]:
+    """The preset `techniques`: every other technique that one card can run."""
+    return preset(check, "techniques", "optimizer=sgd,adafactor")
+
+
+def models(check: Check) -> dict[str, Any]:
+    """The preset `models`: one model of each architecture that a card of 80 GB can train somehow."""
+    return preset(check, "models", "precision=bf16,bf16_pure")
+
+
+def preset(check: Check, name: str, rehearsed: str) -> dict[str, Any]:
+    """Measure a preset; what it could not measure, and why. Without a card: the tiny model and the words given."""
+    rows = check.sweep(name, *([f"sweep={name}"] if check.real else ["model=tiny", "seq_len=32", rehearsed]))
     failed = [f"{r['trial_id']}: {r['reason']}"[:300] for r in rows if r["outcome"] not in ("ok", "oom")]
     return {"outcomes": outcomes(rows), "not_measured": failed}
 
@@ -495,6 +509,8 @@ PARTS: tuple[tuple[Callable[[Check], dict[str, Any]], float], ...] = (
     (zero3, 110),  # 70: two templates, 12 trials
     (allocators, 75),  # 60: three templates, 12 trials
     (instruments, 40),  # 15
+    (techniques, 360),  # 81 trials; in a go of its own, as is the next
+    (models, 180),  # 18 trials
     (misses, 90),  # 30: processes that record, four at a time
     (profiles, 90),  # 60: two seconds a trial
     (predicted, 90),  # 60: nothing on the GPU, half as many at once as there are cores
@@ -544,7 +560,7 @@ def main() -> int:
                 continue
             start = time.monotonic()
             reserved = RESERVED if part is not predicted and predicted.__name__ in names else 0
-            check.deadline = min(start + most, ends - reserved)
+            check.deadline = min(start + most if len(names) > 1 else ends, ends - reserved)
             if part is predicted:
                 check.deadline = ends
             if start > check.deadline - 10:

@@ -16,7 +16,8 @@ from vramsweep.harness import cli, journal, launch
 from vramsweep.harness.errors import UserError
 
 OURS = sorted((ROOT / "conf" / "sweep").glob("*.yaml"))
-ASKS_NOTHING = ("factors",)  # of cases: its predictions and its measurements are compared, and no table answers it
+# of cases: their predictions and their measurements are compared, and no table answers them
+ASKS_NOTHING = ("factors", "models", "techniques")
 CASES = """# @package _global_
 defaults:
   - override /device: simulated

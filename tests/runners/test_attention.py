@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from vramsweep.harness import gpus, trial
 from vramsweep.runners import run, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
-from vramsweep.runners.attention import scratch
+from vramsweep.runners.allocations import scratch
 from vramsweep.runners.dispatch import SdpaKernels
 from vramsweep.runners.techniques import flash_attention
 from vramsweep.runners.trace import Trace

@@ -88,7 +88,7 @@ def test_layers_can_count_as_one(tmp_path: Path) -> None:
 def test_where_memory_runs_out_the_rest_goes_on_without_the_limit(tmp_path: Path) -> None:
     trace = traced(tmp_path, seq_len=512)
     whole = of(trace)
-    limit = whole.peak_reserved - (1 << 20)
+    limit = whole.peak.allocated - (1 << 20)  # of less reserved memory, a retry can still make enough
     found, row = of(trace, limit=limit), replay(trace, AllocatorConfig(), limit)
     assert row.refused is not None and found.failure is not None
     failed = row.refused.mark
