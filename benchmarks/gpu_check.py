@@ -83,6 +83,7 @@ class Check:
     rows: list[Row] = field(default_factory=list)
     asked: list[tuple[str, ...]] = field(default_factory=list)
     log: str = ""  # of earlier goes
+    cut_short: set[str] = field(default_factory=set)  # sweeps that the time did not last for
 
     @property
     def real(self) -> bool:
@@ -103,12 +104,21 @@ class Check:
 
         Raises RuntimeError when it left none.
         """
-        self.asked.append(overrides)
+        if overrides not in self.asked:
+            self.asked.append(overrides)
+        self.seed(name)
         rows = self.run_sweep(name, f"device={self.device}", *overrides)
         if not rows:
             raise RuntimeError(f"sweep {name} left no row: {last_line((self.scratch / f'{name}.log').read_text())}")
         self.keep(rows)
         return rows
+
+    def seed(self, name: str) -> None:
+        """Give a sweep the rows that an earlier go left of it, so that it goes on with the others."""
+        folder = self.scratch / name
+        if kept := [row for row in self.rows if row["sweep"] == name and not folder.exists()]:
+            folder.mkdir()
+            (folder / journal.NAME).write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def run_sweep(self, name: str, *overrides: str) -> list[Row]:
         """Run one sweep and return its terminal rows; ends it when the time is up and keeps what there is."""
@@ -124,6 +134,7 @@ class Check:
             try:
                 process.wait(self.left())
             except subprocess.TimeoutExpired:
+                self.cut_short.add(name)
                 process.terminate()
                 try:
                     process.wait(20)
@@ -407,6 +418,7 @@ def sweep(check: Check) -> dict[str, Any]:
     where = ["name=" + name, f"results={check.scratch}", f"budget={max(30, int(check.left()) - 20)}s"]
     device = "auto" if check.real else "cpu"
     preset = "auto" if check.real else "none"
+    check.seed(name)
     done = subprocess.run(
         ["make", "sweep", f"MODEL={model}", f"DEVICE={device}", f"SWEEP={preset}", f"PYTHON={sys.executable}", "VENV=",
          f"ARGS={' '.join(where)}"],
@@ -418,7 +430,11 @@ def sweep(check: Check) -> dict[str, Any]:
     if not rows:
         raise RuntimeError(f"make sweep left no row: {last_line(done.stderr)}")
     check.keep(rows)
-    check.asked.append((f"model={model}", "sweep=cuda") if check.real else (f"model={model}",))
+    words = (f"model={model}", "sweep=cuda") if check.real else (f"model={model}",)
+    if words not in check.asked:
+        check.asked.append(words)
+    if len(rows) < len(json.loads((folder / journal.PLAN).read_text())["trials"]):  # the budget did not last
+        check.cut_short.add(name)
     if (report := folder / "report.html").exists():
         (check.out / report.name).write_bytes(report.read_bytes())
     best = max((r for r in rows if r["mfu"] is not None), key=lambda r: r["mfu"], default=None)
@@ -533,7 +549,8 @@ def main() -> int:
         sys.exit("gpu_check: NVML sees no GPU here; --device cpu rehearses the check without one")
     arguments.out.mkdir(parents=True, exist_ok=True)
     before = read_summary(arguments.out)
-    did = {name for name, part in before.get("parts", {}).items() if not part.keys() & {"skipped", "failed"}}
+    unfinished = {"skipped", "failed", "cut_short"}  # these another go does, or goes on with
+    did = {name for name, part in before.get("parts", {}).items() if not part.keys() & unfinished}
     done = sorted(did & set(names))
     if done or (any(arguments.out.iterdir()) and not (before and arguments.only)):
         what = f"has {', '.join(done)} already" if done else "is not empty"
@@ -566,8 +583,11 @@ def main() -> int:
             if start > check.deadline - 10:
                 found: dict[str, Any] = {"skipped": "no time left"}
             else:
+                check.cut_short.clear()
                 try:
                     found = part(check)
+                    if check.cut_short:
+                        found["cut_short"] = True
                 except Exception:  # one part's failure is a finding, and must not cost the others
                     found = {"failed": traceback.format_exc().strip().splitlines()[-1]}
                     failed = True
