@@ -551,6 +551,7 @@ def main() -> int:
     before = read_summary(arguments.out)
     unfinished = {"skipped", "failed", "cut_short"}  # these another go does, or goes on with
     did = {name for name, part in before.get("parts", {}).items() if not part.keys() & unfinished}
+    did -= {predicted.__name__}  # of the present code, whenever it is asked for
     done = sorted(did & set(names))
     if done or (any(arguments.out.iterdir()) and not (before and arguments.only)):
         what = f"has {', '.join(done)} already" if done else "is not empty"

@@ -85,7 +85,30 @@ LIKE_LLAMA = ("llama", "qwen2", "mistral", "mixtral", "gemma", "gemma2", "phi", 
 LT_WORKSPACES = ("torch", ">=2.9,<2.12")
 """Where cuBLASLt's handles keep a workspace of their own: pytorch #156495 to #173002. Seen on a card with 2.11."""
 
+FLASH_FIRST = ("torch", "<2.11")
+"""Where flash attention comes before cuDNN's on every card: 2.10 has the order by cuDNN's version, and brings one that is
+too old; 2.11 brings 9.19."""
+ANY_DROPOUT = ("torch", "<2.12")
+"""Where cuDNN's attention is chosen for every probability of dropout: before pytorch #174245. Seen on a card with 2.11."""
+
 DIFFERENCES = (
+    Difference(
+        "flash_first",
+        *FLASH_FIRST,
+        "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention (2.10; the wheels of 2.11 "
+        "bring cuDNN 9.19, later than the 9.15 that it asks for)",
+        "scaled_dot_product_attention takes flash attention before cuDNN's on Hopper and data centres' Blackwell too",
+        ("attention", "flash_first"),
+        _sdpa,
+    ),
+    Difference(
+        "any_dropout",
+        *ANY_DROPOUT,
+        "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_cudnn_attention (pytorch #174245 in 2.12)",
+        "cuDNN's attention is taken for every probability of dropout, not only for sixteenths",
+        ("attention", "any_dropout"),
+        _sdpa,
+    ),
     Difference(
         "lt_workspaces",
         *LT_WORKSPACES,

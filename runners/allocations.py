@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramsweep.harness.differences import LT_WORKSPACES, installed_is
 from vramsweep.harness.gpus import Capability
-from vramsweep.runners.attention import backward_scratch
+from vramsweep.runners import attention
 
 aten = torch.ops.aten
 KIB = 1 << 10
@@ -26,6 +26,8 @@ WORKSPACES = "workspaces"  # a category of storages
 MATMULS = {getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")}
 # Operators that allocate their last output first: the mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
 LAST_FIRST = {aten.native_dropout.default}
+# Outputs that are in host memory: the seed and the offset of dropout (Note [Seed and Offset Device] of aten's attention)
+ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 # Operators that are several, with what these allocate, but one to a fake tensor (ATen/native/TensorCompare.cpp, isinf).
 IN_PARTS: dict[Any, Callable[..., Any]] = {aten.isinf.default: lambda values: values.abs() == math.inf}
 ZEROS = {getattr(aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
@@ -40,21 +42,64 @@ LT_WORKSPACE = 1024 * KIB
 # What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
 # the tensor, torch's of the tensor and of its storage.
 UNHELD = (3, 4, 2)
+MOST_EACH = 256  # values of one thread of a sum (max_values_per_thread)
+MULTIPROCESSORS = {7: 40, 8: 108, 9: 132}  # of a T4, an A100, an H100 and H200, by compute capability
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 LT_APART = installed_is(LT_WORKSPACES)
 
 
-def scratch(func: Any, args: Any) -> list[int]:
-    """Bytes that an operator allocates for itself once its outputs are there, one number an allocation.
+def scratch(func: Any, args: Any, capability: Capability) -> list[Any]:
+    """What an operator allocates for itself once its outputs are there: sizes in bytes, and `Freed` where it gives one
+    of them back before the next. What is left it gives back as it ends, the last first.
 
     Softmax's backward pass multiplies the gradient with the output (softmax_backward_cuda_out in
-    aten/native/cuda/SoftMax.cu).
+    aten/native/cuda/SoftMax.cu). Attention's own softmax looks for rows that are masked as a whole (_safe_softmax in
+    aten/native/transformers/attention.cpp).
     """
+    if func is aten._safe_softmax.default:
+        return [args[0].numel(), args[0].numel() // args[0].size(-1), 4]
     if func is aten._softmax_backward_data.default:
         return [args[0].numel() * args[0].element_size()]
-    if func is aten._scaled_dot_product_flash_attention_backward.default:
-        return backward_scratch(args)
-    return []
+    if func is aten.sum.dim_IntList:
+        return _of_a_sum(args[0], args[1], capability)
+    return attention.scratch(func, args)
+
+
+def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capability) -> list[int]:
+    """Of a sum over rows, as of a bias's gradient: partial sums of blocks that share an output, and their semaphores.
+
+    setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in ATen/native/cuda/Reduce.cuh; an
+    H200's 378 sums are a test's. Cards of one generation differ in their multiprocessors: those of data centres stand
+    for it.
+    """
+    if not dims or not tensor.is_contiguous() or sorted(d % tensor.dim() for d in dims) != list(range(len(dims))):
+        return []
+    kept = tensor.shape[len(dims) :]
+    rows, columns = tensor.shape[: len(dims)].numel(), kept.numel()
+    if not kept or not columns:
+        return []
+    vector = next(n for n in (4, 2, 1) if columns % n == 0)
+    threads, across = 512 // vector, columns // vector
+    most_wide, most_high = _power_of_two(across, threads), _power_of_two(rows, threads)
+    high = min(most_high, threads // min(most_wide, 32))
+    wide = min(most_wide, threads // high)
+    each, grid = _ceil(rows, high), _ceil(across, wide)
+    if rows < min(high * 16, MOST_EACH) or each < MOST_EACH:
+        return []
+    blocks = MULTIPROCESSORS[min(capability[0], 9)] * (2048 // (wide * high))
+    if grid > blocks:
+        return []
+    shared = torch.sym_max(torch.sym_min(_ceil(blocks, grid), _ceil(each, 16)), _ceil(each, MOST_EACH))
+    return [4 * columns * shared * wide * vector, 4 * grid]
+
+
+def _ceil(a: Any, b: Any) -> Any:
+    return -(-a // b)
+
+
+def _power_of_two(count: Any, most: int) -> int:
+    """The largest power of two that is not larger than either."""
+    return most if count >= most else next(n for n in (2**p for p in range(9, -1, -1)) if n <= count)
 
 
 def cublas_workspace(capability: Capability) -> int:

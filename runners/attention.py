@@ -1,8 +1,9 @@
 """scaled_dot_product_attention as a card serves it: which kernel, what that makes of a mask, what it takes for itself.
 
-The kernel is the first of torch's order that is switched on and can serve the call (sdp_utils.cpp). Not covered: how it
-takes the place of the CPU's (cuda_like.py), flash-attn's own kernels (techniques/flash_attention.py), and that cards of
-8.6, 8.9 and 12.x train without flash attention where heads are 193 to 224 wide, or wider and with dropout.
+The kernel is the first of torch's order that is switched on and can serve the call (sdp_utils.cpp); an H200's choice in
+390 calls is a test's. Not covered: how it takes the place of the CPU's (cuda_like.py), flash-attn's own kernels
+(techniques/flash_attention.py), and that cards of 8.6, 8.9 and 12.x train without flash attention where heads are 193
+to 224 wide, or wider and with dropout.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from vramsweep.harness.differences import ANY_DROPOUT, FLASH_FIRST, installed_is
 from vramsweep.harness.gpus import Capability
 
 aten = torch.ops.aten
 MASK_ALIGNMENT = 8  # elements; mem_eff_alignment of preprocess_mask
+CUDNN_SCRATCH = 256  # bytes of each of cuDNN's kernels, beside what backward_scratch says (seen: cuDNN 9.19, an H200)
+CUDNN_FIRST = not installed_is(FLASH_FIRST)  # of wheels for CUDA 13, and 12.9: others bring an earlier cuDNN
+IN_SIXTEENTHS = not installed_is(ANY_DROPOUT)
 
 
 class Attention(NamedTuple):
@@ -44,6 +49,8 @@ class Attention(NamedTuple):
         tensors = (self.query, self.key, self.value)
         if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1:
             return "it needs query, key and value of four dimensions and one dtype"
+        if len({t.size(0) for t in tensors}) > 1 or (not self.gqa and len({t.size(1) for t in tensors}) > 1):
+            return "it needs query, key and value of as many samples and heads, unless enable_gqa says that heads are shared"
         if self.mask is not None and self.mask.requires_grad:
             return "the mask requires a gradient"
         return None
@@ -54,12 +61,13 @@ def chosen_kernel(asked: Attention, capability: Capability) -> str:
 
     Raises RuntimeError, as torch does, where there is none.
     """
-    order = (
+    cudnn = ("cudnn", torch._C._get_cudnn_sdp_enabled(), _cudnn_lacks)
+    others = (
         ("flash", torch._C._get_flash_sdp_enabled(), _flash_lacks),
         ("efficient", torch._C._get_mem_efficient_sdp_enabled(), _efficient_lacks),
         ("math", torch._C._get_math_sdp_enabled(), lambda asked, capability: None),
-        ("cudnn", torch._C._get_cudnn_sdp_enabled(), _cudnn_lacks),
     )
+    order = (cudnn, *others) if prefers_cudnn(capability) else (*others, cudnn)
     reasons = []
     for name, enabled, lacks in order:
         if enabled and (reason := lacks(asked, capability)) is None:
@@ -67,6 +75,11 @@ def chosen_kernel(asked: Attention, capability: Capability) -> str:
         if enabled:
             reasons.append(f"{name}: {reason}")
     raise RuntimeError("\n".join(("No available kernel. Aborting execution.", *reasons)))
+
+
+def prefers_cudnn(capability: Capability) -> bool:
+    """Whether cuDNN's kernel comes first: on Hopper and data centres' Blackwell (check_prefer_cudnn_attention)."""
+    return CUDNN_FIRST and capability[0] in (9, 10)
 
 
 def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
@@ -96,15 +109,15 @@ def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
 
 
 def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
-    """can_use_cudnn_attention; heads wider than 128 need a card of 9.0 or 10.x and a cuDNN of 2026"""
+    """can_use_cudnn_attention"""
     if capability < (8, 0):
         return "it needs compute capability 8.0"
     if not asked.half:
         return f"it takes fp16 and bf16, not {asked.query.dtype}"
-    widest = max(asked.width, asked.value.size(-1))
-    if widest > 128 or asked.width % 8 or asked.value.size(-1) % 8:
-        return "it takes heads of a width of at most 128 that 8 divides"
-    if asked.dropout * 16 % 1:
+    widest, most = max(asked.width, asked.value.size(-1)), 256 if capability[0] == 9 else 128
+    if widest > most or asked.width % 8 or asked.value.size(-1) % 8:
+        return f"it takes heads of a width of at most {most} that 8 divides"
+    if IN_SIXTEENTHS and asked.dropout * 16 % 1:
         return f"it takes dropout in sixteenths, not {asked.dropout}"
     return asked.fits_none()
 
@@ -126,18 +139,15 @@ def _efficient(asked: Attention) -> torch.Tensor:
 
 
 def _cudnn(asked: Attention) -> torch.Tensor:
-    mask = asked.mask
-    if mask is not None and mask.dtype is torch.bool:  # convert_boolean_attn_mask_cudnn
-        mask = _additive(mask, asked.query.dtype)
     out: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
-        *asked[:3], mask, _saves(asked), asked.dropout, asked.causal, False, scale=asked.scale
+        *asked[:3], _added(asked), _saves(asked), asked.dropout, asked.causal, False, scale=asked.scale
     )[0]
     return out
 
 
 def _math(asked: Attention) -> torch.Tensor:
     out: torch.Tensor = aten._scaled_dot_product_attention_math(
-        *asked[:5], asked.causal, None, scale=asked.scale, enable_gqa=asked.gqa
+        *asked[:3], _added(asked), asked.dropout, asked.causal, None, scale=asked.scale, enable_gqa=asked.gqa
     )[0]
     return out
 
@@ -149,12 +159,28 @@ def _saves(asked: Attention) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in asked[:3])
 
 
-def backward_scratch(args: Any) -> list[int]:
-    """Bytes that flash attention's backward pass allocates beside its outputs, one number an allocation.
+class Freed(NamedTuple):
+    """In a list of what an operator allocates for itself: the one that it gives back here, counted from 0."""
 
-    They are the rows' sums and the gradient of the query in fp32, for lengths rounded up to 128, and dK and dV of every
-    head where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/flash_api.cpp).
-    """
+    which: int
+
+
+def scratch(func: Any, args: Any) -> list[Any]:
+    """What a kernel of attention allocates for itself: sizes in bytes, and `Freed`."""
+    if func is aten._scaled_dot_product_flash_attention_backward.default:
+        return _flash_scratch(args)
+    if func is aten._scaled_dot_product_efficient_attention_backward.default:
+        return _efficient_scratch(args)
+    if func is aten._scaled_dot_product_cudnn_attention.default:
+        return [CUDNN_SCRATCH]
+    if func is aten._scaled_dot_product_cudnn_attention_backward.default:
+        return _cudnn_scratch(args)
+    return []
+
+
+def _flash_scratch(args: Any) -> list[Any]:
+    """The rows' sums and the gradient of the query in fp32, for lengths rounded up to 128, and dK and dV of every head
+    where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/flash_api.cpp)."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * -(-length // 128) * 128
@@ -162,10 +188,45 @@ def backward_scratch(args: Any) -> list[int]:
     return [4 * rows, 4 * rows * accumulated_width(width), *([every] * 2 if key.size(1) != heads else [])]
 
 
+def _cudnn_scratch(args: Any) -> list[Any]:
+    """In one, the rows' sums and the gradient of the query in fp32, and dK and dV of every head where heads are shared:
+    what cuDNN 9.19 asked for on an H200 in 180 calls (results/reference/h200-141gb/operators.json)."""
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    every = batch * heads * key.size(2) * width * key.element_size()
+    shared = 2 * every if key.size(1) != heads else 0
+    return [4 * batch * heads * length * (width + 1) + shared + CUDNN_SCRATCH]
+
+
+def _efficient_scratch(args: Any) -> list[Any]:
+    """The gradient with samples' tokens together, if it is not so; the rows' sums, in fp32 from a product of their own;
+    and tiles of the gradient of the query in fp32, each with 16 bytes of locks, of 64 columns and 64 or 128 rows.
+
+    _efficient_attention_backward in aten/native/transformers/cuda/attention_backward.cu; workspace_elements_gq in
+    mem_eff_attention/kernel_backward.h. Not there: dK and dV where halves are wider than 128.
+    """
+    grad, query, _, value = args[:4]
+    batch, heads, length, width = query.shape
+    wide = value.size(-1)
+    high = 64 if max(width, wide) <= 64 else 128
+    tiles = batch * heads * -(-length // high) * -(-width // 64) * (4 * 64 * high + 16)
+    rows = 4 * batch * heads * length
+    own = [] if grad.transpose(1, 2).is_contiguous() else [grad.numel() * grad.element_size()]
+    if query.dtype is not torch.float32:
+        return [*own, rows, tiles, Freed(len(own))]
+    at = len(own)
+    return [*own, rows * wide, rows, rows, Freed(at + 1), Freed(at), tiles, Freed(at + 2)]
+
+
 def accumulated_width(width: int) -> int:
     """A head's width in flash attention's accumulators (head_size_rounded in mha_bwd)."""
     multiple = 32 if width <= 128 else 64
     return -(-width // multiple) * multiple
+
+
+def _added(asked: Attention) -> torch.Tensor | None:
+    mask = asked.mask
+    return _additive(mask, asked.query.dtype) if mask is not None and mask.dtype is torch.bool else mask
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -32,6 +32,7 @@ from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.runners import allocations, places
 from vramsweep.runners.allocations import WORKSPACES
+from vramsweep.runners.attention import Freed, prefers_cudnn
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import C10D, collective, work
 from vramsweep.runners.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
@@ -121,6 +122,18 @@ class _Book:
         self.kept.events.append(number + 1)
         return number
 
+    def borrow(self, sizes: list[Any]) -> None:
+        """Note what an operator allocates for itself and gives back (`allocations.scratch`)."""
+        taken: list[int] = []
+        given: list[int] = []
+        for size in sizes:
+            if isinstance(size, Freed):
+                given.append(taken[size.which])
+                self.kept.events.append(-(given[-1] + 1))
+            else:
+                taken.append(self.allocate(size))
+        self.kept.events += [-(number + 1) for number in reversed(taken) if number not in given]
+
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Note a storage if it is new and has a size, and later its death."""
         key = storage._cdata
@@ -170,12 +183,13 @@ class _Book:
         return categories
 
 
-def generation(capability: Capability) -> bool:
+def generation(capability: Capability) -> tuple[bool, bool]:
     """All that a trace depends on of a card's compute capability, workspaces apart: cards that share it share traces.
 
-    It is whether the card has bf16 tensor cores, as kernels of attention and products of halves ask.
+    It is whether the card has bf16 tensor cores, as kernels of attention and products of halves ask, and whether it
+    prefers cuDNN's attention.
     """
-    return capability >= (8, 0)
+    return capability >= (8, 0), prefers_cudnn(capability)
 
 
 def on(trace: Trace, capability: Capability) -> Trace:
@@ -278,16 +292,16 @@ class Tracer(TorchDispatchMode):
             out = func(*args, **kwargs)
         if self.known is not None:
             self.known.keep(out, value)
-        made = list(_tensors((out,)))
+        on_host = allocations.ON_HOST.get(func, ())
+        made = [tensor for n, tensor in enumerate(_tensors((out,))) if n not in on_host]
         for tensor in reversed(made) if func in allocations.LAST_FIRST else made:
             self._track(tensor, tensors)
         if func in allocations.MATMULS:  # whose output is there when the handle is asked for
             self._operator = "cuBLAS workspace"
             self._handle(allocations.LT_APART and allocations.through_lt(func, tensors))
-        if own := allocations.scratch(func, args):
+        if own := allocations.scratch(func, args, self._capability):
             self._operator = f"{_known_as(func)} (scratch)"
-            taken = [self._card.allocate(size) for size in own]
-            self.trace.events += [-(number + 1) for number in reversed(taken)]
+            self._card.borrow(own)
         if func.namespace == "c10d":
             self._collective(args, tensors)
         if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
