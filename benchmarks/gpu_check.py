@@ -13,10 +13,12 @@ model as far as they go, which is how the kit itself is tested.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import importlib.util
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,11 +26,11 @@ import tempfile
 import time
 import traceback
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -67,6 +69,7 @@ MOST_FILES, MOST_BYTES = 8, 16 * MIB
 PUBLIC_GPT2 = {"peak_allocated_bytes": round(8_450_177.5 * KIB), "peak_reserved_bytes": 9_154_560 * KIB}
 MISSED = 0.01  # of a reserved peak; a trial that was predicted worse is recorded
 MOST_PROFILED = 24
+DRAWN = 60  # seconds that a user's sweep has left for its report when its budget is used up
 REHEARSED = "h100-80gb"  # the card that a rehearsal without one predicts for
 # What a prediction does not depend on, or refuses: these overrides of a measured sweep are left out of its predictions.
 NOT_PREDICTED = ("isolation=", "repeats=", "protocol=", "record=")
@@ -128,21 +131,23 @@ class Check:
         with log.open("a") as stream:
             stream.write(f"\n== {name}: {' '.join(overrides)}\n")
             stream.flush()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "harness", "sweep", *words], cwd=ROOT, stdout=stream, stderr=stream
-            )
-            try:
-                process.wait(self.left())
-            except subprocess.TimeoutExpired:
+            if self.run([sys.executable, "-m", "harness", "sweep", *words], stream) is None:
                 self.cut_short.add(name)
-                process.terminate()
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    process.kill()
                 stream.write("ended: no time left\n")
-        folder = self.scratch / name
-        return list(journal.terminal(journal.read(folder)[0]).values()) if (folder / journal.NAME).exists() else []
+        return swept(self.scratch / name)
+
+    def run(self, words: Sequence[str], stream: IO[str]) -> int | None:
+        """Run a command in the time there is; its exit status, None where it had to be ended."""
+        process = subprocess.Popen(words, cwd=ROOT, stdout=stream, stderr=stream)
+        try:
+            return process.wait(self.left())
+        except subprocess.TimeoutExpired:
+            process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return None
 
     def python(self, arguments: Sequence[str], conf: str = "") -> subprocess.CompletedProcess[str]:
         """Run Python in a worker's environment. Raises RuntimeError when it is not done in time."""
@@ -162,6 +167,11 @@ class Check:
         logs = sorted(self.scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
         own = "".join(path.read_text(errors="replace")[-40_000:] for path in logs)
         (self.out / "log.txt").write_text(self.log + own)
+
+
+def swept(folder: Path) -> list[Row]:
+    """The terminal rows of a sweep's folder, none where there is none."""
+    return list(journal.terminal(journal.read(folder)[0]).values()) if (folder / journal.NAME).exists() else []
 
 
 def last_line(text: str) -> str:
@@ -415,31 +425,28 @@ def preset(check: Check, name: str, rehearsed: str) -> dict[str, Any]:
 def sweep(check: Check) -> dict[str, Any]:
     """`make sweep MODEL=qwen0.5b` as a user types it, in the time there is; its report, MFU at the larger shapes."""
     model, name = ("qwen0.5b" if check.real else "tiny"), "make-sweep"
-    where = ["name=" + name, f"results={check.scratch}", f"budget={max(30, int(check.left()) - 20)}s"]
+    where = ["name=" + name, f"results={check.scratch}", f"budget={max(30, int(check.left()) - DRAWN)}s"]
     device = "auto" if check.real else "cpu"
     preset = "auto" if check.real else "none"
     check.seed(name)
-    done = subprocess.run(
-        ["make", "sweep", f"MODEL={model}", f"DEVICE={device}", f"SWEEP={preset}", f"PYTHON={sys.executable}", "VENV=",
-         f"ARGS={' '.join(where)}"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=check.left(),
-    )  # fmt: skip
-    (check.scratch / f"{name}.log").write_text(done.stdout + done.stderr)
-    folder = check.scratch / name
-    rows = list(journal.terminal(journal.read(folder)[0]).values()) if (folder / journal.NAME).exists() else []
+    folder, log = check.scratch / name, check.scratch / f"{name}.log"
+    words = ["make", "sweep", f"MODEL={model}", f"DEVICE={device}", f"SWEEP={preset}", f"PYTHON={sys.executable}"]
+    with log.open("a") as stream:
+        status = check.run([*words, "VENV=", f"ARGS={' '.join(where)}"], stream)
+    rows = swept(folder)
     if not rows:
-        raise RuntimeError(f"make sweep left no row: {last_line(done.stderr)}")
+        raise RuntimeError(f"make sweep left no row: {last_line(log.read_text())}")
     check.keep(rows)
-    words = (f"model={model}", "sweep=cuda") if check.real else (f"model={model}",)
-    if words not in check.asked:
-        check.asked.append(words)
+    asked = (f"model={model}", "sweep=cuda") if check.real else (f"model={model}",)
+    if asked not in check.asked:
+        check.asked.append(asked)
     if len(rows) < len(json.loads((folder / journal.PLAN).read_text())["trials"]):  # the budget did not last
         check.cut_short.add(name)
     if (report := folder / "report.html").exists():
         (check.out / report.name).write_bytes(report.read_bytes())
     best = max((r for r in rows if r["mfu"] is not None), key=lambda r: r["mfu"], default=None)
     return {
-        "exit_status": done.returncode,
+        "exit_status": status,
         "outcomes": outcomes(rows),
         "highest_mfu": best
         and {k: best[k] for k in ("mfu", "hfu", "seq_len", "micro_batch", "precision", "allocator")},
@@ -566,13 +573,17 @@ def main() -> int:
     summary: dict[str, Any] = before or {"device": arguments.device, **here, "asked": [], "parts": {}}
     elsewhere = {} if summary["machine"] == here["machine"] else here
     failed = False
-    with tempfile.TemporaryDirectory() as scratch:
-        check = Check(arguments.out, Path(scratch), arguments.device, ends)
+    # beside OUT, and still there where this go is killed, so that the next one takes up the rows it had measured
+    with kept_till_done(arguments.out.with_name(f"{arguments.out.name}.work")) as scratch:
+        check = Check(arguments.out, scratch, arguments.device, ends)
         check.asked = [tuple(one) for one in summary.setdefault("asked", [])]
         if (log := arguments.out / "log.txt").exists():
             check.log = log.read_text()
         if (rows := arguments.out / "rows.jsonl").exists():
             check.rows = [json.loads(line) for line in rows.read_text().splitlines()]
+        for folder in sorted(scratch.iterdir()):
+            if found_there := swept(folder):
+                check.keep(found_there)
         for part, most in PARTS:
             if part.__name__ not in names:
                 continue
@@ -599,6 +610,14 @@ def main() -> int:
             check.finish_log()
             write_summary(arguments.out, summary)
     return int(failed)
+
+
+@contextlib.contextmanager
+def kept_till_done(folder: Path) -> Iterator[Path]:
+    """A folder that is removed once all is done, not where what is done in it ends early."""
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+    shutil.rmtree(folder)
 
 
 NAMES = tuple(part.__name__ for part, _ in PARTS)

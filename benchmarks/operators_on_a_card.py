@@ -66,8 +66,7 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, mask: str, dropout: float, 
     batch, heads, shared, length, width, wide = shape
     sizes = ((heads, width), (shared, width), (shared, wide))
     made = [torch.randn(batch, length, h, w, dtype=dtype, device="cuda").transpose(1, 2) for h, w in sizes]
-    for tensor in made:
-        tensor.requires_grad_()
+    query, key, value = (tensor.requires_grad_() for tensor in made)
     said = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "mask": mask, "dropout": dropout, "gqa": gqa}
     given = mask_of(mask, batch, length, dtype)
     grad = torch.ones(batch, heads, length, wide, dtype=dtype, device="cuda")
@@ -76,7 +75,7 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, mask: str, dropout: float, 
     try:
         with SdpaKernels() as kernels:
             out = F.scaled_dot_product_attention(
-                *made, attn_mask=given, dropout_p=dropout, is_causal=mask == "causal", enable_gqa=gqa
+                query, key, value, attn_mask=given, dropout_p=dropout, is_causal=mask == "causal", enable_gqa=gqa
             )
         forward = requests()
         out.backward(grad)

@@ -26,7 +26,7 @@ WORKSPACES = "workspaces"  # a category of storages
 MATMULS = {getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")}
 # Operators that allocate their last output first: the mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
 LAST_FIRST = {aten.native_dropout.default}
-# Outputs that are in host memory: the seed and the offset of dropout (Note [Seed and Offset Device] of aten's attention)
+# Outputs that are in host memory: the seed and the offset of dropout (Note [Seed and Offset Device] in aten)
 ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 # Operators that are several, with what these allocate, but one to a fake tensor (ATen/native/TensorCompare.cpp, isinf).
 IN_PARTS: dict[Any, Callable[..., Any]] = {aten.isinf.default: lambda values: values.abs() == math.inf}
@@ -43,7 +43,8 @@ LT_WORKSPACE = 1024 * KIB
 # the tensor, torch's of the tensor and of its storage.
 UNHELD = (3, 4, 2)
 MOST_EACH = 256  # values of one thread of a sum (max_values_per_thread)
-MULTIPROCESSORS = {7: 40, 8: 108, 9: 132}  # of a T4, an A100, an H100 and H200, by compute capability
+# Threads that a card runs at once, by whether it has bf16 tensor cores: an H100's and H200's, and a T4's
+AT_ONCE = {True: 132 * 2048, False: 40 * 1024}
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 LT_APART = installed_is(LT_WORKSPACES)
 
@@ -69,8 +70,7 @@ def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capabili
     """Of a sum over rows, as of a bias's gradient: partial sums of blocks that share an output, and their semaphores.
 
     setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in ATen/native/cuda/Reduce.cuh; an
-    H200's 378 sums are a test's. Cards of one generation differ in their multiprocessors: those of data centres stand
-    for it.
+    H200's 378 sums are a test's. Not covered: that cards differ in their multiprocessors, which bounds the largest.
     """
     if not dims or not tensor.is_contiguous() or sorted(d % tensor.dim() for d in dims) != list(range(len(dims))):
         return []
@@ -86,7 +86,7 @@ def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capabili
     each, grid = _ceil(rows, high), _ceil(across, wide)
     if rows < min(high * 16, MOST_EACH) or each < MOST_EACH:
         return []
-    blocks = MULTIPROCESSORS[min(capability[0], 9)] * (2048 // (wide * high))
+    blocks = AT_ONCE[capability >= (8, 0)] // (wide * high)
     if grid > blocks:
         return []
     shared = torch.sym_max(torch.sym_min(_ceil(blocks, grid), _ceil(each, 16)), _ceil(each, MOST_EACH))

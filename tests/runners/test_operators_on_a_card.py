@@ -110,7 +110,7 @@ def test_what_the_card_refused_is_refused() -> None:
     refused = list(cases(served=False))
     assert len(refused) == 15
     for case in refused:
-        with pytest.raises(RuntimeError, match="must match the size|expand"):
+        with pytest.raises(RuntimeError, match=r"must match the size|expand"):
             called(case)
 
 
