@@ -113,9 +113,29 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
     return replace(row, holders=at_peak(recording, start, busiest, most))
 
 
+def _as_given(recording: Recording) -> dict[int, list[int]]:
+    """Addresses that the driver gave, by size, up to the first that it took back: where the process had room before.
+
+    The n-th segment of a size is given the n-th of them here too; they are the only trace of what came before torch.
+    """
+    given: dict[int, list[int]] = {}
+    for action, address, size, _ in recording.events:
+        if action == "segment_free":
+            break
+        if action == "segment_alloc":
+            given.setdefault(size, []).append(address)
+    return given
+
+
 def replay_under(recording: Recording, start: Start, config: AllocatorConfig, memory_limit: int | None) -> Row:
     """Replay under `config` with the starting state rebuilt; ends at the first request that does not fit."""
-    simulator = Simulator(config, memory_limit)
+    given = _as_given(recording)
+    left = {size: iter(addresses) for size, addresses in given.items()}
+    simulator = Simulator(
+        config, memory_limit,
+        next_address=lambda kind, size: next(left.get(size, iter(())), None) if kind == "segment_alloc" else None,
+    )  # fmt: skip
+    simulator.below(min((a for addresses in given.values() for a in addresses), default=None))
     timeline = Timeline(simulator, recording.times)
     index, out_of_memory = -1, None
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vramsweep.harness.allocator import expandable
+from vramsweep.harness.allocator.addresses import Addresses
 from vramsweep.harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig
 from vramsweep.harness.allocator.sizes import (
@@ -24,7 +25,6 @@ from vramsweep.harness.allocator.sizes import (
 from vramsweep.harness.errors import UserError
 
 SegmentEvent = tuple[str, int, int, int]  # kind, address, size, stream; kinds as in a recording
-FIRST_ADDRESS = 1 << 47  # cudaMalloc's addresses mostly descend; this model makes them always descend
 FIRST_RANGE = 1 << 56  # address space of expandable segments, away from cudaMalloc's
 UNLIMITED_RANGE = 1 << 50
 
@@ -101,7 +101,7 @@ class Simulator:
         self.segments = self.num_device_alloc = self.num_device_free = self.num_alloc_retries = self.num_ooms = 0
         self._on_segment = on_segment
         self._next_address = next_address
-        self._lowest = FIRST_ADDRESS
+        self._addresses = Addresses()
         self._next_range = FIRST_RANGE
         self._pools: dict[tuple[int, int, bool], Pool] = {}
         self._large_segment = config.large_segment_size_mb * MIB
@@ -113,6 +113,11 @@ class Simulator:
         self._gc_above = None if threshold is None or self.limit is None else int(threshold * self.limit)
         self._searches = 0  # of the large pool; the clock by which garbage collection tells age
         self._simple_search = not (self._expandable or self._max_split is not None or self._gc_above is not None)
+
+    def below(self, address: int | None) -> None:
+        """Segments whose address is not supplied come below this one; None: wherever the model has them."""
+        if address is not None:
+            self._addresses.taken(address)
 
     def malloc(self, handle: Hashable, size: int, stream: int = 0, private: int = 0) -> None:
         """Allocate `size` bytes for `handle` on `stream`, from private pool `private` (0: the common one).
@@ -281,7 +286,7 @@ class Simulator:
             if block.mapped:
                 self.reserved += piece.size
             if not is_expandable:
-                self._lowest = min(self._lowest, piece.addr)
+                self._addresses.taken(piece.addr)
             if piece.state in ("free", "unmapped"):
                 pool.add(block)
                 if not is_expandable and len(pieces) > 1:
@@ -355,8 +360,9 @@ class Simulator:
             )
         addr = self._next_address("segment_alloc", size) if self._next_address is not None else None
         if addr is None:
-            addr = self._lowest - round_up(size, SMALL_SEGMENT)
-        self._lowest = min(self._lowest, addr)
+            addr = self._addresses.take(size)
+        else:
+            self._addresses.taken(addr)
         self._count_segment("segment_alloc", addr, size, pool.stream)
         return Block(pool, addr, size)
 
@@ -419,6 +425,7 @@ class Simulator:
     def _release(self, block: Block) -> None:
         """`release_block`: cudaFree an unused, unsplit segment."""
         block.pool.remove(block)
+        self._addresses.give(block.addr, block.size)
         self._count_segment("segment_free", block.addr, block.size, block.pool.stream)
 
     def _common_pools(self, small: bool, then_small: bool = False) -> list[Pool]:

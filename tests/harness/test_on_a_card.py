@@ -26,6 +26,7 @@ from vramsweep.runners import torch_loop, tracing
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import card_page
 
+MIB = 1 << 20
 FOLDER = ROOT / "results" / "reference" / "h100-80gb"
 ROWS: list[Row] = card_page.read(FOLDER / "rows.jsonl")
 
@@ -66,7 +67,9 @@ def test_every_recording_is_replayed_exactly_and_tells_of_the_others() -> None:
             assert replay.match is not None and replay.match.exact, (one, replay.match)
         else:
             assert (replay.out_of_memory is not None) == run["out_of_memory"], (one, other)
-            assert replay.peak_allocated == run["peak_allocated_bytes"], (one, other)
+            # which of equal blocks is divided and which is given whole depends on the addresses that the driver would
+            # have given to segments of sizes that were not recorded: 3.3 MiB at most
+            assert replay.peak_allocated == pytest.approx(run["peak_allocated_bytes"], abs=3.3 * MIB), (one, other)
 
 
 def test_cold_and_warm_trials_had_the_same_memory_but_for_what_an_import_made() -> None:

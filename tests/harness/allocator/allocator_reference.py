@@ -6,8 +6,9 @@ It shares with the fast one only the settings and the model of addresses; the te
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from vramsweep.harness.allocator.addresses import FIRST
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig
-from vramsweep.harness.allocator.simulator import FIRST_ADDRESS, FIRST_RANGE, UNLIMITED_RANGE, OutOfMemory
+from vramsweep.harness.allocator.simulator import FIRST_RANGE, UNLIMITED_RANGE, OutOfMemory
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Reference:
         self.waiting: list[object] = []
         self.searches = self.retries = self.ooms = 0
         self.peaks = dict.fromkeys(("allocated", "active", "requested", "reserved", "inactive_split"), 0)
-        self.next_segment, self.next_range = FIRST_ADDRESS, FIRST_RANGE
+        self.next_range = FIRST_RANGE
+        self.lowest_chunk, self.empty = FIRST // (2 * MIB), set[int]()  # in steps of 2 MiB
         self.large = config.large_segment_size_mb * MIB
         self.max_split = (config.max_split_size_mb or 1 << 60) * MIB
         self.slack = (config.max_non_split_rounding_mb or config.large_segment_size_mb) * MIB
@@ -165,11 +167,22 @@ class Reference:
                 raise OutOfMemory
         if self.c.expandable_segments:
             return self.grow(want, stream, small)
-        self.next_segment -= next_multiple(size, 2 * MIB)
-        made = Range(stream, small, False, [Cell(self.next_segment, size, "free")])
+        at = self.place(next_multiple(size, 2 * MIB) // (2 * MIB)) * 2 * MIB
+        made = Range(stream, small, False, [Cell(at, size, "free")])
         self.ranges.append(made)
-        self.events.append(("segment_alloc", self.next_segment, size, stream))
+        self.events.append(("segment_alloc", at, size, stream))
         return made, made.cells[0]
+
+    def place(self, steps: int) -> int:
+        """The first of so many empty steps, the lowest there are; else of a new chunk."""
+        found = next((at for at in sorted(self.empty) if all(at + n in self.empty for n in range(steps))), None)
+        if found is None:
+            chunk = next_multiple(steps, 16)
+            self.lowest_chunk -= chunk
+            found = self.lowest_chunk
+            self.empty |= set(range(found, found + chunk))
+        self.empty -= set(range(found, found + steps))
+        return found
 
     def fits(self, size: int) -> bool:
         return self.limit is None or self.counts()["reserved"] + size <= self.limit
@@ -233,6 +246,8 @@ class Reference:
     def drop(self, home: Range, cell: Cell) -> None:
         self.ranges = [r for r in self.ranges if r is not home]
         self.events.append(("segment_free", cell.addr, cell.size, home.stream))
+        at = cell.addr // (2 * MIB)
+        self.empty |= set(range(at, at + next_multiple(cell.size, 2 * MIB) // (2 * MIB)))
 
     # making room
 

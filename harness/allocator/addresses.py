@@ -1,0 +1,52 @@
+"""Where cudaMalloc puts a segment. The allocator takes the lowest of equal blocks, so addresses decide what is reused.
+
+The driver's habit, as the recordings of an H100 and an H200 show it: address space comes in chunks of a multiple of
+32 MiB, each below the one before; a segment goes to the lowest place in a chunk where it fits, in steps of 2 MiB, and
+begins a chunk of its own if there is none. Not covered: what libraries and the driver take for themselves in between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from vramsweep.harness.allocator.config import MIB
+from vramsweep.harness.allocator.sizes import round_up
+
+FIRST = 1 << 47
+STEP, CHUNK = 2 * MIB, 32 * MIB
+
+
+class Addresses:
+    """Address space of one process on one device; sizes in bytes."""
+
+    def __init__(self) -> None:
+        self._lowest = FIRST
+        self._holes: list[tuple[int, int]] = []  # start and size, by start, no two adjacent
+
+    def take(self, size: int) -> int:
+        """The address of a new segment."""
+        size = round_up(size, STEP)
+        for at, (start, room) in enumerate(self._holes):
+            if room >= size:
+                self._holes[at : at + 1] = [(start + size, room - size)] if room > size else []
+                return start
+        span = round_up(size, CHUNK)
+        self._lowest -= span
+        if span > size:
+            self.give(self._lowest + size, span - size)
+        return self._lowest
+
+    def give(self, start: int, size: int) -> None:
+        """A segment is no more."""
+        end = start + round_up(size, STEP)
+        at = bisect_left(self._holes, (start,))
+        if at < len(self._holes) and self._holes[at][0] == end:
+            end += self._holes.pop(at)[1]
+        if at and sum(self._holes[at - 1]) == start:
+            at -= 1
+            start = self._holes.pop(at)[0]
+        self._holes.insert(at, (start, end - start))
+
+    def taken(self, start: int) -> None:
+        """Something is there that was not taken here: new chunks are below it."""
+        self._lowest = min(self._lowest, start)
