@@ -15,16 +15,21 @@ import json
 import statistics
 import sys
 import tempfile
+import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "benchmarks" / "card_pages.toml"
 sys.path.insert(0, str(ROOT))
 
 from vramsweep.harness.allocator.replay import what_if  # noqa: E402
 from vramsweep.harness.row import Row  # noqa: E402
+from vramsweep.harness.trial import Trial  # noqa: E402
 
 MIB = 1 << 20
 # Which recording is replayed under the settings of which others: those of the same training.
@@ -36,9 +41,25 @@ CROSS = {
     "streams_expandable": ("streams",),
 }
 FACTORS = ("gpt2-trainer", "factors", "factors-cold")  # the trials that vary one thing each, which the figure shows
-DEFAULTS = ("none", "default", "sdpa", "torch")
-SHOWN = ("model", "runner", "sharding", "precision", "attention", "kernels", "loss", "checkpointing", "optimizer",
-         "adapter", "allocator")  # fmt: skip
+PLAIN = ("model", "runner", "sharding", "precision")  # axes whose values say what they are
+SHOWN = (*PLAIN, "quantization", "adapter", "attention", "kernels", "loss", "checkpointing", "checkpointing_every",
+         "checkpointing_reentrant", "activation_offload", "compile", "optimizer", "offload_optimizer", "offload_param",
+         "padding", "padding_side", "packing", "use_cache", "grad_accum", "allocator")  # fmt: skip
+DEFAULTS = {axis: Trial.model_fields[axis].default for axis in SHOWN} | {
+    "runner": "torch", "allocator": "default", "optimizer": "default",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a page says that no row does (card_pages.toml): title, when the card was there and what had been seen before
+    it, what was wrong and how it was found, and what else it showed or did not."""
+
+    title: str
+    when: str
+    wrong: str
+    found: str
+    left: str
 
 
 def replays(folder: Path) -> Iterator[tuple[str, str, dict[str, Any], Any]]:
@@ -79,10 +100,9 @@ def pairs(rows: list[Row], predictions: list[Row] | None = None) -> list[tuple[R
 
 def label(row: Row) -> str:
     """What a trial is, in the words of its axes that are not at their default."""
-    values = {axis: row["trial"][axis] for axis in SHOWN}
+    values = {axis: row["trial"].get(axis, DEFAULTS[axis]) for axis in SHOWN}
     words = {axis: v["name"] if isinstance(v, dict) else v for axis, v in values.items()}
-    plain = ("model", "runner", "sharding", "precision")  # whose values say what they are
-    said = [w if axis in plain else f"{axis}={w}" for axis, w in words.items() if w not in DEFAULTS]
+    said = [str(w) if axis in PLAIN else f"{axis}={w}" for axis, w in words.items() if w != DEFAULTS[axis]]
     return " · ".join([*said, f"{row['micro_batch']} × {row['seq_len']:,}"])
 
 
@@ -102,18 +122,37 @@ def page(folder: Path) -> str:
     rows, blind = read(folder / "rows.jsonl"), read(folder / "blind.jsonl")
     both = pairs(rows)
     first = next((m for m, _ in both if m["deepspeed_version"]), both[0][0])
+    words, parts = Words(**tomllib.loads(PAGES.read_text())[folder.name]), summary["parts"]
+    image = f"![Differences by configuration](images/{folder.name.split('-')[0]}.png)"
     lines = [
-        "# On a card: one H100",
+        f"# {words.title}",
         "",
         f"{summary['gpus'][0]['name']}, driver {summary['gpus'][0]['driver']}, {summary['machine']['cores']} cores of "
         f"a virtual machine; torch {first['torch_version']}, transformers {first['transformers_version']}, deepspeed "
-        f"{first['deepspeed_version']}, Python {first['python_version']}; {first['started_at'][:10]}, twice for "
-        f"fifteen "
-        "minutes. Predictions are with the same versions, the blind ones (`blind.jsonl`) by code that no card "
-        "had run before. "
+        f"{first['deepspeed_version']}, Python {first['python_version']}; {first['started_at'][:10]}, {words.when} "
         f"Rows, recordings and residuals are in `{folder}`; this page is `python benchmarks/card_page.py`'s, and "
         "[`make gpu-check`](gpu_check.md) makes such a folder of your card.",
         "",
+    ]
+    if "recordings" in parts:
+        lines += [*_replayed(folder), ""]
+    lines += ["## Predicted and measured", "", *_predicted(rows, blind, image), ""]
+    if "misses" in parts:
+        lines += ["## What was wrong", "", *_misses(summary, rows, blind, words), ""]
+    if (calls := folder / "operators.json").exists():
+        lines += ["## Attention and sums, call by call", "", *_calls(calls), ""]
+    if any(m["sweep"] == "zero3" for m, _ in both):
+        lines += ["## ZeRO-3 over lengths", "", *_curve(rows), ""]
+    if any(row["trial"].get("compile", "none") != "none" for row in rows):
+        lines += ["## Compiled", "", *_compiled(rows), ""]
+    if "isolation" in parts:
+        lines += ["## Cold and warm", "", *_both_ways(summary, both), ""]
+    lines += ["## Speed", "", *_speed(summary, both), "", words.left.strip()]
+    return "\n".join(lines) + "\n"
+
+
+def _replayed(folder: Path) -> list[str]:
+    lines = [
         "## The allocator, replayed",
         "",
         "GPT-2, batch 4, 256 tokens, bf16: loading and three steps, recorded from the first allocation on. Each "
@@ -153,33 +192,11 @@ def page(folder: Path) -> str:
         "| recorded | replayed as | measured MiB | replayed MiB | difference | retries measured | replayed |",
         "|---|---|---:|---:|---:|---|---|",
         *others,
-        "",
-        "## Predicted and measured",
-        "",
-        *_predicted(rows, blind),
-        "",
-        "## What was wrong",
-        "",
-        *_misses(summary, rows, blind),
-        "",
-        "## ZeRO-3 over lengths",
-        "",
-        *_curve(rows),
-        "",
-        "## Cold and warm",
-        "",
-        *_both_ways(summary, both),
-        "",
-        "## Speed",
-        "",
-        *_speed(summary, both),
-        "",
-        *LEFT,
     ]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _predicted(rows: list[Row], blind: list[Row]) -> list[str]:
+def _predicted(rows: list[Row], blind: list[Row], image: str) -> list[str]:
     both = pairs(rows)
     first_of = {m["trial_id"]: p for m, p in pairs(rows, blind)}
     lines = [
@@ -187,7 +204,7 @@ def _predicted(rows: list[Row], blind: list[Row]) -> list[str]:
         "Allocator's default settings unless named; batch × tokens at the end. Blind: before any card had run this "
         "code; now: with what the recordings showed, below.",
         "",
-        "![Differences by configuration](images/h100.png)",
+        image,
         "",
         "| trial | allocated MiB | blind | now | reserved MiB | blind | now |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -213,15 +230,12 @@ def _accuracy(both: list[tuple[Row, Row]], when: str) -> str:
     )
 
 
-def _misses(summary: dict[str, Any], rows: list[Row], blind: list[Row]) -> list[str]:
+def _misses(summary: dict[str, Any], rows: list[Row], blind: list[Row], words: Words) -> list[str]:
     """The trials whose reserved peak was off, recorded from their first allocation on."""
     wrong = {m["trial_id"]: (m, p) for m, p in pairs(rows, blind)}
     now = {m["trial_id"]: p for m, p in pairs(rows)}
     lines = [
-        "Four reserved peaks were 2 to 7 % off. The same trials, recorded from the first allocation on by the "
-        "code that "
-        "had measured them, reserved the same again, and their replay is exact: what was wrong was the order in which "
-        "blocks were asked for.",
+        words.wrong,
         "",
         "| trial | segment events, all replayed | reserved MiB | blind | now |",
         "|---|---:|---:|---:|---:|",
@@ -231,11 +245,12 @@ def _misses(summary: dict[str, Any], rows: list[Row], blind: list[Row]) -> list[
             continue
         m, first = wrong[name]
         assert one["exact"] and one["matched"] == one["segment_events"]
-        assert one["peak_reserved_bytes"] == m["peak_reserved_bytes"]
-        cells = [f"{one['segment_events']}", mib(m["peak_reserved_bytes"])]
+        again = one["peak_reserved_bytes"]
+        recorded = "" if again == m["peak_reserved_bytes"] else f" ({mib(again)} when recorded)"
+        cells = [f"{one['segment_events']}", mib(m["peak_reserved_bytes"]) + recorded]
         cells += [_signed(off(m, p, "peak_reserved_bytes")) for p in (first, now[name])]
         lines.append(f"| {label(m)} | " + " | ".join(cells) + " |")
-    return [*lines, "", *FOUND]
+    return [*lines, "", words.found.strip()]
 
 
 def _curve(rows: list[Row]) -> list[str]:
@@ -255,6 +270,45 @@ def _curve(rows: list[Row]) -> list[str]:
                 [mib(pair[0]["peak_reserved_bytes"]), _signed(off(*pair, "peak_reserved_bytes"))] if pair else ["", ""]
             )
         lines.append(f"| {length:,} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _calls(path: Path) -> list[str]:
+    """Which kernel of attention ran, and what a test holds the trace to."""
+    told = json.loads(path.read_text())
+    ran = [one for one in told["attention"] if "kernel" in one]
+    counts = Counter((one["dtype"], " and ".join(one["kernel"])) for one in ran)
+    lines = [
+        f"{len(ran)} calls of scaled_dot_product_attention with their backward passes (torch {told['torch']}, cuDNN "
+        f"{told['cudnn']}), over shapes, masks, dropout and shared heads, and {len(told['sums'])} sums over rows: "
+        "which kernel ran, and every block that was asked for and given back. The trace takes the same kernel in all "
+        "of them, and asks for the same blocks in the same order in all but flash attention's and those of the "
+        "memory-efficient kernel whose values are of another width (`tests/runners/test_operators_on_a_card.py`).",
+        "",
+        "| dtype | kernel | calls |",
+        "|---|---|---:|",
+    ]
+    return [*lines, *(f"| {dtype} | {kernel} | {count} |" for (dtype, kernel), count in sorted(counts.items()))]
+
+
+def _compiled(rows: list[Row]) -> list[str]:
+    """Compiled trials beside the same training in eager mode; a prediction of them is refused."""
+    ok = [row for row in rows if row["device"] == "cuda" and row["outcome"] == "ok"]
+    lines = [
+        "Measured only: what a compiler fuses and plans is not predicted. Eager is `optimizer=adamw_torch`.",
+        "",
+        "| trial | allocated MiB | reserved MiB | tokens/s | compiling s |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    models = {row["model"] for row in ok if row["compile"] != "none"}
+    kept = [row for row in ok if row["model"] in models]
+    kept = [row for row in kept if row["compile"] != "none" or row["trial"]["optimizer"] == "adamw_torch"]
+    for row in sorted(kept, key=lambda row: (row["model"], row["compile"] != "none", row["compile"])):
+        took = "" if row["compile_s"] is None else f"{row['compile_s']:.0f}"
+        lines.append(
+            f"| {label(row)} | {mib(row['peak_allocated_bytes'])} | {mib(row['peak_reserved_bytes'])} | "
+            f"{row['tokens_per_s']:,.0f} | {took} |"
+        )
     return lines
 
 
@@ -303,7 +357,9 @@ def _speed(summary: dict[str, Any], both: list[tuple[Row, Row]]) -> list[str]:
             f"| {label(m)} | {m['tokens_per_s']:,.0f} | {1000 * step:.1f} | {1000 * p['estimated_step_s']:.1f} | "
             f"{calibrated} | {mfu} |"
         )
-    return [*lines, "", *_profiles(summary, {m["trial_id"]: m for m, _ in both})]
+    if "profiles" in summary["parts"]:
+        lines += ["", *_profiles(summary, {m["trial_id"]: m for m, _ in both})]
+    return lines
 
 
 def _profiles(summary: dict[str, Any], rows: dict[str, Row]) -> list[str]:
@@ -332,56 +388,6 @@ def _share(value: float) -> str:
 
 def _signed(value: float) -> str:
     return f"{100 * value:+.2f} %"
-
-
-FOUND = (
-    "- autocast casts an operator's arguments from the last to the first (C++ evaluates them so, built by gcc), "
-    "and the",
-    "  trace did from the first;",
-    "- dropout allocates its mask before its output (Dropout.cu);",
-    "- a cuBLAS workspace is allocated once the first product's output is there, not before;",
-    "- cuBLASLt, which adds biases, keeps a MiB of its own from torch 2.9 to 2.11;",
-    "- autograd adds up gradients in place, and out of place where it meets a fake tensor (input_buffer.cpp);",
-    "- softmax's backward pass multiplies gradient and output in a buffer of its own (SoftMax.cu).",
-    "",
-    "ZeRO-3 under fp16, which had not been predicted before it was measured, was 2.3 to 3.0 % low, by half of what",
-    "gradients take: `isinf`, with which DeepSpeed looks for an overflow, takes the absolute values besides",
-    "(TensorCompare.cpp).",
-    "",
-    "All requests and frees of a MiB and more of GPT-2's first step are now in the card's order, but for one "
-    "kind that is "
-    "missing: a sum over rows, as of a bias's gradient, takes a buffer that it gives back at once (Reduce.cuh: 4 "
-    "bytes × "
-    "outputs × blocks × 128; 12 to 48 MiB here). It depends on the number of multiprocessors, and no peak here "
-    "does on it.",
-)
-LEFT = (
-    "## What it showed besides",
-    "",
-    "- With torchao and triton installed, importing transformers started CUDA, and every trial went cold: 20 s each.",
-    "  Templates now answer what torchao asks; seen warm on the card.",
-    "- DeepSpeed 0.19.8 reads `CUDA_VISIBLE_DEVICES` as integers (stage 1 and 2) and ended in a ValueError, as "
-    "cards were",
-    "  named by uuid. Workers now name them by index once CUDA has started; seen on the card.",
-    "- FLOPs of Liger's fused loss were not counted: torch's formula for `addmm` raises where an output dtype is "
-    "given.",
-    "- Outside torch's allocator a process held 748 to 767 MiB of the card, 821 to 837 with cudaMallocAsync and with",
-    "  FSDP2's group of one rank, 1,330 to 1,721 with DeepSpeed's. [Limits](cards.md) allow for 768.",
-    "- The driver keeps 480 MiB to itself: what NVML calls used on an idle card, and what torch's `total_memory`",
-    "  (81,079 MiB) lacks of NVML's total (81,559).",
-    "- `scaled_dot_product_attention` took cuDNN's kernel in bf16, and the memory-efficient one in fp32 and tf32.",
-    "- `make sweep MODEL=qwen0.5b` with a budget of 173 s: 31 of 112 trials, all ok, the report drawn.",
-    "- Of the eight tests of the whole path that are marked `gpu`, seven passed; the other is that of the 512 "
-    "bytes above.",
-    "",
-    "## What it did not show",
-    "",
-    "The card was there for twice fifteen minutes. There was no time for the tests of single techniques that are "
-    "marked",
-    "`gpu`, several cards, or all of `make sweep`. The instruments were not compared with a bare loop (the "
-    "benchmark named",
-    "the card without its number, since mended), and what was mended after the second time has not run on a card.",
-)
 
 
 def figure(folder: Path, path: Path) -> None:

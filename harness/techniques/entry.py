@@ -47,6 +47,7 @@ class Package:
 
 # What `proven` says: within 0.2 % of the predicted peak allocated there, and of reserved within 1 % or as it says.
 H100 = "H100, torch 2.11 (docs/h100.md)"
+H200 = "H200, torch 2.11 (docs/h200.md)"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vramsweep.harness.techniques.entry import H100, Axis, Package, Technique
+from vramsweep.harness.techniques.entry import H100, H200, Axis, Package, Technique
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -64,13 +64,14 @@ TECHNIQUES: tuple[Technique, ...] = (
               "which)", module=_ATTENTION, checked=("cpu", "simulated")),
     Technique("attention", "sdpa_flash", "scaled_dot_product_attention with its flash kernel only",
               module=_ATTENTION, source=_SDP_BACKEND, capability=(8, 0),
-              checked=("cpu", "simulated", "gpu"), rules=(_half_precision, _maskless)),
+              checked=("cpu", "simulated", "gpu"), proven=H200, rules=(_half_precision, _maskless)),
     Technique("attention", "sdpa_efficient", "scaled_dot_product_attention with its memory-efficient kernel only",
-              module=_ATTENTION, source=_SDP_BACKEND, capability=(5, 0), checked=("simulated", "gpu"), excludes=(
+              module=_ATTENTION, source=_SDP_BACKEND, capability=(5, 0), checked=("simulated", "gpu"),
+              proven=H200, excludes=(
                   ("device", ("cpu",), "torch has this kernel for CUDA only; on device=cpu use sdpa"),)),
     Technique("attention", "sdpa_cudnn", "scaled_dot_product_attention with cuDNN's kernel only",
               module=_ATTENTION, source=_SDP_BACKEND, capability=(8, 0),
-              checked=("simulated", "gpu"), rules=(_half_precision,), excludes=(
+              checked=("simulated", "gpu"), proven=H200, rules=(_half_precision,), excludes=(
                   ("device", ("cpu",), "torch has this kernel for CUDA only; on device=cpu use sdpa"),)),
     Technique("attention", "sdpa_math", "scaled_dot_product_attention as the formula, whose scores are stored",
               module=_ATTENTION, source=_SDP_BACKEND, checked=("cpu", "simulated", "gpu")),
@@ -89,15 +90,17 @@ TECHNIQUES: tuple[Technique, ...] = (
               checked=("simulated", "gpu"), proven=H100, source="https://github.com/linkedin/Liger-Kernel"),
     # loss
     Technique("loss", "default", "transformers' own, or Liger's with kernels=liger"),
-    Technique("loss", "plain", "transformers' own: logits of all tokens, made fp32", checked=("cpu", "simulated")),
+    Technique("loss", "plain", "transformers' own: logits of all tokens, made fp32", checked=("cpu", "simulated"),
+              proven=H200),
     Technique("loss", "no_upcast", "the same in the logits' own dtype", module="vramsweep.runners.techniques.loss",
-              rules=(_labels_are_left,), checked=("cpu", "simulated")),
+              rules=(_labels_are_left,), checked=("cpu", "simulated"), proven=H200),
     Technique("loss", "chunked", "output layer and cross entropy of an eighth of the tokens at a time, computed again "
               "in the backward pass", module="vramsweep.runners.techniques.loss", shardings=ALL_BUT_ZERO3,
               rules=(_labels_are_left,), checked=("cpu", "simulated"), proven=H100),
     Technique("loss", "fused_linear", "Liger's fused linear cross entropy", module="vramsweep.runners.techniques.loss",
               packages=(LIGER, TRITON), preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
               excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use loss=chunked"),),
-              rules=(_labels_are_left,), checked=("simulated", "gpu"), source="https://github.com/linkedin/Liger-Kernel"),
+              rules=(_labels_are_left,), checked=("simulated", "gpu"),
+              proven=H200, source="https://github.com/linkedin/Liger-Kernel"),
 )
 # fmt: on

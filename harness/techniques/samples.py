@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vramsweep.harness.techniques.entry import Axis, Technique, numbers, version
+from vramsweep.harness.techniques.entry import H200, Axis, Technique, numbers, version
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -58,17 +58,18 @@ def _uncached(trial: Trial) -> str | None:
 # fmt: off
 TECHNIQUES: tuple[Technique, ...] = (
     Technique("padding_side", "right", "after the text", checked=("cpu", "simulated"), rules=(_padded,)),
-    Technique("padding_side", "left", "before the text", checked=("cpu", "simulated"), rules=(_padded, _to_the_left)),
+    Technique("padding_side", "left", "before the text", checked=("cpu", "simulated"),
+              proven=H200, rules=(_padded, _to_the_left)),
     Technique("packing", "none", "one document a sample"),
     Technique("packing", "wrapped", "documents joined and cut at the sequence length, each token sees all before it",
-              checked=("cpu", "simulated")),
+              checked=("cpu", "simulated"), proven=H200),
     Technique("packing", "documents", "documents joined and cut; positions start anew with each, whose tokens see no "
-              "other", module="vramsweep.runners.techniques.packing", checked=("cpu", "simulated"),
+              "other", module="vramsweep.runners.techniques.packing", checked=("cpu", "simulated"), proven=H200,
               rules=(_full, _uncached), source="https://huggingface.co/docs/transformers/main_classes/data_collator"),
     Technique("use_cache", "default", "the runner's own way: off, but for the Trainer before transformers 5"),
-    Technique("use_cache", "on", "the model makes one", checked=("cpu", "simulated"), excludes=(
+    Technique("use_cache", "on", "the model makes one", checked=("cpu", "simulated"), proven=H200, excludes=(
         ("checkpointing", ("full", "selective"), "transformers takes the cache from a checkpointed layer; use "
          "use_cache=off"),)),
-    Technique("use_cache", "off", "the model makes none", checked=("cpu", "simulated")),
+    Technique("use_cache", "off", "the model makes none", checked=("cpu", "simulated"), proven=H200),
 )
 # fmt: on

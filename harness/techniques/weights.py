@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vramsweep.harness.techniques.entry import H100, Axis, Package, Technique
+from vramsweep.harness.techniques.entry import H100, H200, Axis, Package, Technique
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -77,11 +77,12 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("precision", "bf16", "fp32 weights, autocast to bf16 (DeepSpeed: bf16 weights with fp32 master copies)",
               checked=("cpu", "simulated"), proven=H100),
     Technique("precision", "fp16", "fp32 weights, autocast to fp16 with GradScaler (DeepSpeed: fp16 weights with fp32 "
-              "master copies)", checked=("simulated",)),
+              "master copies)", checked=("simulated",), proven=H200),
     Technique("precision", "bf16_pure", "weights, gradients and optimizer state in bf16; no autocast",
               checked=("cpu", "simulated"), proven=H100),
     Technique("precision", "bf16_master", "bf16 weights, fp32 master copies of them for the optimizer; no autocast",
-              module="vramsweep.runners.techniques.master", runners=("torch",), checked=("cpu", "simulated"), excludes=(
+              module="vramsweep.runners.techniques.master", runners=("torch",), checked=("cpu", "simulated"),
+              proven=H200, excludes=(
         ("runner", ("deepspeed",), "DeepSpeed's bf16 is just that: use precision=bf16"),
         ("runner", ("trainer",), "the Trainer keeps no master copies; use runner=torch, or precision=bf16, which keeps "
          "the weights themselves in fp32"),
@@ -102,10 +103,10 @@ TECHNIQUES: tuple[Technique, ...] = (
               "says their dtype before and that of the arithmetic, what is not quantised is fp32 (peft's "
               "prepare_model_for_kbit_training)", module="vramsweep.runners.techniques.nf4", packages=_QLORA,
               shardings=_WHOLE,
-              rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), source=_QLORA_GUIDE),
+              rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), proven=H200, source=_QLORA_GUIDE),
     Technique("quantization", "nf4_double", "as nf4, and the blocks' scales in 8 bits (double quantisation)",
               module="vramsweep.runners.techniques.nf4", packages=_QLORA,
-              shardings=_WHOLE, rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"),
+              shardings=_WHOLE, rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), proven=H200,
               source=_QLORA_GUIDE),
     Technique("quantization", "gptq", "linear layers but the output layer in GPTQ's 4 bits, groups of 128; the rest as "
               "the precision's half", module="vramsweep.runners.techniques.gptq",
