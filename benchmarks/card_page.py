@@ -40,7 +40,13 @@ CROSS = {
     "streams": ("streams_expandable",),
     "streams_expandable": ("streams",),
 }
-FACTORS = ("gpt2-trainer", "factors", "factors-cold")  # the trials that vary one thing each, which the figure shows
+FACTORS = (
+    "gpt2-trainer",
+    "factors",
+    "factors-cold",
+    "techniques",
+    "models",
+)  # the trials that vary one thing each, which the figure shows
 PLAIN = ("model", "runner", "sharding", "precision")  # axes whose values say what they are
 SHOWN = (*PLAIN, "quantization", "adapter", "attention", "kernels", "loss", "checkpointing", "checkpointing_every",
          "checkpointing_reentrant", "activation_offload", "compile", "optimizer", "offload_optimizer", "offload_param",
@@ -102,7 +108,8 @@ def label(row: Row) -> str:
     """What a trial is, in the words of its axes that are not at their default."""
     values = {axis: row["trial"].get(axis, DEFAULTS[axis]) for axis in SHOWN}
     words = {axis: v["name"] if isinstance(v, dict) else v for axis, v in values.items()}
-    said = [str(w) if axis in PLAIN else f"{axis}={w}" for axis, w in words.items() if w != DEFAULTS[axis]]
+    changed = {axis: w for axis, w in words.items() if w != DEFAULTS[axis]}
+    said = [w if axis in PLAIN else f"{axis}={str(w).lower()}" for axis, w in changed.items()]
     return " · ".join([*said, f"{row['micro_batch']} × {row['seq_len']:,}"])
 
 
@@ -398,8 +405,9 @@ def figure(folder: Path, path: Path) -> None:
     both = [pair for pair in pairs(rows) if pair[0]["sweep"] in FACTORS]
     both.sort(key=lambda pair: label(pair[0]), reverse=True)
     first = [pair for pair in pairs(rows, blind) if pair[0]["sweep"] in FACTORS]
+    name = both[0][0]["gpu_name"].removeprefix("NVIDIA ").split()[0]
     drawn = go.Figure()
-    for shown, column, name, symbol, colour in (
+    for shown, column, which, symbol, colour in (
         (first, "peak_reserved_bytes", "reserved, blind", "diamond-open", "#c2571a"),
         (both, "peak_reserved_bytes", "reserved, now", "diamond", "#c2571a"),
         (first, "peak_allocated_bytes", "allocated, blind", "circle-open", "#1f5fa8"),
@@ -408,13 +416,14 @@ def figure(folder: Path, path: Path) -> None:
         marker = {"symbol": symbol, "color": colour, "size": 10 if symbol.endswith("open") else 7}
         values = [100 * off(m, p, column) for m, p in shown]
         names = [label(m) for m, _ in shown]
-        drawn.add_trace(go.Scatter({"x": values, "y": names, "mode": "markers", "name": name, "marker": marker}))
-    drawn.update_yaxes(categoryorder="array", categoryarray=[label(m) for m, _ in both])
+        drawn.add_trace(go.Scatter({"x": values, "y": names, "mode": "markers", "name": which, "marker": marker}))
+    drawn.update_yaxes(categoryorder="array", categoryarray=[label(m) for m, _ in both], range=[-0.7, len(both) - 0.3])
+    height = 22 * len(both) + 170
     drawn.add_vrect(x0=-1, x1=1, fillcolor="#888", opacity=0.12, line_width=0)
     drawn.update_layout(
-        template="plotly_white", width=1000, height=22 * len(both) + 170, margin={"l": 10, "r": 20, "t": 85, "b": 70},
-        title={"text": "Predicted without a GPU, beside an H100", "y": 0.975, "yanchor": "top"},
-        legend={"orientation": "h", "xref": "container", "x": 0.03, "yref": "container", "y": 0.905,
+        template="plotly_white", width=1000, height=height, margin={"l": 10, "r": 20, "t": 85, "b": 70},
+        title={"text": f"Predicted without a GPU, beside an {name}", "y": 1 - 15 / height, "yanchor": "top"},
+        legend={"orientation": "h", "xref": "container", "x": 0.03, "yref": "container", "y": 1 - 75 / height,
                 "yanchor": "bottom"},
         xaxis={"title": "predicted / measured − 1, %; shaded: within 1 %", "zeroline": True, "zerolinecolor": "#555"},
         yaxis={"automargin": True, "tickfont": {"size": 11}},
