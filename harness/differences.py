@@ -495,7 +495,8 @@ def rule(trial: Trial) -> str | None:
         except InvalidVersion:
             return f"versions.{package}={version} is no version; write it as 0.14.2"
         installed = techniques.version(package)
-        if installed is not None and asked > Version(installed):
+        # "+cu130" and "+cpu" are builds of one version
+        if installed is not None and Version(asked.public) > Version(Version(installed).public):
             return (
                 f"versions.{package}={version} is later than {installed}, which is installed and traced; "
                 "install it and leave versions out"

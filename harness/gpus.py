@@ -21,8 +21,9 @@ MIB = 1 << 20
 # What a process takes of the card outside torch's allocator, in bytes: the CUDA context with the kernels it loads. It
 # is part of torch's total_memory. A process of the plain loop or the Trainer held 748 to 767 MiB of an H100 (torch
 # 2.11, CUDA 13.0; results/reference/h100-80gb), idle ones in public out-of-memory messages 230 MiB (A10) to 676 MiB;
-# this is the largest, rounded up, so that what is said to fit does. A group of ranks takes more: 837 MiB with FSDP2's,
-# of one rank, and 1,330 to 1,721 MiB with DeepSpeed's; `device.headroom_gib` is for that.
+# this is the largest, rounded up, so that what is said to fit does. More is taken with cudaMallocAsync (821 to 837 MiB)
+# and by a group of ranks: 837 MiB with FSDP2's, of one rank, and 1,330 to 1,721 MiB with DeepSpeed's;
+# `device.headroom_gib` is for that.
 CONTEXT_BYTES = 768 * MIB
 
 # Where nobody published what torch reports: the share of the nominal size that may be missing. No listed card lacks

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from conftest import tiny
+from packaging.version import Version
 
-from vramsweep.harness import differences, trial
+from vramsweep.harness import differences, techniques, trial
 
 SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
 
@@ -110,3 +111,24 @@ def test_the_installed_code_is_not_changed_twice(monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_heeded_is_refused(over: dict[str, Any], reason: str) -> None:
     with pytest.raises(trial.InvalidTrial, match=reason):
         trial.parse(tiny(**over))
+
+
+def test_torch_s_choice_of_attention_is_by_its_version() -> None:
+    """cuDNN first on Hopper from 2.11 on, whatever the dropout until 2.12."""
+    kinds = {"flash_first", "any_dropout"}
+    assert names(versions={"torch": "2.10.0"}) >= kinds
+    assert names(versions={"torch": "2.11.0+cu130"}) & kinds == {"any_dropout"}
+    assert not names(versions={"torch": "2.12.0"}) & kinds
+    assert not names(versions={"torch": "2.10.0"}, attention="eager") & kinds
+
+
+def test_a_build_of_the_installed_version_is_not_a_later_one() -> None:
+    """`2.13.0+cu130` sorts after `2.13.0+cpu`, and is the same code."""
+    installed = Version(str(techniques.version("torch")))
+    for build in ("+cu130", "+zzz", ""):
+        assert (
+            differences.rule(trial.parse(tiny(device=SIMULATED, versions={"torch": installed.public + build}))) is None
+        )
+    later = f"{installed.major}.{installed.minor + 1}"
+    with pytest.raises(trial.InvalidTrial, match=r"is later than"):
+        trial.parse(tiny(device=SIMULATED, versions={"torch": later}))
