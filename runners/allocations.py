@@ -67,39 +67,34 @@ def scratch(func: Any, args: Any, capability: Capability) -> list[Any]:
 
 
 def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capability) -> list[int]:
-    """Of a sum over rows, as of a bias's gradient: partial sums of blocks that share an output, and their semaphores.
+    """Of a sum over rows, as of a bias's gradient: partial sums of blocks that share an output, and their semaphores;
+    of size 0 where the rows are too few for that.
 
     setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in ATen/native/cuda/Reduce.cuh; an
     H200's 378 sums are a test's. Not covered: that cards differ in their multiprocessors, which bounds the largest.
     """
     if not dims or not tensor.is_contiguous() or sorted(d % tensor.dim() for d in dims) != list(range(len(dims))):
         return []
-    kept = tensor.shape[len(dims) :]
-    rows, columns = tensor.shape[: len(dims)].numel(), kept.numel()
-    if not kept or not columns:
+    # no numel(), which takes sizes for plain numbers; and no branch on the rows, which would divide lengths
+    rows, columns = math.prod(tensor.shape[: len(dims)]), math.prod(tensor.shape[len(dims) :])
+    if len(dims) == tensor.dim() or not isinstance(columns, int) or not columns:
         return []
     vector = next(n for n in (4, 2, 1) if columns % n == 0)
     threads, across = 512 // vector, columns // vector
-    most_wide, most_high = _power_of_two(across, threads), _power_of_two(rows, threads)
-    high = min(most_high, threads // min(most_wide, 32))
+    most_wide = min(threads, 1 << (across.bit_length() - 1))
+    high = threads // min(most_wide, 32)  # of rows enough
     wide = min(most_wide, threads // high)
     each, grid = _ceil(rows, high), _ceil(across, wide)
-    if rows < min(high * 16, MOST_EACH) or each < MOST_EACH:
-        return []
     blocks = AT_ONCE[capability >= (8, 0)] // (wide * high)
     if grid > blocks:
         return []
+    enough = torch.sym_min(1, each // MOST_EACH)
     shared = torch.sym_max(torch.sym_min(_ceil(blocks, grid), _ceil(each, 16)), _ceil(each, MOST_EACH))
-    return [4 * columns * shared * wide * vector, 4 * grid]
+    return [enough * 4 * columns * shared * wide * vector, enough * 4 * grid]
 
 
 def _ceil(a: Any, b: Any) -> Any:
     return -(-a // b)
-
-
-def _power_of_two(count: Any, most: int) -> int:
-    """The largest power of two that is not larger than either."""
-    return most if count >= most else next(n for n in (2**p for p in range(9, -1, -1)) if n <= count)
 
 
 def cublas_workspace(capability: Capability) -> int:

@@ -49,7 +49,7 @@ class Attention(NamedTuple):
         tensors = (self.query, self.key, self.value)
         if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1:
             return "it needs query, key and value of four dimensions and one dtype"
-        if len({t.size(0) for t in tensors}) > 1 or (not self.gqa and len({t.size(1) for t in tensors}) > 1):
+        if any(other.size(n) != self.query.size(n) for other in tensors[1:] for n in ((0,) if self.gqa else (0, 1))):
             return "it needs query, key and value of as many samples and, without enable_gqa, of as many heads"
         if self.mask is not None and self.mask.requires_grad:
             return "the mask requires a gradient"

@@ -123,4 +123,4 @@ def test_sums_over_rows_take_what_they_took() -> None:
             kept = made.sum(0, keepdim=True)
             last = len(tracer.trace.events)
         assert kept.shape == (1, case["columns"])
-        assert asked(tracer, first, last) == case["requests"], case
+        assert [size for size in asked(tracer, first, last) if size] == case["requests"], case  # 0: nothing
