@@ -301,9 +301,14 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
     )
 
 
+LEFT_UNUSED = 0.15  # what one batch reserves for each token more than one three times as large: 17 % in a test's
+
+
 def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
     """How many tokens a pass would fit, where activations, temporaries and what is left unused beside them are in
     proportion to them and all else stays. What loading and the optimizer hold is no matter of tokens.
+
+    What is left unused is in proportion only roughly: `LEFT_UNUSED` is taken off, so that what is told fits.
     """
     still = max((most["allocated"] for mark, most in without_limit.phases if mark.phase not in PASSES), default=0)
     moving = without_limit.breakdown["activations"]
@@ -311,7 +316,7 @@ def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
     fixed = max(still, without_limit.peak["allocated"] - moving)
     tokens = trial.seq_len * trial.micro_batch
     grows = without_limit.peak["reserved"] - fixed
-    fitting = (limit - fixed) * tokens // grows if moving and grows > 0 else 0
+    fitting = int((1 - LEFT_UNUSED) * (limit - fixed) * tokens / grows) if moving and grows > 0 else 0
     if fitting < 1:
         return f"{fixed / GIB:,.2f} GiB of it are there at any length and batch (vramsweep advise looks for what helps)"
     return f"by proportion about {min(fitting, tokens):,} of its {tokens:,} tokens a pass would fit"
