@@ -3,7 +3,9 @@ their outputs, in which order, and what is done in place.
 
 Seen beside the recordings of a card (docs/h100.md), and in the code that each is cited with.
 
-Not covered: which operators run (cuda_like.py, attention.py), the record of what they ask for (trace.py).
+Not covered: which operators run (cuda_like.py, attention.py), the record of what they ask for (trace.py), and the
+partial sums of a sum over rows (setReduceConfig in ATen/native/cuda/Reduce.cuh, which an H200's 378 sums follow to the
+byte: results/reference/h200-141gb/operators.json): in steps and with bounds, they would divide the formulas of lengths.
 """
 
 from __future__ import annotations
@@ -42,14 +44,11 @@ LT_WORKSPACE = 1024 * KIB
 # What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
 # the tensor, torch's of the tensor and of its storage.
 UNHELD = (3, 4, 2)
-MOST_EACH = 256  # values of one thread of a sum (max_values_per_thread)
-# Threads that a card runs at once, by whether it has bf16 tensor cores: an H100's and H200's, and a T4's
-AT_ONCE = {True: 132 * 2048, False: 40 * 1024}
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 LT_APART = installed_is(LT_WORKSPACES)
 
 
-def scratch(func: Any, args: Any, capability: Capability) -> list[Any]:
+def scratch(func: Any, args: Any) -> list[Any]:
     """What an operator allocates for itself once its outputs are there: sizes in bytes, and `Freed` where it gives one
     of them back before the next. What is left it gives back as it ends, the last first.
 
@@ -61,40 +60,7 @@ def scratch(func: Any, args: Any, capability: Capability) -> list[Any]:
         return [args[0].numel(), args[0].numel() // args[0].size(-1), 4]
     if func is aten._softmax_backward_data.default:
         return [args[0].numel() * args[0].element_size()]
-    if func is aten.sum.dim_IntList:
-        return _of_a_sum(args[0], args[1], capability)
     return attention.scratch(func, args)
-
-
-def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capability) -> list[int]:
-    """Of a sum over rows, as of a bias's gradient: partial sums of blocks that share an output, and their semaphores;
-    of size 0 where the rows are too few for that.
-
-    setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in ATen/native/cuda/Reduce.cuh; an
-    H200's 378 sums are a test's. Not covered: that cards differ in their multiprocessors, which bounds the largest.
-    """
-    if not dims or not tensor.is_contiguous() or sorted(d % tensor.dim() for d in dims) != list(range(len(dims))):
-        return []
-    # no numel(), which takes sizes for plain numbers; and no branch on the rows, which would divide lengths
-    rows, columns = math.prod(tensor.shape[: len(dims)]), math.prod(tensor.shape[len(dims) :])
-    if len(dims) == tensor.dim() or not isinstance(columns, int) or not columns:
-        return []
-    vector = next(n for n in (4, 2, 1) if columns % n == 0)
-    threads, across = 512 // vector, columns // vector
-    most_wide = min(threads, 1 << (across.bit_length() - 1))
-    high = threads // min(most_wide, 32)  # of rows enough
-    wide = min(most_wide, threads // high)
-    each, grid = _ceil(rows, high), _ceil(across, wide)
-    blocks = AT_ONCE[capability >= (8, 0)] // (wide * high)
-    if grid > blocks:
-        return []
-    enough = torch.sym_min(1, each // MOST_EACH)
-    shared = torch.sym_max(torch.sym_min(_ceil(blocks, grid), _ceil(each, 16)), _ceil(each, MOST_EACH))
-    return [enough * 4 * columns * shared * wide * vector, enough * 4 * grid]
-
-
-def _ceil(a: Any, b: Any) -> Any:
-    return -(-a // b)
 
 
 def cublas_workspace(capability: Capability) -> int:

@@ -299,7 +299,7 @@ class Tracer(TorchDispatchMode):
         if func in allocations.MATMULS:  # whose output is there when the handle is asked for
             self._operator = "cuBLAS workspace"
             self._handle(allocations.LT_APART and allocations.through_lt(func, tensors))
-        if own := allocations.scratch(func, args, self._capability):
+        if own := allocations.scratch(func, args):
             self._operator = f"{_known_as(func)} (scratch)"
             self._card.borrow(own)
         if func.namespace == "c10d":

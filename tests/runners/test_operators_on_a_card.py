@@ -112,15 +112,3 @@ def test_what_the_card_refused_is_refused() -> None:
     for case in refused:
         with pytest.raises(RuntimeError, match=r"must match the size|expand"):
             called(case)
-
-
-def test_sums_over_rows_take_what_they_took() -> None:
-    for case in on_the_card()["sums"]:
-        tracer = Tracer(HOPPER)
-        with behave(HOPPER), tracer.record():
-            made = torch.randn(case["rows"], case["columns"], dtype=getattr(torch, case["dtype"]))
-            first = len(tracer.trace.events)
-            kept = made.sum(0, keepdim=True)
-            last = len(tracer.trace.events)
-        assert kept.shape == (1, case["columns"])
-        assert [size for size in asked(tracer, first, last) if size] == case["requests"], case  # 0: nothing
