@@ -147,7 +147,7 @@ def page(folder: Path) -> str:
     if "misses" in parts:
         lines += ["## What was wrong", "", *_misses(summary, rows, blind, words), ""]
     if (calls := folder / "operators.json").exists():
-        lines += ["## Attention and sums, call by call", "", *_calls(calls), ""]
+        lines += ["## Attention, call by call", "", *_calls(calls), ""]
     if any(m["sweep"] == "zero3" for m, _ in both):
         lines += ["## ZeRO-3 over lengths", "", *_curve(rows), ""]
     if any(row["trial"].get("compile", "none") != "none" for row in rows):
@@ -287,9 +287,9 @@ def _calls(path: Path) -> list[str]:
     counts = Counter((one["dtype"], " and ".join(one["kernel"])) for one in ran)
     lines = [
         f"{len(ran)} calls of scaled_dot_product_attention with their backward passes (torch {told['torch']}, cuDNN "
-        f"{told['cudnn']}), over shapes, masks, dropout and shared heads, and {len(told['sums'])} sums over rows: "
+        f"{told['cudnn']}), over shapes, masks, dropout and shared heads (and {len(told['sums'])} sums over rows): "
         "which kernel ran, and every block that was asked for and given back. The trace takes the same kernel in all "
-        "of them, and asks for the same blocks in the same order in all but flash attention's and those of the "
+        "calls, and asks for the same blocks in the same order in all but flash attention's and those of the "
         "memory-efficient kernel whose values are of another width (`tests/runners/test_operators_on_a_card.py`).",
         "",
         "| dtype | kernel | calls |",
