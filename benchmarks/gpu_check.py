@@ -166,6 +166,7 @@ class Check:
         bounds must not fill the folder."""
         logs = sorted(self.scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
         own = "".join(path.read_text(errors="replace")[-40_000:] for path in logs)
+        own = own.replace(f"{self.scratch.resolve()}{os.sep}", "")  # a path of that machine says nothing here
         (self.out / "log.txt").write_text(self.log + own)
 
 
