@@ -40,13 +40,8 @@ CROSS = {
     "streams": ("streams_expandable",),
     "streams_expandable": ("streams",),
 }
-FACTORS = (
-    "gpt2-trainer",
-    "factors",
-    "factors-cold",
-    "techniques",
-    "models",
-)  # the trials that vary one thing each, which the figure shows
+# The trials that vary one thing each, which the figure shows.
+FACTORS = ("gpt2-trainer", "factors", "factors-cold", "techniques", "models")
 PLAIN = ("model", "runner", "sharding", "precision")  # axes whose values say what they are
 SHOWN = (*PLAIN, "quantization", "adapter", "attention", "kernels", "loss", "checkpointing", "checkpointing_every",
          "checkpointing_reentrant", "activation_offload", "compile", "optimizer", "offload_optimizer", "offload_param",
@@ -208,8 +203,8 @@ def _predicted(rows: list[Row], blind: list[Row], image: str) -> list[str]:
     first_of = {m["trial_id"]: p for m, p in pairs(rows, blind)}
     lines = [
         f"{_accuracy(pairs(rows, blind), 'Blind')} {_accuracy(both, 'Now')} "
-        "Allocator's default settings unless named; batch × tokens at the end. Blind: before any card had run this "
-        "code; now: with what the recordings showed, below.",
+        "Allocator's default settings unless named; batch × tokens at the end. Blind: before the card was called; now: "
+        "with what the recordings showed, below.",
         "",
         image,
         "",

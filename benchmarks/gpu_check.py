@@ -28,9 +28,8 @@ import traceback
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -49,6 +48,8 @@ if __name__ == "__main__" and missing(NEEDED):
         "install them with pip (hydra is hydra-core, pynvml is nvidia-ml-py); without a network, bring the wheels along"
     )
 
+from gpu_check_sweeps import Check, ended_ok, last_line, outcomes, swept  # noqa: E402
+
 from vramsweep.analysis.compare.residuals import COMPONENTS, residuals  # noqa: E402
 from vramsweep.analysis.compare.residuals import summary as per_component  # noqa: E402
 from vramsweep.analysis.compare.residuals_words import not_compared, sentences  # noqa: E402
@@ -57,7 +58,6 @@ from vramsweep.analysis.data.export import write_csv  # noqa: E402
 from vramsweep.analysis.data.load import load  # noqa: E402
 from vramsweep.harness import journal, machine  # noqa: E402
 from vramsweep.harness.allocator.replay import what_if  # noqa: E402
-from vramsweep.harness.attempt import environment  # noqa: E402
 from vramsweep.harness.errors import UserError  # noqa: E402
 from vramsweep.harness.gpus import find  # noqa: E402
 from vramsweep.harness.row import Row  # noqa: E402
@@ -73,124 +73,6 @@ DRAWN = 60  # seconds that a user's sweep has left for its report when its budge
 REHEARSED = "h100-80gb"  # the card that a rehearsal without one predicts for
 # What a prediction does not depend on, or refuses: these overrides of a measured sweep are left out of its predictions.
 NOT_PREDICTED = ("isolation=", "repeats=", "protocol=", "record=")
-
-
-@dataclass
-class Check:
-    """What the parts share: where things go, the device, the deadline, the rows so far and the sweeps asked for."""
-
-    out: Path
-    scratch: Path
-    device: str
-    deadline: float
-    rows: list[Row] = field(default_factory=list)
-    asked: list[tuple[str, ...]] = field(default_factory=list)
-    log: str = ""  # of earlier goes
-    cut_short: set[str] = field(default_factory=set)  # sweeps that the time did not last for
-
-    @property
-    def real(self) -> bool:
-        """Whether this is the card itself and not the rehearsal on a CPU."""
-        return self.device == "cuda"
-
-    def left(self) -> float:
-        """Seconds until the part must have ended."""
-        return max(1.0, self.deadline - time.monotonic())
-
-    def keep(self, rows: list[Row]) -> None:
-        """Take in the rows of a sweep; one that is gone on with replaces what there was of it."""
-        names = {r["sweep"] for r in rows}
-        self.rows = [r for r in self.rows if r["sweep"] not in names] + rows
-
-    def sweep(self, name: str, *overrides: str) -> list[Row]:
-        """Measure one sweep on the device; its terminal rows. The predictions are for what was asked here.
-
-        Raises RuntimeError when it left none.
-        """
-        if overrides not in self.asked:
-            self.asked.append(overrides)
-        self.seed(name)
-        rows = self.run_sweep(name, f"device={self.device}", *overrides)
-        if not rows:
-            raise RuntimeError(f"sweep {name} left no row: {last_line((self.scratch / f'{name}.log').read_text())}")
-        self.keep(rows)
-        return rows
-
-    def seed(self, name: str) -> None:
-        """Give a sweep the rows that an earlier go left of it, so that it goes on with the others."""
-        folder = self.scratch / name
-        if kept := [row for row in self.rows if row["sweep"] == name and not folder.exists()]:
-            folder.mkdir()
-            (folder / journal.NAME).write_text("".join(json.dumps(row) + "\n" for row in kept))
-
-    def run_sweep(self, name: str, *overrides: str) -> list[Row]:
-        """Run one sweep and return its terminal rows; ends it when the time is up and keeps what there is."""
-        words = ["-m", *overrides, f"name={name}", f"results={self.scratch}", "report=false", "retries=1"]
-        words += ["backoff_s=1", "timeout_s=120"]
-        log = self.scratch / f"{name}.log"
-        with log.open("a") as stream:
-            stream.write(f"\n== {name}: {' '.join(overrides)}\n")
-            stream.flush()
-            if self.run([sys.executable, "-m", "harness", "sweep", *words], stream) is None:
-                self.cut_short.add(name)
-                stream.write("ended: no time left\n")
-        return swept(self.scratch / name)
-
-    def run(self, words: Sequence[str], stream: IO[str]) -> int | None:
-        """Run a command in the time there is; its exit status, None where it had to be ended."""
-        process = subprocess.Popen(words, cwd=ROOT, stdout=stream, stderr=stream)
-        try:
-            return process.wait(self.left())
-        except subprocess.TimeoutExpired:
-            process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        return None
-
-    def python(self, arguments: Sequence[str], conf: str = "") -> subprocess.CompletedProcess[str]:
-        """Run Python in a worker's environment. Raises RuntimeError when it is not done in time."""
-        cards = machine.visible_gpus(os.environ)[:1] if self.real else []
-        try:
-            return subprocess.run(
-                [sys.executable, *arguments],
-                env=environment(conf, self.device, os.environ, machine.uuids(cards)),
-                cwd=ROOT, capture_output=True, text=True, check=False, timeout=self.left(),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"not done within its {error.timeout:.0f} s") from None
-
-    def finish_log(self) -> None:
-        """One log.txt of all sweeps after what it said of earlier goes, each with its end: a log that grew without
-        bounds must not fill the folder."""
-        logs = sorted(self.scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
-        own = "".join(path.read_text(errors="replace")[-40_000:] for path in logs)
-        own = own.replace(f"{self.scratch.resolve()}{os.sep}", "")  # a path of that machine says nothing here
-        (self.out / "log.txt").write_text(self.log + own)
-
-
-def swept(folder: Path) -> list[Row]:
-    """The terminal rows of a sweep's folder, none where there is none."""
-    return list(journal.terminal(journal.read(folder)[0]).values()) if (folder / journal.NAME).exists() else []
-
-
-def last_line(text: str) -> str:
-    """What a program said last."""
-    return (text.strip().splitlines() or ["no output"])[-1]
-
-
-def ended_ok(rows: list[Row]) -> list[Row]:
-    """The rows that ended ok. Raises RuntimeError, with the first reason, if none did."""
-    ok = [r for r in rows if r["outcome"] == "ok"]
-    if not ok:
-        raise RuntimeError(f"no row ended ok: {rows[0]['outcome']}, {rows[0]['reason']}")
-    return ok
-
-
-def outcomes(rows: list[Row]) -> dict[str, int]:
-    """How many rows of each outcome."""
-    return {name: sum(r["outcome"] == name for r in rows) for name in sorted({str(r["outcome"]) for r in rows})}
 
 
 def gpt2_trainer(check: Check) -> dict[str, Any]:
@@ -462,6 +344,8 @@ def predicted(check: Check) -> dict[str, Any]:
         return {"skipped": f"{name or 'the GPU'} is not in harness/gpus.py, so nothing can be predicted for it"}
     gpu = card.name if card else REHEARSED
     grids = list(dict.fromkeys(part for asked in check.asked for part in by_length(asked)))
+    for folder in check.scratch.glob("predicted-*/"):  # of a go that was ended, maybe by other code
+        shutil.rmtree(folder)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # tracing is the interpreter's work, and several run at once
 
     def predict(number: int) -> list[Row]:
@@ -560,8 +444,11 @@ def main() -> int:
     unfinished = {"skipped", "failed", "cut_short"}  # these another go does, or goes on with
     did = {name for name, part in before.get("parts", {}).items() if not part.keys() & unfinished}
     did -= {predicted.__name__}  # of the present code, whenever it is asked for
+    work = arguments.out.with_name(f"{arguments.out.name}.work")  # there where an earlier go was killed
+    if work.exists() and not arguments.only:
+        names = [name for name in names if name not in did]
     done = sorted(did & set(names))
-    if done or (any(arguments.out.iterdir()) and not (before and arguments.only)):
+    if done or (any(arguments.out.iterdir()) and not (work.exists() or (before and arguments.only))):
         what = f"has {', '.join(done)} already" if done else "is not empty"
         sys.exit(f"gpu_check: {arguments.out} {what}; name a new folder, so that no earlier result is mixed in")
     ends = time.monotonic() + arguments.seconds
@@ -574,8 +461,7 @@ def main() -> int:
     summary: dict[str, Any] = before or {"device": arguments.device, **here, "asked": [], "parts": {}}
     elsewhere = {} if summary["machine"] == here["machine"] else here
     failed = False
-    # beside OUT, and still there where this go is killed, so that the next one takes up the rows it had measured
-    with kept_till_done(arguments.out.with_name(f"{arguments.out.name}.work")) as scratch:
+    with kept_till_done(work) as scratch:
         check = Check(arguments.out, scratch, arguments.device, ends)
         check.asked = [tuple(one) for one in summary.setdefault("asked", [])]
         if (log := arguments.out / "log.txt").exists():
@@ -615,7 +501,8 @@ def main() -> int:
 
 @contextlib.contextmanager
 def kept_till_done(folder: Path) -> Iterator[Path]:
-    """A folder that is removed once all is done, not where what is done in it ends early."""
+    """A folder that is removed once all is done, and still there where this go is killed: the next one takes up the
+    rows it had measured."""
     folder.mkdir(parents=True, exist_ok=True)
     yield folder
     shutil.rmtree(folder)

@@ -182,3 +182,81 @@ def test_what_is_recorded_trains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_modules_that_are_missing_are_named() -> None:
     assert gpu_check.missing(["json", "no_such_module_here"]) == ["no_such_module_here"]
+
+
+def measured(folder: Path, sweep: str, *seeds: int) -> None:
+    """A sweep's folder as a worker leaves it: a terminal row for each seed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        complete({"trial_id": f"{sweep}{n}", "sweep": sweep, "device": "cuda", "outcome": "ok", "terminal": True})
+        for n in seeds
+    ]
+    (folder / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def go(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", str(out), "--device", "cpu", *words])
+    return gpu_check.main()
+
+
+def test_what_a_killed_go_had_measured_is_taken_up_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+
+    def killed(own: gpu_check.Check) -> dict[str, Any]:
+        measured(own.scratch / "long", "long", 1, 2)
+        (own.out / "tests.txt").write_text("as far as they ran")
+        raise KeyboardInterrupt
+
+    def goes_on(own: gpu_check.Check) -> dict[str, Any]:
+        assert (own.scratch / "long" / "journal.jsonl").exists()
+        measured(own.scratch / "long", "long", 1, 2, 3)
+        own.keep(gpu_check.swept(own.scratch / "long"))
+        return {"outcomes": gpu_check.outcomes(own.rows)}
+
+    monkeypatch.setattr(gpu_check, "PARTS", ((killed, 60.0),))
+    monkeypatch.setattr(gpu_check, "NAMES", ("killed",))
+    with pytest.raises(KeyboardInterrupt):
+        go(monkeypatch, out)
+    assert (tmp_path / "out.work" / "long" / "journal.jsonl").exists() and not (out / "rows.jsonl").exists()
+    monkeypatch.setattr(gpu_check, "PARTS", ((goes_on, 60.0),))
+    monkeypatch.setattr(gpu_check, "NAMES", ("goes_on",))
+    assert go(monkeypatch, out) == 0
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert [row["trial_id"] for row in rows] == ["long1", "long2", "long3"]
+    assert not (tmp_path / "out.work").exists()
+    with pytest.raises(SystemExit, match="has goes_on already"):
+        go(monkeypatch, out, "--only", "goes_on")
+
+
+def test_a_sweep_that_the_time_did_not_last_for_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds its rows in its folder; its part may be asked for again until all of it is there."""
+    out, seen = tmp_path / "out", []
+
+    def part(own: gpu_check.Check) -> dict[str, Any]:
+        own.seed("half")
+        folder = own.scratch / "half"
+        seen.append(len(gpu_check.swept(folder)))
+        measured(folder, "half", *range(seen[-1] + 1))
+        own.keep(gpu_check.swept(folder))
+        if len(seen) < 3:
+            own.cut_short.add("half")
+        return {}
+
+    monkeypatch.setattr(gpu_check, "PARTS", ((part, 60.0),))
+    monkeypatch.setattr(gpu_check, "NAMES", ("part",))
+    for count in (1, 2, 3):
+        assert go(monkeypatch, out, "--only", "part") == 0
+        assert json.loads((out / "summary.json").read_text())["parts"]["part"].get("cut_short", False) == (count < 3)
+    assert seen == [0, 1, 2]
+    with pytest.raises(SystemExit, match="has part already"):
+        go(monkeypatch, out, "--only", "part")
+
+
+def test_a_command_that_outlasts_its_time_is_ended(tmp_path: Path) -> None:
+    own = check(tmp_path)
+    with (tmp_path / "said").open("w") as stream:
+        assert own.run([sys.executable, "-c", "raise SystemExit(3)"], stream) == 3
+        own.deadline = 0.0
+        assert own.run([sys.executable, "-c", "import time; time.sleep(600)"], stream) is None

@@ -22,23 +22,29 @@ class Addresses:
     def __init__(self) -> None:
         self._lowest = FIRST
         self._holes: list[tuple[int, int]] = []  # start and size, by start, no two adjacent
+        self._own: set[int] = set()
 
     def take(self, size: int) -> int:
         """The address of a new segment."""
         size = round_up(size, STEP)
-        for at, (start, room) in enumerate(self._holes):
-            if room >= size:
-                self._holes[at : at + 1] = [(start + size, room - size)] if room > size else []
-                return start
-        span = round_up(size, CHUNK)
-        self._lowest -= span
-        if span > size:
-            self.give(self._lowest + size, span - size)
-        return self._lowest
+        at = next((n for n, (_, room) in enumerate(self._holes) if room >= size), None)
+        if at is None:
+            span = round_up(size, CHUNK)
+            self._lowest -= span
+            at = self._open(self._lowest, self._lowest + span)
+        start, room = self._holes[at]
+        self._holes[at : at + 1] = [(start + size, room - size)] if room > size else []
+        self._own.add(start)
+        return start
 
     def give(self, start: int, size: int) -> None:
-        """A segment is no more."""
-        end = start + round_up(size, STEP)
+        """A segment is no more. What was not taken here is not taken again: the driver may put other segments there."""
+        if start in self._own:
+            self._own.remove(start)
+            self._open(start, start + round_up(size, STEP))
+
+    def _open(self, start: int, end: int) -> int:
+        """Make a hole, one with those beside it; its number."""
         at = bisect_left(self._holes, (start,))
         if at < len(self._holes) and self._holes[at][0] == end:
             end += self._holes.pop(at)[1]
@@ -46,6 +52,7 @@ class Addresses:
             at -= 1
             start = self._holes.pop(at)[0]
         self._holes.insert(at, (start, end - start))
+        return at
 
     def taken(self, start: int) -> None:
         """Something is there that was not taken here: new chunks are below it."""

@@ -113,12 +113,15 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
     return replace(row, holders=at_peak(recording, start, busiest, most))
 
 
-def _as_given(recording: Recording) -> dict[int, list[int]]:
-    """Addresses that the driver gave, by size, up to the first that it took back: where the process had room before.
+def _as_given(recording: Recording, start: Start) -> dict[int, list[int]]:
+    """Addresses that the driver gave, by size, up to the first that it took back; none if segments were there before.
 
-    The n-th segment of a size is given the n-th of them here too; they are the only trace of what came before torch.
+    The n-th segment of a size is given the n-th of them here too: they are the only trace of what the process had taken
+    before torch did. As all of them were there at once, no two of them overlap.
     """
     given: dict[int, list[int]] = {}
+    if start.segments:
+        return given
     for action, address, size, _ in recording.events:
         if action == "segment_free":
             break
@@ -129,7 +132,7 @@ def _as_given(recording: Recording) -> dict[int, list[int]]:
 
 def replay_under(recording: Recording, start: Start, config: AllocatorConfig, memory_limit: int | None) -> Row:
     """Replay under `config` with the starting state rebuilt; ends at the first request that does not fit."""
-    given = _as_given(recording)
+    given = _as_given(recording, start)
     left = {size: iter(addresses) for size, addresses in given.items()}
     simulator = Simulator(
         config, memory_limit,

@@ -11,7 +11,8 @@ import pytest
 from conftest import ROOT
 
 from vramsweep.harness.allocator.addresses import CHUNK, FIRST, Addresses
-from vramsweep.harness.allocator.config import MIB
+from vramsweep.harness.allocator.config import MIB, AllocatorConfig
+from vramsweep.harness.allocator.simulator import Simulator
 
 FOLDERS = [ROOT / "results" / "reference" / name for name in ("h100-80gb", "h200-141gb")]
 LARGE = 2 * MIB  # segments above it are the large pool's, whose blocks stand for one another
@@ -65,3 +66,15 @@ def test_what_was_there_before_is_left_alone() -> None:
     model = Addresses()
     model.taken(FIRST - 100 * MIB)
     assert model.take(32 * MIB) == FIRST - 132 * MIB
+
+
+def test_a_place_that_was_supplied_is_not_given_to_another() -> None:
+    """The driver may put a later segment there, whose address is supplied too."""
+    supplied = [FIRST - 300 * MIB, None, FIRST - 300 * MIB]
+    simulator = Simulator(AllocatorConfig(), next_address=lambda kind, size: supplied.pop(0))
+    simulator.malloc("given", 20 * MIB)
+    simulator.free("given")
+    simulator.empty_cache()
+    simulator.malloc("ours", 20 * MIB)
+    simulator.malloc("given again", 20 * MIB)
+    assert simulator.live["ours"].addr < FIRST - 300 * MIB == simulator.live["given again"].addr

@@ -1,0 +1,141 @@
+"""What the parts of the GPU check share (gpu_check.py): the folder, the deadline, the rows of every sweep so far.
+
+A sweep is a command in a process of its own, as a user's is. One that the time does not last for is ended, its finished
+rows are kept, and a later go continues it. Not covered: what is measured, and in which order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from vramsweep.harness import journal, machine
+from vramsweep.harness.attempt import environment
+from vramsweep.harness.row import Row
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Check:
+    """What the parts share: where things go, the device, the deadline, the rows so far and the sweeps asked for."""
+
+    out: Path
+    scratch: Path
+    device: str
+    deadline: float
+    rows: list[Row] = field(default_factory=list)
+    asked: list[tuple[str, ...]] = field(default_factory=list)
+    log: str = ""  # of earlier goes
+    cut_short: set[str] = field(default_factory=set)  # sweeps that the time did not last for
+
+    @property
+    def real(self) -> bool:
+        """Whether this is the card itself and not the rehearsal on a CPU."""
+        return self.device == "cuda"
+
+    def left(self) -> float:
+        """Seconds until the part must have ended."""
+        return max(1.0, self.deadline - time.monotonic())
+
+    def keep(self, rows: list[Row]) -> None:
+        """Take in the rows of a sweep; one that is gone on with replaces what there was of it."""
+        names = {r["sweep"] for r in rows}
+        self.rows = [r for r in self.rows if r["sweep"] not in names] + rows
+
+    def sweep(self, name: str, *overrides: str) -> list[Row]:
+        """Measure one sweep on the device; its terminal rows. The predictions are for what was asked here.
+
+        Raises RuntimeError when it left none.
+        """
+        if overrides not in self.asked:
+            self.asked.append(overrides)
+        self.seed(name)
+        rows = self.run_sweep(name, f"device={self.device}", *overrides)
+        if not rows:
+            raise RuntimeError(f"sweep {name} left no row: {last_line((self.scratch / f'{name}.log').read_text())}")
+        self.keep(rows)
+        return rows
+
+    def seed(self, name: str) -> None:
+        """Give a sweep the rows that an earlier go left of it, so that it goes on with the others."""
+        folder = self.scratch / name
+        if kept := [row for row in self.rows if row["sweep"] == name and not folder.exists()]:
+            folder.mkdir()
+            (folder / journal.NAME).write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    def run_sweep(self, name: str, *overrides: str) -> list[Row]:
+        """Run one sweep and return its terminal rows; ends it when the time is up and keeps what there is."""
+        words = ["-m", *overrides, f"name={name}", f"results={self.scratch}", "report=false", "retries=1"]
+        words += ["backoff_s=1", "timeout_s=120"]
+        log = self.scratch / f"{name}.log"
+        with log.open("a") as stream:
+            stream.write(f"\n== {name}: {' '.join(overrides)}\n")
+            stream.flush()
+            if self.run([sys.executable, "-m", "harness", "sweep", *words], stream) is None:
+                self.cut_short.add(name)
+                stream.write("ended: no time left\n")
+        return swept(self.scratch / name)
+
+    def run(self, words: Sequence[str], stream: IO[str]) -> int | None:
+        """Run a command in the time there is; its exit status, None where it had to be ended."""
+        process = subprocess.Popen(words, cwd=ROOT, stdout=stream, stderr=stream)
+        try:
+            return process.wait(self.left())
+        except subprocess.TimeoutExpired:
+            process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        return None
+
+    def python(self, arguments: Sequence[str], conf: str = "") -> subprocess.CompletedProcess[str]:
+        """Run Python in a worker's environment. Raises RuntimeError when it is not done in time."""
+        cards = machine.visible_gpus(os.environ)[:1] if self.real else []
+        try:
+            return subprocess.run(
+                [sys.executable, *arguments],
+                env=environment(conf, self.device, os.environ, machine.uuids(cards)),
+                cwd=ROOT, capture_output=True, text=True, check=False, timeout=self.left(),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"not done within its {error.timeout:.0f} s") from None
+
+    def finish_log(self) -> None:
+        """One log.txt of all sweeps after what it said of earlier goes, each with its end: a log that grew without
+        bounds must not fill the folder."""
+        logs = sorted(self.scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        own = "".join(path.read_text(errors="replace")[-40_000:] for path in logs)
+        own = own.replace(f"{self.scratch.resolve()}{os.sep}", "")  # a path of that machine says nothing here
+        (self.out / "log.txt").write_text(self.log + own)
+
+
+def swept(folder: Path) -> list[Row]:
+    """The terminal rows of a sweep's folder, none where there is none."""
+    return list(journal.terminal(journal.read(folder)[0]).values()) if (folder / journal.NAME).exists() else []
+
+
+def last_line(text: str) -> str:
+    """What a program said last."""
+    return (text.strip().splitlines() or ["no output"])[-1]
+
+
+def ended_ok(rows: list[Row]) -> list[Row]:
+    """The rows that ended ok. Raises RuntimeError, with the first reason, if none did."""
+    ok = [r for r in rows if r["outcome"] == "ok"]
+    if not ok:
+        raise RuntimeError(f"no row ended ok: {rows[0]['outcome']}, {rows[0]['reason']}")
+    return ok
+
+
+def outcomes(rows: list[Row]) -> dict[str, int]:
+    """How many rows of each outcome."""
+    return {name: sum(r["outcome"] == name for r in rows) for name in sorted({str(r["outcome"]) for r in rows})}
