@@ -222,7 +222,7 @@ def tests(check: Check) -> dict[str, Any]:
             process.kill()
             process.wait()
     text = path.read_text(errors="replace")[-MIB:]
-    path.write_text(text)
+    path.write_text(text.replace(sys.executable, "python").replace(f"{ROOT}", "."))  # no paths of that machine
     return {"exit_status": status, "cut_short": status is None, "last_line": last_line(text)}
 
 
@@ -323,7 +323,10 @@ def sweep(check: Check) -> dict[str, Any]:
     asked = (f"model={model}", "sweep=cuda") if check.real else (f"model={model}",)
     if asked not in check.asked:
         check.asked.append(asked)
-    if len(rows) < len(json.loads((folder / journal.PLAN).read_text())["trials"]):  # the budget did not last
+    plan = folder / journal.PLAN
+    if status and not plan.exists():
+        raise RuntimeError(f"make sweep did not begin: {last_line(log.read_text())}")
+    if len(rows) < len(json.loads(plan.read_text())["trials"]):  # the budget did not last
         check.cut_short.add(name)
     if (report := folder / "report.html").exists():
         (check.out / report.name).write_bytes(report.read_bytes())
@@ -344,8 +347,6 @@ def predicted(check: Check) -> dict[str, Any]:
         return {"skipped": f"{name or 'the GPU'} is not in harness/gpus.py, so nothing can be predicted for it"}
     gpu = card.name if card else REHEARSED
     grids = list(dict.fromkeys(part for asked in check.asked for part in by_length(asked)))
-    for folder in check.scratch.glob("predicted-*/"):  # of a go that was ended, maybe by other code
-        shutil.rmtree(folder)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # tracing is the interpreter's work, and several run at once
 
     def predict(number: int) -> list[Row]:
@@ -417,12 +418,13 @@ PARTS: tuple[tuple[Callable[[Check], dict[str, Any]], float], ...] = (
     (zero3, 110),  # 70: two templates, 12 trials
     (allocators, 75),  # 60: three templates, 12 trials
     (instruments, 40),  # 15
-    (techniques, 360),  # 81 trials; in a go of its own, as is the next
+    (techniques, 360),  # 80 trials
     (models, 180),  # 18 trials
     (misses, 90),  # 30: processes that record, four at a time
     (profiles, 90),  # 60: two seconds a trial
     (predicted, 90),  # 60: nothing on the GPU, half as many at once as there are cores
 )
+APART = (techniques, models)  # in goes of their own (--only), as they take all of the time
 RESERVED = 60  # seconds that the parts before `predicted` leave it, where it is among them
 
 
@@ -434,7 +436,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=520)
     parser.add_argument("--only", help="parts, joined by commas; OUT may hold others: " + ", ".join(NAMES))
     arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else list(NAMES)
+    apart = {part.__name__ for part in APART}
+    names = arguments.only.split(",") if arguments.only else [name for name in NAMES if name not in apart]
+    arguments.out = arguments.out.resolve()  # sweeps run in the repository's folder, wherever this was called
     if unknown := [name for name in names if name not in NAMES]:
         parser.error(f"there is no part {unknown[0]}; allowed: {', '.join(NAMES)}")
     if arguments.device == "cuda" and names != [predicted.__name__] and not machine.gpus():
@@ -468,9 +472,7 @@ def main() -> int:
             check.log = log.read_text()
         if (rows := arguments.out / "rows.jsonl").exists():
             check.rows = [json.loads(line) for line in rows.read_text().splitlines()]
-        for folder in sorted(scratch.iterdir()):
-            if found_there := swept(folder):
-                check.keep(found_there)
+        check.take_up()
         for part, most in PARTS:
             if part.__name__ not in names:
                 continue

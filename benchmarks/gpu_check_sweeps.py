@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -64,6 +65,19 @@ class Check:
         self.keep(rows)
         return rows
 
+    def take_up(self) -> None:
+        """What a go that was killed had measured here, and what its sweeps said. Predictions are made anew."""
+        for folder in [path for path in self.scratch.iterdir() if path.is_dir()]:
+            rows = [row for row in swept(folder) if row["device"] == self.device]
+            if rows:
+                self.keep(rows)
+            else:
+                shutil.rmtree(folder)
+        for log in self.scratch.glob("*.log"):
+            if (text := self.ending(log)) not in self.log:
+                self.log += text
+            log.unlink()
+
     def seed(self, name: str) -> None:
         """Give a sweep the rows that an earlier go left of it, so that it goes on with the others."""
         folder = self.scratch / name
@@ -95,6 +109,7 @@ class Check:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
         return None
 
     def python(self, arguments: Sequence[str], conf: str = "") -> subprocess.CompletedProcess[str]:
@@ -113,9 +128,11 @@ class Check:
         """One log.txt of all sweeps after what it said of earlier goes, each with its end: a log that grew without
         bounds must not fill the folder."""
         logs = sorted(self.scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
-        own = "".join(path.read_text(errors="replace")[-40_000:] for path in logs)
-        own = own.replace(f"{self.scratch.resolve()}{os.sep}", "")  # a path of that machine says nothing here
-        (self.out / "log.txt").write_text(self.log + own)
+        (self.out / "log.txt").write_text(self.log + "".join(map(self.ending, logs)))
+
+    def ending(self, log: Path) -> str:
+        """The end of a log, without paths of this machine."""
+        return log.read_text(errors="replace")[-40_000:].replace(f"{self.scratch}{os.sep}", "")
 
 
 def swept(folder: Path) -> list[Row]:

@@ -2,8 +2,8 @@
 
 The kernel is the first of torch's order that is switched on and can serve the call (sdp_utils.cpp); an H200's choice in
 390 calls is a test's. Not covered: how it takes the place of the CPU's (cuda_like.py), flash-attn's own kernels
-(techniques/flash_attention.py), and that cards of 8.6, 8.9 and 12.x train without flash attention where heads are 193
-to 224 wide, or wider and with dropout.
+(techniques/flash_attention.py), that cards of 8.6, 8.9 and 12.x train without flash attention where heads are 193 to
+224 wide, or wider and with dropout, and that cuDNN takes no single key and, by torch's deterministic mode, nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vramsweep.harness.gpus import Capability
 
 aten = torch.ops.aten
 MASK_ALIGNMENT = 8  # elements; mem_eff_alignment of preprocess_mask
-CUDNN_SCRATCH = 256  # bytes of each of cuDNN's kernels, beside what backward_scratch says (seen: cuDNN 9.19, an H200)
+CUDNN_SCRATCH = 256  # bytes of each of cuDNN's kernels, beside what _cudnn_scratch says (seen: cuDNN 9.19, an H200)
 CUDNN_FIRST = not installed_is(FLASH_FIRST)  # of wheels for CUDA 13, and 12.9: others bring an earlier cuDNN
 IN_SIXTEENTHS = not installed_is(ANY_DROPOUT)
 
@@ -82,6 +82,11 @@ def prefers_cudnn(capability: Capability) -> bool:
     return CUDNN_FIRST and capability[0] in (9, 10)
 
 
+def widest_cudnn(capability: Capability) -> int:
+    """The widest heads of cuDNN's kernel: what an H200 served, elsewhere torch's limit (check_cudnn_tensor_shapes)."""
+    return 256 if capability[0] == 9 else 128
+
+
 def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
     """can_use_flash_attention"""
     if capability < (8, 0):
@@ -114,7 +119,7 @@ def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
         return "it needs compute capability 8.0"
     if not asked.half:
         return f"it takes fp16 and bf16, not {asked.query.dtype}"
-    widest, most = max(asked.width, asked.value.size(-1)), 256 if capability[0] == 9 else 128
+    widest, most = max(asked.width, asked.value.size(-1)), widest_cudnn(capability)
     if widest > most or asked.width % 8 or asked.value.size(-1) % 8:
         return f"it takes heads of a width of at most {most} that 8 divides"
     if IN_SIXTEENTHS and asked.dropout * 16 % 1:

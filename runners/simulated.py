@@ -301,7 +301,7 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
     )
 
 
-LEFT_UNUSED = 0.15  # what one batch reserves for each token more than one three times as large: 17 % in a test's
+LEFT_UNUSED = 0.15  # a margin: reserved memory for each token wavers with the batch, by a sixth in the smallest models
 
 
 def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:

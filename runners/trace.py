@@ -32,7 +32,7 @@ from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.runners import allocations, places
 from vramsweep.runners.allocations import WORKSPACES
-from vramsweep.runners.attention import Freed, prefers_cudnn
+from vramsweep.runners.attention import Freed, prefers_cudnn, widest_cudnn
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import C10D, collective, work
 from vramsweep.runners.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
@@ -183,13 +183,13 @@ class _Book:
         return categories
 
 
-def generation(capability: Capability) -> tuple[bool, bool]:
+def generation(capability: Capability, cudnn: bool) -> tuple[Any, ...]:
     """All that a trace depends on of a card's compute capability, workspaces apart: cards that share it share traces.
 
-    It is whether the card has bf16 tensor cores, as kernels of attention and products of halves ask, and whether it
-    prefers cuDNN's attention.
+    It is whether the card has bf16 tensor cores, as kernels of attention and products of halves ask, and, where
+    attention may be `cudnn`'s, whether that comes first and how wide its heads may be.
     """
-    return capability >= (8, 0), prefers_cudnn(capability)
+    return capability >= (8, 0), *((prefers_cudnn(capability), widest_cudnn(capability)) if cudnn else ())
 
 
 def on(trace: Trace, capability: Capability) -> Trace:

@@ -202,9 +202,16 @@ def family_key(trial: Trial, card: Gpu) -> str:
     return _key(trial, card, NOT_TRACED | {"seq_len", "micro_batch"})
 
 
+def _may_take_cudnn(trial: Trial) -> bool:
+    """Whether a call of attention may be cuDNN's, which serves halves; what a user's code asks for is not known."""
+    ours = trial.runner.name not in ("custom", "script")
+    return not ours or (trial.attention in ("sdpa", "sdpa_cudnn") and trial.precision not in ("fp32", "tf32"))
+
+
 def _key(trial: Trial, card: Gpu, without: Set[str]) -> str:
     axes = trial.model_dump(mode="json", exclude=set(without))
     versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
-    of_the_card = [generation(card.capability), card.multiprocessors if trial.kernels == "liger" else None]
+    kind = generation(card.capability, _may_take_cudnn(trial))
+    of_the_card = [kind, card.multiprocessors if trial.kernels == "liger" else None]
     text = json.dumps([FORMAT, SIMULATION, axes, of_the_card, versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -184,11 +184,11 @@ def test_modules_that_are_missing_are_named() -> None:
     assert gpu_check.missing(["json", "no_such_module_here"]) == ["no_such_module_here"]
 
 
-def measured(folder: Path, sweep: str, *seeds: int) -> None:
+def measured(folder: Path, sweep: str, *seeds: int, device: str = "cpu") -> None:
     """A sweep's folder as a worker leaves it: a terminal row for each seed."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
-        complete({"trial_id": f"{sweep}{n}", "sweep": sweep, "device": "cuda", "outcome": "ok", "terminal": True})
+        complete({"trial_id": f"{sweep}{n}", "sweep": sweep, "device": device, "outcome": "ok", "terminal": True})
         for n in seeds
     ]
     (folder / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -204,11 +204,14 @@ def test_what_a_killed_go_had_measured_is_taken_up_by_the_next(tmp_path: Path, m
 
     def killed(own: gpu_check.Check) -> dict[str, Any]:
         measured(own.scratch / "long", "long", 1, 2)
+        measured(own.scratch / "predicted-0", "predicted-0", 1, device="simulated")
+        (own.scratch / "long.log").write_text(f"rows in {own.scratch}/long\n")
         (own.out / "tests.txt").write_text("as far as they ran")
         raise KeyboardInterrupt
 
     def goes_on(own: gpu_check.Check) -> dict[str, Any]:
         assert (own.scratch / "long" / "journal.jsonl").exists()
+        assert not (own.scratch / "predicted-0").exists()  # of earlier code, maybe
         measured(own.scratch / "long", "long", 1, 2, 3)
         own.keep(gpu_check.swept(own.scratch / "long"))
         return {"outcomes": gpu_check.outcomes(own.rows)}
@@ -224,6 +227,7 @@ def test_what_a_killed_go_had_measured_is_taken_up_by_the_next(tmp_path: Path, m
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert [row["trial_id"] for row in rows] == ["long1", "long2", "long3"]
     assert not (tmp_path / "out.work").exists()
+    assert (out / "log.txt").read_text() == "rows in long\n"
     with pytest.raises(SystemExit, match="has goes_on already"):
         go(monkeypatch, out, "--only", "goes_on")
 

@@ -55,5 +55,6 @@ class Addresses:
         return at
 
     def taken(self, start: int) -> None:
-        """Something is there that was not taken here: new chunks are below it."""
+        """Something is there that was not taken here: new chunks are below it. Places in earlier ones are not held
+        back: what is supplied must lie outside of them."""
         self._lowest = min(self._lowest, start)

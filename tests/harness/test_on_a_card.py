@@ -68,9 +68,10 @@ def test_every_recording_is_replayed_exactly_and_tells_of_the_others() -> None:
             assert replay.match is not None and replay.match.exact, (one, replay.match)
         else:
             assert (replay.out_of_memory is not None) == run["out_of_memory"], (one, other)
-            # which of equal blocks is divided and which is given whole depends on the addresses that the driver would
-            # have given to segments of sizes that were not recorded: 3.3 MiB at most
-            assert replay.peak_allocated == pytest.approx(run["peak_allocated_bytes"], abs=3.3 * MIB), (one, other)
+            # Which of equal blocks is divided and which is given whole depends on the addresses that the driver would
+            # have given to segments of sizes that were not recorded.
+            near = 3.3 * MIB if (one, other) in (("default", "roundup"), ("expandable", "roundup")) else 0
+            assert replay.peak_allocated == pytest.approx(run["peak_allocated_bytes"], abs=near), (one, other)
 
 
 def test_cold_and_warm_trials_had_the_same_memory_but_for_what_an_import_made() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from vramsweep.harness import gpus, trial
 from vramsweep.runners import run, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
 from vramsweep.runners.allocations import scratch
+from vramsweep.runners.attention import Attention, chosen_kernel
 from vramsweep.runners.dispatch import SdpaKernels
 from vramsweep.runners.techniques import flash_attention
-from vramsweep.runners.trace import Trace
+from vramsweep.runners.trace import Trace, generation
 
 GPU = "a100-80gb"
 SIMULATED = {"name": "simulated", "gpu": GPU}
@@ -265,3 +267,27 @@ def test_a_mask_is_copied_only_where_its_rows_are_not_aligned_to_8_elements(
         size // (2 * length) for size in trace.sizes if size in {2 * length * n for n in range(length, length + 16)}
     ]
     assert {n: masks.count(n) for n in set(masks)} == dict.fromkeys(columns, LAYERS * 3)
+
+
+def test_cards_that_share_traces_choose_the_same_kernels() -> None:
+    chosen: dict[Any, set[Any]] = {}
+    with FakeTensorMode():
+        for card in gpus.GPUS:
+            kernels = []
+            for width, shared, masked in itertools.product((64, 128, 192, 256), (8, 2), (False, True)):
+                tensors = [torch.empty(1, heads, 64, width, dtype=torch.bfloat16) for heads in (8, shared, shared)]
+                mask = torch.ones(1, 1, 64, 64, dtype=torch.bool) if masked else None
+                asked = Attention(*tensors, mask, 0.0, False, None, shared != 8)
+                kernels.append(chosen_kernel(asked, card.capability))
+            chosen.setdefault(generation(card.capability, True), set()).add(tuple(kernels))
+    assert len(chosen) > 2 and all(len(kinds) == 1 for kinds in chosen.values())
+
+
+def test_traces_are_apart_where_cudnn_may_attend() -> None:
+    def keys(**over: Any) -> set[str]:
+        cards = ("a100-80gb", "rtx5090-32gb", "h100-80gb", "h200-141gb", "b200")
+        trials = [(trial.parse(tiny(device={"name": "simulated", "gpu": card}, **over)), card) for card in cards]
+        return {tracing.trace_key(one, gpus.named(card)) for one, card in trials}
+
+    assert len(keys(precision="bf16")) == 3
+    assert len(keys(precision="fp32")) == len(keys(precision="bf16", attention="eager")) == 1
