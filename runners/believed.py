@@ -13,7 +13,8 @@ from typing import Any, get_args
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.runners import streams
-from vramsweep.runners.trace import CATEGORIES, HOST_CATEGORIES, Phase, Storages, Trace
+from vramsweep.runners.storages import CATEGORIES, HOST_CATEGORIES, Phase, Storages
+from vramsweep.runners.trace import Trace
 
 MOST = 1 << 63  # of any number
 

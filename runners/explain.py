@@ -13,8 +13,9 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
 from vramsweep.runners.predict import Refused, replay
 from vramsweep.runners.simulated import lagging
+from vramsweep.runners.storages import CATEGORIES, Mark
 from vramsweep.runners.timeline import LARGEST, STEP, Alike, Held, alike, held, holders
-from vramsweep.runners.trace import CATEGORIES, Mark, Trace
+from vramsweep.runners.trace import Trace
 
 ROUNDING = "rounding"
 Parts = dict[str, int]  # by category, and ROUNDING

@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vramsweep.runners.formulas import ROUNDINGS, Candidates, Ints, Unknown
+from vramsweep.runners.storages import HostStorages
 from vramsweep.runners.symbolic import Point, SymbolicTrace, function
-from vramsweep.runners.trace import HostStorages, Trace
+from vramsweep.runners.trace import Trace
 
 CHECKS = 2
 FEW = 10  # points that are as quickly traced one by one

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
 from vramsweep.runners.program import Program, program
-from vramsweep.runners.trace import CATEGORIES, HOST_CATEGORIES, HostStorages, Mark, Trace
+from vramsweep.runners.storages import CATEGORIES, HOST_CATEGORIES, HostStorages, Mark
+from vramsweep.runners.trace import Trace
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 Peaks = dict[str, int]

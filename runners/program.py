@@ -16,8 +16,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from vramsweep.runners.storages import Mark
 from vramsweep.runners.streams import Ahead
-from vramsweep.runners.trace import Mark, Trace
+from vramsweep.runners.trace import Trace
 
 EMPTY_CACHE = 0
 IntArray = npt.NDArray[np.int64]

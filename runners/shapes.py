@@ -37,8 +37,9 @@ from vramsweep.harness import lengths
 from vramsweep.harness.gpus import Gpu
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import believed, build, tracing
+from vramsweep.runners.storages import Mark, Storages
 from vramsweep.runners.symbolic import Point, SymbolicTrace, compiled, difference, put
-from vramsweep.runners.trace import Mark, Storages, Trace, Tracer
+from vramsweep.runners.trace import Trace, Tracer
 
 LARGEST = 1 << 24  # of a length or batch: that a size is below 2**63 is then no question
 # Numbers among the columns that are multiples of the batch; the runners hand it to libraries that take plain ones only.

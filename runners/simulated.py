@@ -26,8 +26,9 @@ from vramsweep.runners import tracing
 from vramsweep.runners.leak import growth
 from vramsweep.runners.measure import PHASES_UNKNOWN, plateau
 from vramsweep.runners.predict import HostPrediction, Peaks, Prediction, Refused, host_replay, replay
+from vramsweep.runners.storages import Mark
 from vramsweep.runners.timeline import Held, held
-from vramsweep.runners.trace import Mark, Trace
+from vramsweep.runners.trace import Trace
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work, merged
-from vramsweep.runners.trace import HostStorages, Trace
+from vramsweep.runners.storages import HostStorages
+from vramsweep.runners.trace import Trace
 
 
 class Point(NamedTuple):

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
 from vramsweep.runners.predict import replay
-from vramsweep.runners.trace import CATEGORIES, Mark, Trace
+from vramsweep.runners.storages import CATEGORIES, Mark
+from vramsweep.runners.trace import Trace
 
 POINTS = 2000  # more cannot be told apart
 LARGEST = 10

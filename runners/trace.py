@@ -12,7 +12,6 @@ Not covered: CUDA's choice of operators (cuda_like.py), replaying the stream (pr
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import sys
 import weakref
@@ -32,54 +31,17 @@ from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.runners import allocations, places
 from vramsweep.runners.allocations import WORKSPACES
-from vramsweep.runners.attention import Freed, prefers_cudnn, widest_cudnn
+from vramsweep.runners.attention import prefers_cudnn, widest_cudnn
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import C10D, collective, work
 from vramsweep.runners.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
 from vramsweep.runners.origins import Maker, Origins
+from vramsweep.runners.storages import Book, HostStorages, Mark, Phase, Storages, of_host
 from vramsweep.runners.streams import Note
 
-Phase = Literal["load", "forward", "backward", "optimizer"]
 Place = Literal["card", "host"]
-CATEGORIES = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_state",
-    "activations",
-    "communication",
-    "temporaries",
-    WORKSPACES,
-)
-HOST_CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "loading", "other")
 # They look at norms and at the loss scale, which decide nothing about memory: nothing is lost by 0.
 FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
-
-
-@dataclass(frozen=True)
-class Mark:
-    """The end of a phase: events before `end` and after the mark before belong to it. `step` is None while loading."""
-
-    end: int
-    step: int | None
-    phase: Phase
-
-
-@dataclass
-class Storages:
-    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
-
-    sizes: list[int] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-
-
-@dataclass
-class HostStorages(Storages):
-    """Those in host memory, of `HOST_CATEGORIES`; `pinned[i]`: page-locked. What is "loading" does not outlive it."""
-
-    pinned: list[bool] = field(default_factory=list)
 
 
 @dataclass
@@ -101,86 +63,6 @@ class Trace(Storages):
     collectives: list[tuple[Collective, int]] = field(default_factory=list)
     host: HostStorages = field(default_factory=HostStorages)
     notes: list[Note] = field(default_factory=list)
-
-
-class _Book:
-    """Keeps the record of one memory: which storages are in it now, and what each was for."""
-
-    def __init__(self, kept: Storages, asked: Callable[[], None]) -> None:
-        self.kept = kept
-        self.numbers: dict[int, int] = {}  # storage's address to its number, while it lives
-        self.known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
-        self._asked = asked  # called for each new storage, to note what else is to be known of it
-        self._references: dict[int, weakref.ref[Any]] = {}
-        self._closed = False
-
-    def allocate(self, size: int) -> int:
-        """Note a request; the storage's number."""
-        number = len(self.kept.sizes)
-        self.kept.sizes.append(size)
-        self._asked()
-        self.kept.events.append(number + 1)
-        return number
-
-    def borrow(self, sizes: list[Any]) -> None:
-        """Note what an operator allocates for itself and gives back (`allocations.scratch`)."""
-        taken: list[int] = []
-        given: list[int] = []
-        for size in sizes:
-            if isinstance(size, Freed):
-                given.append(taken[size.which])
-                self.kept.events.append(-(given[-1] + 1))
-            else:
-                taken.append(self.allocate(size))
-        self.kept.events += [-(number + 1) for number in reversed(taken) if number not in given]
-
-    def hold(self, storage: torch.UntypedStorage) -> None:
-        """Note a storage if it is new and has a size, and later its death."""
-        key = storage._cdata
-        if key in self.numbers or not storage.nbytes():
-            return
-        self.numbers[key] = self.allocate(storage.nbytes())
-        self._references[key] = weakref.ref(storage, functools.partial(self.release, key))
-
-    def release(self, key: int, _reference: Any = None) -> None:
-        """Note that the storage of this address is gone."""
-        number = self.numbers.pop(key)
-        del self._references[key]
-        if not self._closed:
-            self.kept.events.append(-(number + 1))
-
-    def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
-        """These are of the category, as far as they are in this memory."""
-        self.known[category] |= {n for t in tensors if (n := self.number(t)) is not None}
-
-    def number(self, tensor: torch.Tensor) -> int | None:
-        """Of the storage of this rank's part of it; None if it is not in this memory."""
-        tensor = _own(tensor)
-        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
-            return None
-        return self.numbers.get(tensor.untyped_storage()._cdata)
-
-    def close(self) -> list[str]:
-        """Nothing dies any more. The category of each storage; an activation is made in a forward phase and outlives
-        it."""
-        self._closed = True
-        categories = ["temporaries"] * len(self.kept.sizes)
-        made: dict[int, Mark] = {}
-        start = 0
-        for mark in self.kept.marks:
-            for event in self.kept.events[start : mark.end]:
-                if event > 0:
-                    made[event - 1] = mark
-                elif event < 0:
-                    made.pop(-event - 1, None)
-            for number, origin in made.items():
-                if origin is mark and mark.phase == "forward":
-                    categories[number] = "activations"
-            start = mark.end
-        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", WORKSPACES):
-            for number in self.known[name]:
-                categories[number] = name
-        return categories
 
 
 def generation(capability: Capability, cudnn: bool) -> tuple[Any, ...]:
@@ -221,11 +103,11 @@ class Tracer(TorchDispatchMode):
         self._operator: Any = None
         self._origins = Origins()
         self._makers: dict[Maker, int] = {}
-        self._card = _Book(self.trace, self._note_request)
-        self._host = _Book(self.trace.host, lambda: self.trace.host.pinned.append(places.told() == "pinned"))
+        self._card = Book(self.trace, self._note_request)
+        self._host = Book(self.trace.host, lambda: self.trace.host.pinned.append(places.told() == "pinned"))
         self._books = (self._card, self._host)
         self.known: KnownValues | None = None  # of a script, whose tensors in host memory are real but for parameters
-        self._aside = _Book(Storages(), lambda: None)  # of those parameters, which are fake and on the host
+        self._aside = Book(Storages(), lambda: None)  # of those parameters, which are fake and on the host
         self._placing: Place | None = None
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
@@ -254,7 +136,7 @@ class Tracer(TorchDispatchMode):
                 gc.enable()
             self.trace.categories = self._card.close()
             self.trace.makers = list(self._makers)
-            self.trace.host.categories = _of_host(self.trace.host, self._host.close())
+            self.trace.host.categories = of_host(self.trace.host, self._host.close())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
@@ -468,28 +350,10 @@ class Tracer(TorchDispatchMode):
             book.known["communication"].add(number)
 
 
-def _of_host(storages: HostStorages, categories: list[str]) -> list[str]:
-    """What host memory was for: there a temporary of the first phase belongs to loading."""
-    loaded = {event for event in storages.events[: storages.marks[0].end] if event > 0} if storages.marks else set()
-
-    def of(number: int, name: str) -> str:
-        if name in HOST_CATEGORIES:
-            return name
-        return "loading" if name == "temporaries" and number + 1 in loaded else "other"
-
-    return [of(number, name) for number, name in enumerate(categories)]
-
-
 def active() -> Tracer | None:
     """The tracer that records at this moment, if one does."""
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in modes if isinstance(mode, Tracer)), None)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is sharded over ranks: FSDP's DTensor, ZeRO-3's partition."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
-    return part
 
 
 def _known_as(operator: Any) -> str:

@@ -34,7 +34,8 @@ from vramsweep.runners import believed, build, differences, masks, techniques
 from vramsweep.runners.cuda_like import behave
 from vramsweep.runners.instruments import backward_boundaries
 from vramsweep.runners.over_ranks import Columns
-from vramsweep.runners.trace import HostStorages, Mark, Trace, Tracer, generation, on
+from vramsweep.runners.storages import HostStorages, Mark
+from vramsweep.runners.trace import Trace, Tracer, generation, on
 
 FORMAT = 10  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on

@@ -37,9 +37,10 @@ from vramsweep.runners.curve import Curve, curve
 from vramsweep.runners.measure import growth, plateau
 from vramsweep.runners.predict import COUNTERS, Peaks, Prediction, Refused, host_replay
 from vramsweep.runners.program import EMPTY_CACHE, program
+from vramsweep.runners.storages import CATEGORIES, Mark
 from vramsweep.runners.symbolic import Point
 from vramsweep.runners.timeline import Held
-from vramsweep.runners.trace import CATEGORIES, Mark, Trace
+from vramsweep.runners.trace import Trace
 from vramsweep.runners.tracer import Tracer
 
 STEPS = 3  # of a trace

@@ -17,7 +17,8 @@ from vramsweep.harness.allocator.config import AllocatorConfig, parse
 from vramsweep.runners import build, custom, look_worker, simulated, torch_loop, tracing
 from vramsweep.runners.explain import ROUNDING, Explanation, explanation
 from vramsweep.runners.predict import replay
-from vramsweep.runners.trace import CATEGORIES, Trace
+from vramsweep.runners.storages import CATEGORIES
+from vramsweep.runners.trace import Trace
 
 A100 = gpus.named("a100-80gb")
 

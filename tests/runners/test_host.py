@@ -20,7 +20,7 @@ from vramsweep.runners import simulated, torch_loop, tracing, trainer
 from vramsweep.runners.instruments import Process
 from vramsweep.runners.over_ranks import over_ranks
 from vramsweep.runners.predict import host_replay
-from vramsweep.runners.trace import HostStorages, Mark
+from vramsweep.runners.storages import HostStorages, Mark
 
 PARAMETERS = 119360
 MIB = 1 << 20

@@ -20,8 +20,9 @@ from vramsweep.harness.roofline import Work
 from vramsweep.harness.trial import InvalidTrial
 from vramsweep.runners import build, deepspeed_zero, torch_loop, tracing, trainer
 from vramsweep.runners.pieces import CHECKS, FEW, MOST, Cover, Known, Traced, cover
+from vramsweep.runners.storages import HostStorages, Mark
 from vramsweep.runners.symbolic import Point, difference
-from vramsweep.runners.trace import HostStorages, Mark, Trace
+from vramsweep.runners.trace import Trace
 
 LENGTHS = [Point(length, 1) for length in range(1, 2049)]
 GRID = [Point(length, batch) for length in range(8, 4001, 8) for batch in (1, 2, 4)]

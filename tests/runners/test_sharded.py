@@ -19,7 +19,8 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.runners import torch_loop, tracing
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.predict import replay
-from vramsweep.runners.trace import Mark, Trace
+from vramsweep.runners.storages import Mark
+from vramsweep.runners.trace import Trace
 
 PARAMETERS = 119360
 SMALL = {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}  # by default 2 GB of zeros each

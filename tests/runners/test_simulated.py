@@ -16,7 +16,7 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.replay import replay_as_recorded
 from vramsweep.runners import custom, predict, simulated, torch_loop, tracing
 from vramsweep.runners import trainer as hf_trainer
-from vramsweep.runners.trace import CATEGORIES
+from vramsweep.runners.storages import CATEGORIES
 
 DEVICE = {"name": "simulated", "gpu": "a100-80gb"}
 PARTS = (*CATEGORIES, "rounding")

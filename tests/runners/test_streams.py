@@ -6,8 +6,9 @@ import pytest
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.runners.predict import replay
+from vramsweep.runners.storages import Mark
 from vramsweep.runners.streams import Note
-from vramsweep.runners.trace import Mark, Trace
+from vramsweep.runners.trace import Trace
 
 MIB = 1 << 20
 USE: Note = (1, "use", 0, 1)  # before the first block is freed, stream 1 uses it

@@ -23,7 +23,8 @@ from vramsweep.harness.allocator.config import AllocatorConfig, parse
 from vramsweep.runners import cuda_like, torch_loop, tracing
 from vramsweep.runners.allocations import cublas_workspace
 from vramsweep.runners.predict import replay
-from vramsweep.runners.trace import CATEGORIES, Trace, Tracer, on
+from vramsweep.runners.storages import CATEGORIES
+from vramsweep.runners.trace import Trace, Tracer, on
 
 A100 = gpus.named("a100-80gb")
 

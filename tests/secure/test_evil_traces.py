@@ -16,8 +16,9 @@ from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.harness.trial import Trial, parse
 from vramsweep.runners import shapes, symbolic, tracing
+from vramsweep.runners.storages import HostStorages, Mark
 from vramsweep.runners.symbolic import Point, compiled
-from vramsweep.runners.trace import HostStorages, Mark, Trace
+from vramsweep.runners.trace import Trace
 
 EVIL: tuple[Any, ...] = (
     None,
