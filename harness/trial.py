@@ -26,7 +26,7 @@ from vramsweep.harness.errors import EnvironmentFault, UserError
 from vramsweep.harness.gpus import GPUS, Capability, Gpu
 
 ID_VERSION = 2
-SIMULATION = 13  # raise it when what a simulated run predicts changes
+SIMULATION = 14  # raise it when what a simulated run predicts changes
 # What ids of version 2 leave out: each setting at the value that rows had before it was one. Frozen: a default that
 # changes in conf/ does not change a line here, and a new axis adds one. Techniques bring theirs along.
 LEFT_OUT: dict[tuple[str, ...], Any] = {

@@ -3,9 +3,7 @@ their outputs, in which order, and what is done in place.
 
 Seen beside the recordings of a card (docs/h100.md), and in the code that each is cited with.
 
-Not covered: which operators run (cuda_like.py, attention.py), the record of what they ask for (trace.py), and the
-partial sums of a sum over rows (setReduceConfig in ATen/native/cuda/Reduce.cuh, which an H200's 378 sums follow to the
-byte: results/reference/h200-141gb/operators.json): in steps and with bounds, they would divide the formulas of lengths.
+Not covered: which operators run (cuda_like.py, attention.py), the record of what they ask for (trace.py).
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -44,13 +42,24 @@ LT_WORKSPACE = 1024 * KIB
 # What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
 # the tensor, torch's of the tensor and of its storage.
 UNHELD = (3, 4, 2)
+MOST_EACH = 256  # values of one thread of a sum (max_values_per_thread)
+# Threads that a card runs at once, by whether it has bf16 tensor cores: an H100's and H200's, and a T4's
+AT_ONCE = {True: 132 * 2048, False: 40 * 1024}
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 LT_APART = installed_is(LT_WORKSPACES)
 
 
-def scratch(func: Any, args: Any) -> list[Any]:
-    """What an operator allocates for itself once its outputs are there: sizes in bytes, and `Freed` where it gives one
-    of them back before the next. What is left it gives back as it ends, the last first.
+class Stepwise(NamedTuple):
+    """A size that follows a number in steps and with bounds: `text` is a formula (symbolic.py) with {} for `of`."""
+
+    size: Any
+    text: str
+    of: Any
+
+
+def scratch(func: Any, args: Any, capability: Capability) -> list[Any]:
+    """What an operator allocates for itself once its outputs are there: sizes in bytes or `Stepwise`, and `Freed` where
+    it gives one of them back before the next. What is left it gives back as it ends, the last first.
 
     Softmax's backward pass multiplies the gradient with the output (softmax_backward_cuda_out in
     aten/native/cuda/SoftMax.cu). Attention's own softmax looks for rows that are masked as a whole (_safe_softmax in
@@ -60,7 +69,45 @@ def scratch(func: Any, args: Any) -> list[Any]:
         return [args[0].numel(), args[0].numel() // args[0].size(-1), 4]
     if func is aten._softmax_backward_data.default:
         return [args[0].numel() * args[0].element_size()]
+    if func is aten.sum.dim_IntList:
+        return _of_a_sum(args[0], args[1], capability)
     return attention.scratch(func, args)
+
+
+def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capability) -> list[Stepwise]:
+    """Of a sum over all but the last dimension, as of a bias's gradient: partial sums of blocks that share an output,
+    and their semaphores; of size 0 where the rows are too few for that.
+
+    setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in ATen/native/cuda/Reduce.cuh; an
+    H200's 378 sums are a test's. Not covered: sums over the first of several dimensions, which are as a rule the few
+    samples of a batch; that cards differ in their multiprocessors, which bounds the largest.
+    """
+    if not dims or not tensor.is_contiguous() or sorted(d % tensor.dim() for d in dims) != list(range(len(dims))):
+        return []
+    # no numel(), which takes sizes for plain numbers; and no branch on the rows, which would divide lengths
+    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    if len(dims) != tensor.dim() - 1 or not isinstance(columns, int) or not columns:
+        return []
+    vector = next(n for n in (4, 2, 1) if columns % n == 0)
+    threads, across = 512 // vector, columns // vector
+    most_wide = min(threads, 1 << (across.bit_length() - 1))
+    high = threads // min(most_wide, 32)  # of rows enough
+    wide = min(most_wide, threads // high)
+    grid = -(-across // wide)
+    blocks = AT_ONCE[capability >= (8, 0)] // (wide * high)
+    if grid > blocks:
+        return []
+    least, most, each = torch.sym_min, torch.sym_max, -(-rows // high)
+    enough = least(1, each // MOST_EACH)
+    shared = most(least(-(-blocks // grid), -(-each // 16)), -(-each // MOST_EACH))
+    partial = 4 * columns * wide * vector
+    text = f"-(-{{}} // {high})"
+    if_enough = f"min(1, {text} // {MOST_EACH})"
+    together = f"max(min({-(-blocks // grid)}, -(-({text}) // 16)), -(-({text}) // {MOST_EACH}))"
+    return [
+        Stepwise(enough * shared * partial, f"{if_enough} * {together} * {partial}", rows),
+        Stepwise(enough * 4 * grid, f"{if_enough} * {4 * grid}", rows),
+    ]
 
 
 def cublas_workspace(capability: Capability) -> int:

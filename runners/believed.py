@@ -14,6 +14,7 @@ from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.runners import streams
 from vramsweep.runners.storages import CATEGORIES, HOST_CATEGORIES, Phase, Storages
+from vramsweep.runners.symbolic import Point, compiled, following
 from vramsweep.runners.trace import Trace
 
 MOST = 1 << 63  # of any number
@@ -31,6 +32,7 @@ def check(trace: Trace, sized: bool = True) -> None:
     _need(all(len(maker) == 2 and _all(maker, str) for maker in trace.makers), "makers are not two texts each")
     _need(_counted(trace.kernels, _is_work), "kernels are wrong")
     _need(_counted(trace.collectives, _is_collective), "collectives are wrong")
+    _need(all(_is_stepwise(trace, sized, *one) for one in trace.stepwise), "stepwise is wrong")
     _need(all(len(note) == 4 and _is_note(*note) for note in trace.notes), "notes are wrong")
 
 
@@ -55,6 +57,13 @@ def _is_work(work: Any) -> bool:
 
 def _is_collective(one: Any) -> bool:
     return isinstance(one, Collective) and _all([one.kind], str) and _numbers([one.nbytes])
+
+
+def _is_stepwise(trace: Trace, sized: bool, storage: Any, text: Any, of: Any) -> bool:
+    """Whether the storage has the size that its formula gives, where the trace has sizes."""
+    if not _numbers([storage], len(trace.categories)) or not _numbers([of]) or type(text) is not str:
+        return False
+    return not sized or compiled(following(text, str(of)))(Point(0, 0)) == trace.sizes[storage]
 
 
 def _is_note(at: Any, kind: Any, one: Any, other: Any) -> bool:

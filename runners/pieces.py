@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from vramsweep.runners.formulas import ROUNDINGS, Candidates, Ints, Unknown
 from vramsweep.runners.storages import HostStorages
-from vramsweep.runners.symbolic import Point, SymbolicTrace, function
+from vramsweep.runners.symbolic import Point, SymbolicTrace, following, function
 from vramsweep.runners.trace import Trace
 
 CHECKS = 2
@@ -327,13 +327,16 @@ class _Search:
         sizes, host = (tuple(itertools.islice(column, len(s.sizes))) for s in (trace, trace.host))
         kernels = tuple((k.kind, next(column), next(column), next(column), count) for k, count in trace.kernels)
         collectives = tuple((call.kind, next(column), count) for call, count in trace.collectives)
+        stepwise = tuple((storage, text, next(column)) for storage, text, _ in trace.stepwise)
         paths = tuple(path for path, _ in _whole(rest))
         same = {n for n, text in enumerate(leaf.formulas) if text.lstrip("-").isdigit()}
         varying = tuple((path, n) for path, n in zip(paths, column, strict=True) if n not in same)
+        followed = {storage: following(text, leaf.formulas[n]) for storage, text, n in stepwise}
+        more = {text: len(leaf.formulas) + n for n, text in enumerate(dict.fromkeys(followed.values()))}
         return SymbolicTrace(
             template=trace,
-            formulas=leaf.formulas,
-            sizes=sizes,
+            formulas=(*leaf.formulas, *more),
+            sizes=tuple(more[followed[s]] if s in followed else n for s, n in enumerate(sizes)),
             host=host,
             kernels=kernels,
             collectives=collectives,
@@ -341,6 +344,7 @@ class _Search:
             varying=varying,
             guards=leaf.guards,
             basis=f"checked at {len(leaf.at)} points",
+            stepwise=stepwise,
         )
 
 
@@ -356,14 +360,24 @@ def _seen(traced: Traced, known: Mapping[str, Any]) -> _Seen:
             (trace.streams, trace.notes, trace.origins, trace.makers, host.pinned),
             [(work.kind, count) for work, count in trace.kernels],
             [(call.kind, count) for call, count in trace.collectives],
+            [(storage, text) for storage, text, _ in trace.stepwise],
             _shape(rest),
         )
     )
-    numbers = [*trace.sizes, *host.sizes]
+    numbers = [*_whole_sizes(trace), *host.sizes]
     numbers += [number for work, _ in trace.kernels for number in (work.flops, work.nbytes, work.launches)]
     numbers += [call.nbytes for call, _ in trace.collectives]
+    numbers += [of for _, _, of in trace.stepwise]
     numbers += [number for _, number in _whole(rest)]
     return _Seen(hashlib.sha256(kind.encode()).hexdigest(), np.array(numbers, np.int64))
+
+
+def _whole_sizes(trace: Trace) -> list[int]:
+    """The sizes that formulas are to be found for: not of those that follow another number, which is."""
+    sizes = trace.sizes.copy()
+    for storage, _, _ in trace.stepwise:
+        sizes[storage] = 0
+    return sizes
 
 
 def _without(details: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

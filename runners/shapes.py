@@ -38,7 +38,7 @@ from vramsweep.harness.gpus import Gpu
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import believed, build, tracing
 from vramsweep.runners.storages import Mark, Storages
-from vramsweep.runners.symbolic import Point, SymbolicTrace, compiled, difference, put
+from vramsweep.runners.symbolic import Point, SymbolicTrace, compiled, difference, following, put
 from vramsweep.runners.trace import Trace, Tracer
 
 LARGEST = 1 << 24  # of a length or batch: that a size is below 2**63 is then no question
@@ -100,7 +100,7 @@ def of_plain(values: Mapping[str, Any]) -> Candidate | Refused:
     if "reason" in values:
         return Refused(str(values["reason"]))
     told = values["symbolic"]
-    rows = {name: tuple(map(tuple, told[name])) for name in ("kernels", "collectives")}
+    rows = {name: tuple(map(tuple, told[name])) for name in ("kernels", "collectives", "stepwise")}
     lists = {name: tuple(told[name]) for name in ("formulas", "sizes", "host", "guards")}
     varying = tuple((tuple(path), number) for path, number in told["varying"])
     template = tracing.of_plain(told["template"])
@@ -110,6 +110,7 @@ def of_plain(values: Mapping[str, Any]) -> Candidate | Refused:
     believed.check(template, sized=False)
     numbers = [*symbolic.sizes, *symbolic.host, *(number for _, number in varying)]
     numbers += [number for _, *some, _ in (*symbolic.kernels, *symbolic.collectives) for number in some]
+    numbers += [number for _, _, number in symbolic.stepwise]
     counts = [one[-1] for one in (*symbolic.kernels, *symbolic.collectives)]
     if not all(type(n) is int and 0 <= n < len(symbolic.formulas) for n in numbers):
         raise ValueError("a number is that of no formula")
@@ -118,6 +119,10 @@ def of_plain(values: Mapping[str, Any]) -> Candidate | Refused:
         raise ValueError("a kernel has no name, or runs no whole number of times")
     if (len(symbolic.sizes), len(symbolic.host)) != (len(template.categories), len(template.host.categories)):
         raise ValueError("its storages have not one size each")
+    for storage, text, number in symbolic.stepwise:
+        if type(storage) is not int or not 0 <= storage < len(symbolic.sizes) or not isinstance(text, str):
+            raise ValueError("a size that follows a number is that of no storage")
+        compiled(following(text, symbolic.formulas[number]))
     for path, _ in varying:
         put(symbolic.details, path, 0)
     return Candidate(symbolic, frozenset(values["collected"]), frozenset(values["host_collected"]))
@@ -222,10 +227,12 @@ class _Symbols:
             for work, count in traced.kernels
         )
         collectives = tuple((called.kind, number(called.nbytes), count) for called, count in traced.collectives)
+        stepwise = tuple((storage, text, number(of)) for storage, text, of in traced.stepwise)
         varying = tuple((path, number(self._of_batch(value))) for path, value in _batches(details))
         return SymbolicTrace(
-            replace(traced, sizes=[], kernels=[], collectives=[], host=replace(traced.host, sizes=[])),
+            replace(traced, sizes=[], kernels=[], collectives=[], stepwise=[], host=replace(traced.host, sizes=[])),
             tuple(formulas), sizes, host, kernels, collectives, details, varying, self._guards(), "unconfirmed",
+            stepwise,
         )  # fmt: skip
 
     def _of_batch(self, value: int) -> Any:

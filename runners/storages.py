@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramsweep.runners.allocations import WORKSPACES
+from vramsweep.runners.allocations import WORKSPACES, Stepwise
 from vramsweep.runners.attention import Freed
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
@@ -76,8 +76,8 @@ class Book:
         self.kept.events.append(number + 1)
         return number
 
-    def borrow(self, sizes: list[Any]) -> None:
-        """Note what an operator allocates for itself and gives back (`allocations.scratch`)."""
+    def borrow(self, sizes: list[Any]) -> list[int]:
+        """Note what an operator allocates for itself and gives back (`allocations.scratch`); the storages' numbers."""
         taken: list[int] = []
         given: list[int] = []
         for size in sizes:
@@ -85,8 +85,18 @@ class Book:
                 given.append(taken[size.which])
                 self.kept.events.append(-(given[-1] + 1))
             else:
-                taken.append(self.allocate(size))
+                taken.append(self.allocate(size.size if isinstance(size, Stepwise) else size))
         self.kept.events += [-(number + 1) for number in reversed(taken) if number not in given]
+        return taken
+
+    def room(self) -> int:
+        """Bytes between what is there now and the most that was there so far."""
+        there = most = 0
+        for event in self.kept.events:
+            if event:
+                there += self.kept.sizes[abs(event) - 1] * (1 if event > 0 else -1)
+                most = max(most, there)
+        return most - there
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Note a storage if it is new and has a size, and later its death."""

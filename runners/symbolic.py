@@ -40,7 +40,8 @@ class SymbolicTrace:
     `kernels` are (kind, flops, nbytes, launches, how often), `collectives` (kind, nbytes, how often), each with the
     numbers of formulas in place of numbers. `details` are the columns about what was built; `varying` gives, for those
     of their whole numbers that are not the same at every point, the path to it (as ("runner_config",
-    "train_batch_size")) and the number of its formula. It is true of the points at which all `guards` hold, which are
+    "train_batch_size")) and the number of its formula; `stepwise` are the trace's, each with the number of the formula
+    of what its size follows. It is true of the points at which all `guards` hold, which are
     formulas too. `basis` is what a row says of it.
     """
 
@@ -54,6 +55,7 @@ class SymbolicTrace:
     varying: tuple[tuple[tuple[str, ...], int], ...]
     guards: tuple[str, ...]
     basis: str
+    stepwise: tuple[tuple[int, str, int], ...] = ()
 
     def holds(self, point: Point) -> bool:
         """Whether it is true of this point; it is not where a guard has no value."""
@@ -77,6 +79,7 @@ class SymbolicTrace:
             sizes=[values[n] for n in self.sizes],
             kernels=works,
             collectives=[(Collective(kind, values[b]), count) for kind, b, count in self.collectives],
+            stepwise=[(storage, text, values[n]) for storage, text, n in self.stepwise],
             host=HostStorages(
                 [values[n] for n in self.host], host.categories, host.events, host.marks, pinned=host.pinned
             ),
@@ -143,6 +146,11 @@ def function(formula: str) -> Function:
         return _made(ast.parse(formula, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"no formula: {shown(formula)}; {shown(str(error))}") from None
+
+
+def following(text: str, formula: str) -> str:
+    """The formula of a size that follows a number, with that number's formula in the place of {}."""
+    return text.replace("{}", formula if formula.isidentifier() or formula.isdigit() else f"({formula})")
 
 
 def shown(text: str) -> str:

@@ -30,8 +30,8 @@ from vramsweep.harness.gpus import Capability
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
 from vramsweep.runners import allocations, places
-from vramsweep.runners.allocations import WORKSPACES
-from vramsweep.runners.attention import prefers_cudnn, widest_cudnn
+from vramsweep.runners.allocations import WORKSPACES, Stepwise
+from vramsweep.runners.attention import Freed, prefers_cudnn, widest_cudnn
 from vramsweep.runners.dispatch import sharded, storage_resizes
 from vramsweep.runners.kernels import C10D, collective, work
 from vramsweep.runners.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
@@ -54,6 +54,7 @@ class Trace(Storages):
     `origins[i]` says where in `makers` to find what asked for storage i: the module's path (of a parameter: its name),
     the operator (origins.py).
     `notes` say what the streams do, where blocks are freed that another stream still uses (streams.py).
+    `stepwise` are storages whose sizes follow another number, with the formula and that number (allocations.py).
     """
 
     streams: list[int] = field(default_factory=list)
@@ -63,6 +64,7 @@ class Trace(Storages):
     collectives: list[tuple[Collective, int]] = field(default_factory=list)
     host: HostStorages = field(default_factory=HostStorages)
     notes: list[Note] = field(default_factory=list)
+    stepwise: list[tuple[int, str, int]] = field(default_factory=list)
 
 
 def generation(capability: Capability, cudnn: bool) -> tuple[Any, ...]:
@@ -181,9 +183,10 @@ class Tracer(TorchDispatchMode):
         if func in allocations.MATMULS:  # whose output is there when the handle is asked for
             self._operator = "cuBLAS workspace"
             self._handle(allocations.LT_APART and allocations.through_lt(func, tensors))
-        if own := allocations.scratch(func, args):
+        if own := allocations.scratch(func, args, self._capability):
             self._operator = f"{_known_as(func)} (scratch)"
-            self._card.borrow(own)
+            taken = zip(self._card.borrow(own), (one for one in own if not isinstance(one, Freed)), strict=True)
+            self.trace.stepwise += [(number, *one[1:]) for number, one in taken if isinstance(one, Stepwise)]
         if func.namespace == "c10d":
             self._collective(args, tensors)
         if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
@@ -204,6 +207,9 @@ class Tracer(TorchDispatchMode):
     def mark(self, step: int | None, phase: Phase) -> None:
         """A phase ends here. Reference cycles are collected now, as when Python would hangs on all it did before."""
         gc.collect()
+        if step is not None and phase == "optimizer":  # a measured run waits for the card between its steps
+            for stream in self.streams():
+                self.note("join", stream)
         if step is not None and self._card.kept.marks[-1].step is None:
             self._name_parameters()
         if phase == "backward":
@@ -241,6 +247,10 @@ class Tracer(TorchDispatchMode):
         """Something about streams happens between two events of the trace."""
         if self.noting:
             self.trace.notes.append((len(self.trace.events), kind, a, b))
+
+    def room(self) -> int:
+        """Bytes on the card between what is allocated now and the most that was so far."""
+        return self._card.room()
 
     def stream(self, stream: Any) -> int:
         """The number of a stream, or of whatever else does work in an order of its own."""

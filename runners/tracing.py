@@ -37,7 +37,7 @@ from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.storages import HostStorages, Mark
 from vramsweep.runners.trace import Trace, Tracer, generation, on
 
-FORMAT = 10  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
+FORMAT = 11  # of a kept trace; raise it when its layout changes (harness.trial.SIMULATION when what is predicted does)
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
 KEPT_ON = (8, 0)  # the compute capability of the card whose workspaces a kept trace has, whichever card came first
 COUNTED = {"kernels": Work, "collectives": Collective}  # fields of a trace that count what they hold
@@ -184,6 +184,7 @@ def of_plain(values: Mapping[str, Any]) -> Trace:
         "marks": [Mark(*mark) for mark in values["marks"]],
         "host": HostStorages(**values["host"] | {"marks": [Mark(*mark) for mark in values["host"]["marks"]]}),
         "makers": [(module, operator) for module, operator in values["makers"]],
+        "stepwise": [(storage, text, of) for storage, text, of in values["stepwise"]],
     }
     return Trace(**made)
 

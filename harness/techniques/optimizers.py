@@ -88,7 +88,7 @@ TECHNIQUES: tuple[Technique, ...] = (
               source="https://github.com/pytorch/ao/tree/main/torchao/optim"),
     Technique("optimizer", "adamw_torch_4bit", "torchao's AdamW, state in 4 bits, compiled", optim="adamw_torch_4bit",
               module="vramsweep.runners.techniques.ao", packages=TORCHAO, capability=(7, 0),
-              checked=("cpu", "simulated"), excludes=NO_DTENSOR,
+              checked=("cpu", "simulated"), proven=H200, excludes=NO_DTENSOR,
               source="https://github.com/pytorch/ao/tree/main/torchao/optim"),
     Technique("optimizer", "deepspeed_fused_adam", "DeepSpeed's FusedAdam (ds_config's AdamW): no temporaries",
               module="vramsweep.runners.techniques.ds_adam", runners=("deepspeed", "trainer"), shardings=ZERO,

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import _flat_param as fsdp1_flat
 from torch.distributed.fsdp import _init_utils as fsdp1_init
+from torch.distributed.fsdp import _runtime_utils as fsdp1_runtime
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp2_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp2_init
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2_api
@@ -31,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.runners import places, ranks, trace
+from vramsweep.runners.shardings import stream_notes
 
 optimizers = importlib.import_module("torch.optim.optimizer")
 
@@ -79,10 +82,19 @@ def traced(trial: Trial) -> Iterator[None]:
         (torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
         (DistributedDataParallel, "__init__", _no_ddp),  # whose reducer needs what ddp.py puts in its place
     ]
+    tracer = trace.active()
+    if tracer is not None and trial.sharding == "fsdp1":  # FSDP2 frees nothing that another stream may use
+        replaced += stream_notes.replaced(tracer)
+        for module in (fsdp1_flat, fsdp1_runtime):  # which would leave a CPU's tensors out
+            replaced.append((module, "_no_dispatch_record_stream", _used))
     with contextlib.ExitStack() as stack:
         for owner, attribute, value in replaced:
             stack.enter_context(mock.patch.object(owner, attribute, value))
         yield
+
+
+def _used(tensor: torch.Tensor, stream: Any) -> None:
+    tensor.record_stream(stream)
 
 
 def _no_ddp(*args: Any, **kwargs: Any) -> None:

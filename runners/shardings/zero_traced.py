@@ -3,7 +3,7 @@
 `behave` gives DeepSpeed an accelerator like CUDA's, with streams that are only told apart, and answers the questions
 that have no answer here as on a run where all goes well: no overflow, nothing to clip, all ranks agree.
 
-What its streams and events do, and `record_stream`, is noted for streams.py.
+What its streams and events do, and `record_stream`, is noted for streams.py (stream_notes.py).
 
 Not covered: everything else that CUDA does differently (cuda_like.py, which also keeps host memory apart).
 """
@@ -11,7 +11,6 @@ Not covered: everything else that CUDA does differently (cuda_like.py, which als
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
 from vramsweep.runners import places, trace
+from vramsweep.runners.shardings import stream_notes
 
 
 class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
@@ -120,30 +120,7 @@ def behave() -> Iterator[None]:
 
 
 def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
-    """What gathering, streams and events are replaced by so that the tracer takes note: owner, name, stand-in.
-
-    An event is never found to have passed, as on a card that is behind: DeepSpeed then waits for it.
-    """
-    tracer.noting = True
-    numbers: dict[int, int] = {}
-    counter = itertools.count()
-    kept: list[Any] = []  # so that no other event gets the same id
-
-    def here(stream: Any = None) -> int:
-        return tracer.stream(torch.cpu.current_stream() if stream is None else stream)
-
-    def record(event: Any, stream: Any = None) -> None:
-        kept.append(event)
-        numbers[id(event)] = next(counter)  # events are recorded again, and mean the last time
-        tracer.note("record", numbers[id(event)], here(stream))
-
-    def record_event(stream: Any, event: Any = None) -> Any:
-        event = torch.cpu.Event() if event is None else event
-        record(event, stream)
-        return event
-
-    def of(event: Any) -> int:
-        return numbers.get(id(event), -1)
+    """What gathering is replaced by, too, so that the tracer takes note: owner, name, stand-in."""
 
     def synchronize(*device: Any) -> None:  # of the accelerator, as DeepSpeed's throughput timer asks for in each step
         for stream in tracer.streams():
@@ -156,17 +133,9 @@ def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
         tracer.know("communication", [parameter.data for parameter in handle.params])  # copies, no collective's own
 
     return [
+        *stream_notes.replaced(tracer),
         (AllGatherCoalescedHandle, "wait", gathered),
-        (torch.cpu.Stream, "wait_stream", lambda self, other: tracer.note("wait", here(self), here(other))),
-        (torch.cpu.Stream, "wait_event", lambda self, event: tracer.note("await", here(self), of(event))),
-        (torch.cpu.Stream, "record_event", record_event),
-        (torch.cpu.Stream, "synchronize", lambda self: tracer.note("join", here(self))),
         (CudaAccelerator, "synchronize", synchronize),
-        (torch.cpu.Event, "record", record),
-        (torch.cpu.Event, "query", lambda self: False),
-        (torch.cpu.Event, "synchronize", lambda self: tracer.note("sync", of(self))),
-        (torch.cpu.Event, "wait", lambda self, stream=None: tracer.note("await", here(stream), of(self))),
-        (torch.Tensor, "record_stream", lambda self, stream: tracer.used(self, here(stream))),
     ]
 
 

@@ -5,10 +5,19 @@ block and a table of its own for each moment; of the parameter's dtype for tenso
 part of a block. The step counter and the learning rate are on the host.
 
 `single_param_adam` is compiled, parameter by parameter. What it has beside its arguments was read off the code that
-Inductor (torch 2.13, torchao 0.18) generates for CUDA: where a parameter's rows are not its blocks (any matrix whose
-last dimension is not the block's), the scaled moments, two of the parameter's size in fp32; with 4 bits also their
-codes before they are packed, two of its size in int64. Not covered: the copies of its arguments with which Inductor
-tries a kernel's settings in the first step.
+Inductor (torch 2.11 and 2.13, torchao 0.18) generates for CUDA: where a parameter's rows are not its blocks (any matrix
+whose last dimension is not the block's), the scaled moments, two of the parameter's size in fp32; with 4 bits also
+their codes before they are packed, two of its size in int64.
+
+A kernel that can be launched in several ways is timed with each when it first runs, as a recording on an H200 shows it
+(results/reference/h200-141gb, 62253bc0214d1bb1): with copies of what it changes, two of what it also reads, which come
+and go a hundred times, but the first time beside a block as large as the card's cache, which is overwritten in between
+(torch/_inductor/runtime/triton_heuristics.py `CachingAutotuner.bench`, benchmarking.py `InductorBenchmarker`). Copies
+stay below the peak of what was allocated so far, or are made in host memory (`copy_args_to_cpu_if_needed`). That is in
+the first step, for each shape, unless an earlier run has left its choice in Inductor's cache: a fresh one is predicted.
+It is 148 MiB of what GPT-2 reserves with 4 bits, 594 of Qwen1.5-0.5B's.
+
+Not covered: those copies in host memory; small kernels, which have one launch only, are taken to have several.
 """
 
 from __future__ import annotations
@@ -22,10 +31,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vramsweep.harness.trial import Trial
+from vramsweep.runners import trace
 from vramsweep.runners.techniques import standin
 
 BLOCK = 256
 LEAST = 4096  # elements
+CACHE = 60 << 20  # bytes of an H200's; other cards' are of that order, and blocks of it are free by then
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -37,6 +48,7 @@ class Standin(standin.Optimizer):
     def __init__(self, params: Any, lr: float = 1e-5, block_size: int = BLOCK) -> None:
         super().__init__(params, lr)
         self.block = block_size
+        self._compiled: set[torch.Size] = set()  # shapes whose kernels have run
 
     def new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {}
@@ -50,16 +62,52 @@ class Standin(standin.Optimizer):
         return state
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        quantized = "exp_avg.codes" in state
-        apart = self.bits == 4 or (p.dim() > 1 and p.shape[-1] != self.block)
-        scratch: list[torch.Tensor] = []
-        if quantized and apart:
-            scratch = [torch.empty(p.numel() // self.block, device=p.device) for _ in MOMENTS]
-            scratch += [torch.empty(p.numel(), device=p.device) for _ in MOMENTS]
-            if self.bits == 4:
-                scratch += [torch.empty(p.numel(), dtype=torch.int64, device=p.device) for _ in MOMENTS]
-            standin.fused(list(state.values()), scratch)  # what this makes, the kernel that stores it reads
+        first = p.shape not in self._compiled
+        self._compiled.add(p.shape)
+        if "exp_avg.codes" not in state:
+            if first:
+                timed([t for t in (p, *state.values()) for _ in range(2)])
+        elif self.bits == 4 or (p.dim() > 1 and p.shape[-1] != self.block):
+            self._apart(p, state, first)
         super().update(p, grad, state)
+
+    def _apart(self, p: torch.Tensor, state: dict[str, torch.Tensor], first: bool) -> None:
+        """A kernel that makes the scaled moments, and others that store them."""
+        codes = [state[f"{moment}.codes"] for moment in MOMENTS]
+        scales = [torch.empty(p.numel() // self.block, device=p.device) for _ in MOMENTS]
+        moments = [torch.empty(p.numel(), device=p.device) for _ in MOMENTS]
+        unpacked = [torch.empty(p.numel(), dtype=torch.int64, device=p.device) for _ in MOMENTS if self.bits == 4]
+        standin.fused(list(state.values()), [*scales, *moments, *unpacked])
+        if first and unpacked:
+            timed([p, p])
+            timed(codes[:1])
+            del moments[0], unpacked[0]
+        elif first:
+            timed([t for t in (p, *codes) for _ in range(2)])
+            moments.clear()
+        if first:
+            timed([state["exp_avg.scale"]])
+
+
+def timed(copied: list[torch.Tensor]) -> None:
+    """A kernel's launches are tried, with copies of these tensors."""
+    tracer = trace.active()
+    room = 0 if tracer is None else tracer.room()
+    fit = []
+    for tensor in copied:
+        size = tensor.numel() * tensor.element_size()
+        if size <= room:
+            fit.append(tensor)
+            room -= size
+
+    def copy() -> None:
+        copies = [torch.empty_like(tensor) for tensor in fit]
+        copies.clear()
+
+    copy()
+    overwritten = torch.empty(CACHE // 4, dtype=torch.int32, device=copied[0].device)
+    copy()
+    del overwritten
 
 
 class AdamW8bit(Standin):

@@ -6,7 +6,7 @@ The recordings and rows are the card's own; nothing here was fitted to them.
 from __future__ import annotations
 
 import contextlib
-import difflib
+import functools
 import json
 import pickle
 import sys
@@ -22,7 +22,7 @@ from vramsweep.harness import gpus
 from vramsweep.harness.allocator.replay import what_if
 from vramsweep.harness.row import Row
 from vramsweep.harness.trial import Trial
-from vramsweep.runners import torch_loop, tracing
+from vramsweep.runners import simulated, torch_loop, tracing
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import card_page
@@ -124,8 +124,7 @@ def asked_for(events: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 def test_the_trace_asks_for_blocks_in_the_order_in_which_a_card_was_asked(tmp_path: Path) -> None:
-    """GPT-2 with stored scores, bf16, loading and one step: all requests and frees of a MiB and more. What the trace
-    lacks are the scratch buffers of sums over rows, which are given back at once."""
+    """GPT-2 with stored scores, bf16, loading and one step: all requests and frees of a MiB and more."""
     (row,) = [one for one in ROWS if one["trial_id"] == "3a0a7c8785543d2b" and one["sweep"] == "factors"]
     values = row["trial"] | {"device": {"name": "simulated", "gpu": "h100-80gb"}, "versions": {"torch": "2.11.0"}}
     trial = Trial.model_validate(values)
@@ -135,16 +134,9 @@ def test_the_trace_asks_for_blocks_in_the_order_in_which_a_card_was_asked(tmp_pa
     kinds = [("alloc" if event > 0 else "free", sizes[abs(event) - 1]) for event in trace.events[:step]]
     traced = [one for one in kinds if one[1] >= LARGE]
     with recorded_events(FOLDER, "miss-3a0a7c8785543d2b") as events:
-        card = asked_for(events)[: len(traced) + 200]
-    scratch: list[int] = []
-    matched = 0
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, traced, card, autojunk=False).get_opcodes():
-        matched += (b - a) * (kind == "equal")
-        if kind == "insert" and b < len(traced):
-            assert [one[0] for one in card[c:d]] == ["alloc", "free"] and card[c][1] == card[d - 1][1], (card[c:d], c)
-            scratch.append(card[c][1] // LARGE)
-    assert matched == len(traced) > 2000
-    assert sorted(set(scratch)) == [12, 36, 48] and len(scratch) == 4 * 12  # the biases of four products in 12 blocks
+        card = asked_for(events)[: len(traced)]
+    assert traced == card
+    assert len(traced) > 2000
 
 
 @pytest.mark.slow
@@ -175,3 +167,83 @@ def test_this_version_predicts_what_the_card_measured(run_sweep: Run, over: dict
     assert row["outcome"] == "ok", row["reason"]
     assert row["peak_allocated_bytes"] == pytest.approx(measured["peak_allocated_bytes"], rel=0.002)
     assert row["peak_reserved_bytes"] == pytest.approx(measured["peak_reserved_bytes"], rel=0.01)
+
+
+@functools.cache
+def h200() -> list[Row]:
+    return card_page.read(ROOT / "results" / "reference" / "h200-141gb" / "rows.jsonl")
+
+
+def predicted_as(row: Row, folder: Path) -> dict[str, Any]:
+    """The prediction of a trial that the H200 measured, with its torch, made now."""
+    values = row["trial"] | {"device": {"name": "simulated", "gpu": "h200-141gb"}, "versions": {"torch": "2.11.0"}}
+    trial = Trial.model_validate(values)
+    trace, details = tracing.trace_trial(trial, gpus.named("h200-141gb"), folder, torch_loop)
+    return simulated.predict(trial, trace, details).columns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        ("gpt2", "adamw_torch_4bit"),
+        ("gpt2", "adamw_torch_8bit"),
+        ("qwen0.5b", "adamw_torch_4bit"),
+        ("phi-2", "default"),
+    ],
+)
+def test_scratch_of_sums_and_of_compiled_optimizers_is_what_an_h200_reserved(
+    model: str, optimizer: str, tmp_path: Path
+) -> None:
+    """None of the four was recorded: what they reserved is all that is known of them. The rest of the preset has one
+    trial of each of these, predicted as its other trials are (docs/h200.md)."""
+    (row,) = [one for one in h200() if (one["model"], one["optimizer"], one["device"]) == (model, optimizer, "cuda")]
+    found = predicted_as(row, tmp_path)
+    assert found["peak_reserved_bytes"] == row["peak_reserved_bytes"]
+    assert found["peak_allocated_bytes"] == pytest.approx(row["peak_allocated_bytes"], rel=0.0005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "qwen0.5b"])
+def test_what_fsdp1_s_streams_kept_is_between_the_bounds(model: str, tmp_path: Path) -> None:
+    (row,) = [one for one in h200() if (one["model"], one["sharding"], one["device"]) == (model, "fsdp1", "cuda")]
+    found = predicted_as(row, tmp_path)
+    assert found["peak_allocated_bytes"] == pytest.approx(row["peak_allocated_bytes"], rel=0.002)
+    for counter in ("active", "reserved"):
+        least, most = found[f"peak_{counter}_bytes"], found[f"peak_{counter}_most_bytes"]
+        assert least < row[f"peak_{counter}_bytes"] < most < 1.2 * row[f"peak_{counter}_bytes"], counter
+
+
+def once(asked: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Without what is asked for again and again, as a kernel that is timed asks."""
+    left = list(asked)
+    for length in range(2, 13, 2):
+        at = 0
+        while at + 2 * length <= len(left):
+            if left[at : at + length] == left[at + length : at + 2 * length]:
+                del left[at : at + length]
+            else:
+                at += 1
+    return left
+
+
+@pytest.mark.slow
+def test_a_compiled_optimizer_asks_for_what_a_card_was_asked_while_its_kernels_were_timed(tmp_path: Path) -> None:
+    """torchao's AdamW in 4 bits in its first step, the largest parameter: large blocks, in order, until those of the
+    first moment are free."""
+    (row,) = [one for one in h200() if one["trial_id"] == "62253bc0214d1bb1" and one["device"] == "cuda"]
+    trial = Trial.model_validate(row["trial"] | {"device": {"name": "simulated", "gpu": "h200-141gb"}})
+    trace, _ = tracing.trace_trial(trial, gpus.named("h200-141gb"), tmp_path, torch_loop)
+    begin, end = (next(m.end for m in trace.marks if (m.step, m.phase) == (0, p)) for p in ("backward", "optimizer"))
+    sizes = [-(-size // 512) * 512 for size in trace.sizes]
+    kinds = [("alloc" if event > 0 else "free", sizes[abs(event) - 1]) for event in trace.events[begin:end]]
+    traced = once([one for one in kinds if one[1] >= LARGE])
+    with recorded_events(ROOT / "results" / "reference" / "h200-141gb", f"miss-{row['trial_id']}") as events:
+        first = next(
+            n for n, e in enumerate(events) if any("torchao/optim" in f["filename"] for f in e.get("frames", ()))
+        )
+        card = once(asked_for(events[first:]))
+    until = traced.index(("free", 4 * 50257 * 768 * 2)) + 1
+    assert traced[:until] == card[:until]
+    copies = [("alloc", 4 * 50257 * 768)] * 2
+    assert until == 24 and traced[6:8] == traced[11:13] == copies

@@ -62,7 +62,7 @@ def test_ids_are_frozen() -> None:
     """A change of these is a new version of the ids: every journal out there would run anew."""
     assert identity(tiny()) == "8145e009cbffcfe0"
     assert identity(deepspeed("zero3", world_size=8, offload_optimizer=True)) == "66f8abef81e82f10"
-    assert identity(tiny(device=SIMULATED, precision="bf16", attention="eager")) == "29d4fd093a678fa9"
+    assert identity(tiny(device=SIMULATED, precision="bf16", attention="eager")) == "cc807c55dcb0ef34"
 
 
 def test_what_is_left_out_are_the_defaults_of_today() -> None:

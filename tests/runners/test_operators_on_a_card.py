@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from conftest import ROOT
 
 from vramsweep.runners import attention
-from vramsweep.runners.allocations import WORKSPACES, cublas_workspace
+from vramsweep.runners.allocations import WORKSPACES, Stepwise, cublas_workspace, scratch
 from vramsweep.runners.cuda_like import behave
+from vramsweep.runners.symbolic import Point, compiled, following
 from vramsweep.runners.trace import Tracer
 
 HOPPER = (9, 0)
@@ -112,3 +113,27 @@ def test_what_the_card_refused_is_refused() -> None:
     for case in refused:
         with pytest.raises(RuntimeError, match=r"must match the size|expand"):
             called(case)
+
+
+def test_sums_over_rows_take_what_they_took() -> None:
+    for case in on_the_card()["sums"]:
+        tracer = Tracer(HOPPER)
+        with behave(HOPPER), tracer.record():
+            made = torch.randn(case["rows"], case["columns"], dtype=getattr(torch, case["dtype"]))
+            first = len(tracer.trace.events)
+            kept = made.sum(0, keepdim=True)
+            last = len(tracer.trace.events)
+        assert kept.shape == (1, case["columns"])
+        assert [size for size in asked(tracer, first, last) if size] == case["requests"], case  # 0: nothing
+
+
+def test_the_formula_of_a_sum_s_scratch_says_what_it_takes() -> None:
+    """The text, for lengths that were not traced, and the number of the traced one; rows where nothing is taken too."""
+    for rows, columns in itertools.product((1, 17, 255, 4096, 8191, 65536, 10_000_001), (1, 2, 30, 768, 2304, 50257)):
+        for capability in (HOPPER, (7, 5)):
+            asked_for = scratch(
+                torch.ops.aten.sum.dim_IntList, (torch.empty(rows, columns, device="meta"), [0]), capability
+            )
+            for size in asked_for:
+                assert isinstance(size, Stepwise) and size.of == rows
+                assert compiled(following(size.text, "seq_len * micro_batch"))(Point(rows, 1)) == size.size

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,27 @@ def test_few_traces_of_an_undivided_configuration(points: list[Point], traces: i
     assert len(asked.points) <= traces
     said = found.at(next(p for p in points if p not in asked.points))
     assert said is not None and said[2] == f"checked at {len(asked.points)} points"
+
+
+@pytest.mark.parametrize(("points", "traces"), [(LENGTHS, 14), (GRID, 18), (BATCHES, 12)])
+def test_a_size_in_steps_is_carried_by_what_it_follows(points: list[Point], traces: int) -> None:
+    """It takes no more traces than without, and says the size where it is nothing as well."""
+
+    def stepped(p: Point) -> Traced:
+        tokens, (trace, details) = p.seq_len * p.micro_batch, made(plain(p), micro_batch=p.micro_batch)
+        size = max(min(9, math.ceil(tokens / 48)), math.ceil(tokens / 90)) * 1024 if tokens >= 700 else 0
+        trace.sizes.append(size)
+        for listed, value in ((trace.categories, "temporaries"), (trace.streams, 0), (trace.origins, 0)):
+            listed.append(value)
+        trace.events[5:5] = [6, -6]
+        trace.marks[0] = Mark(7, None, "load")
+        steps = "min(1, {} // 700) * max(min(9, -(-{} // 48)), -(-{} // 90)) * 1024"
+        return Traced(replace(trace, stepwise=[(5, steps, tokens)]), details)
+
+    asked = Asked(stepped)
+    found = judged(points, asked)
+    assert not found.left and len(found.pieces) == 1
+    assert len(asked.points) <= traces
 
 
 def test_few_points_are_traced_each() -> None:

@@ -121,6 +121,7 @@ def trace() -> Trace:
         collectives=[(Collective("all_reduce", 5), 1)],
         host=HostStorages([4], ["other"], [1], [Mark(1, None, "load")], pinned=[True]),
         notes=[(1, "use", 1, 7)],
+        stepwise=[(1, "-(-{} // 7) * 512", 8)],
     )
 
 
@@ -172,7 +173,8 @@ def test_every_value_of_every_field_is_of_its_kind_or_refused() -> None:
             assert all(type(size) is int and 0 <= size < 1 << 63 for size in (*found.sizes, *found.host.sizes)), path
             assert all(abs(event) <= 2 for event in found.events), path
             assert all(0 <= origin < len(found.makers) for origin in found.origins), path
-    assert kept < 60  # texts in the place of texts, numbers in that of numbers
+            assert all(0 <= storage < 2 for storage, _, _ in found.stepwise), path
+    assert kept < 64  # texts in the place of texts, numbers in that of numbers
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"{}\n", b"[" * 100_000, b"\xff", b"null\n00000000\n", None])
