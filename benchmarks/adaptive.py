@@ -200,6 +200,7 @@ def main() -> None:
             card = next(word.partition("=")[2] for word in sweep.words if word.startswith("device.gpu="))
             rows = predicted(name, sweep, at, chosen.results or Path(folder))
             if chosen.keep and rows:
+                chosen.keep.mkdir(parents=True, exist_ok=True)
                 keep(chosen.keep / f"{sweep.folder(name)}.csv", rows)
             both = [grid(sweep, at, rows), grid(sweep, at, {})]
             for points in both if both[0].predicted else both[1:]:  # fewer than three predictions are none

@@ -120,7 +120,7 @@ COLUMNS: tuple[Column, ...] = (
         ("memory_source", str, "", "what the counters are: cuda_allocator, cpu_tensors_and_rss or simulator"),
         ("peak_allocated_bytes", int, "B", "largest allocated, load and all steps up to the last measured one"),
         ("peak_active_bytes", int, "B", "the same of active (allocated, or freed but still in use by a stream)"),
-        ("peak_active_most_bytes", int, "B", "simulated: what active could be at most, if the host ran as far ahead of the card as it may; peak_active_bytes is that of a card that keeps up; null where no other stream uses what is freed"),
+        ("peak_active_most_bytes", int, "B", "simulated: what active could be at most, if the host ran as far ahead of the card as it may within a step; peak_active_bytes is that of a card that keeps up; null where no other stream uses what is freed"),
         ("peak_reserved_most_bytes", int, "B", "simulated: the same of reserved, at most what the card has"),
         ("peak_requested_bytes", int, "B", "the same of requested (before the allocator rounds up)"),
         ("peak_reserved_bytes", int, "B", "the same of reserved; on CPU the process's peak resident set"),

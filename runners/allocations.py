@@ -42,6 +42,7 @@ LT_WORKSPACE = 1024 * KIB
 # What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
 # the tensor, torch's of the tensor and of its storage.
 UNHELD = (3, 4, 2)
+SUMMED_IN_FP32 = (torch.float16, torch.bfloat16, torch.float32)
 MOST_EACH = 256  # values of one thread of a sum (max_values_per_thread)
 # Threads that a card runs at once, by whether it has bf16 tensor cores: an H100's and H200's, and a T4's
 AT_ONCE = {True: 132 * 2048, False: 40 * 1024}
@@ -80,13 +81,17 @@ def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capabili
 
     setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in ATen/native/cuda/Reduce.cuh; an
     H200's 378 sums are a test's. Not covered: sums over the first of several dimensions, which are as a rule the few
-    samples of a batch; that cards differ in their multiprocessors, which bounds the largest.
+    samples of a batch; dtypes that are summed in more than 4 bytes; more than 2 GiB, which is summed in parts; that
+    cards differ in their multiprocessors, which bounds the largest, and that nothing is taken at that very bound.
+    Where the columns are a length, each length has a formula of its own.
     """
-    if not dims or not tensor.is_contiguous() or sorted(d % tensor.dim() for d in dims) != list(range(len(dims))):
+    if tensor.dim() < 2 or tensor.dtype not in SUMMED_IN_FP32 or not dims or not tensor.is_contiguous():
         return []
     # no numel(), which takes sizes for plain numbers; and no branch on the rows, which would divide lengths
     rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
-    if len(dims) != tensor.dim() - 1 or not isinstance(columns, int) or not columns:
+    if sorted(d % tensor.dim() for d in dims) != list(range(tensor.dim() - 1)):
+        return []
+    if not isinstance(columns, int) or not columns:
         return []
     vector = next(n for n in (4, 2, 1) if columns % n == 0)
     threads, across = 512 // vector, columns // vector

@@ -364,7 +364,7 @@ def _seen(traced: Traced, known: Mapping[str, Any]) -> _Seen:
             _shape(rest),
         )
     )
-    numbers = [*_whole_sizes(trace), *host.sizes]
+    numbers = [*_own_sizes(trace), *host.sizes]
     numbers += [number for work, _ in trace.kernels for number in (work.flops, work.nbytes, work.launches)]
     numbers += [call.nbytes for call, _ in trace.collectives]
     numbers += [of for _, _, of in trace.stepwise]
@@ -372,7 +372,7 @@ def _seen(traced: Traced, known: Mapping[str, Any]) -> _Seen:
     return _Seen(hashlib.sha256(kind.encode()).hexdigest(), np.array(numbers, np.int64))
 
 
-def _whole_sizes(trace: Trace) -> list[int]:
+def _own_sizes(trace: Trace) -> list[int]:
     """The sizes that formulas are to be found for: not of those that follow another number, which is."""
     sizes = trace.sizes.copy()
     for storage, _, _ in trace.stepwise:

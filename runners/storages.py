@@ -94,7 +94,7 @@ class Book:
         there = most = 0
         for event in self.kept.events:
             if event:
-                there += self.kept.sizes[abs(event) - 1] * (1 if event > 0 else -1)
+                there += plain(self.kept.sizes[abs(event) - 1]) * (1 if event > 0 else -1)
                 most = max(most, there)
         return most - there
 
@@ -145,6 +145,11 @@ class Book:
             for number in self.known[name]:
                 categories[number] = name
         return categories
+
+
+def plain(size: Any) -> int:
+    """A size as a number, also where it is a symbol: that of the trial it was traced for. No guard comes of it."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,9 @@ passed the block is active, though no longer allocated, and cannot be reused (c1
 insert_events and process_events). DeepSpeed's ZeRO-3 does so with every weight that it has gathered and every gradient
 that it has reduced. How many blocks wait depends on how far the host runs ahead of the card, which no trace shows. Two
 bounds need no clock: a card that keeps up gives every block back at once; one that does not gives it back when the host
-has waited for what uses it. `Ahead` follows the second through the trace's notes, by what happens before what.
+has waited for what uses it. `Ahead` follows the second through the trace's notes, by what happens before what. At the
+end of each step the host is taken to wait for the card, as a loop does that reads its loss: one that never waits has no
+bound (what it may be ahead is CUDA's queue of launches).
 
 Memory does not run out for such blocks: before it fails, the allocator waits for all of them (alloc_block,
 release_cached_blocks).

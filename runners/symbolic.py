@@ -149,7 +149,10 @@ def function(formula: str) -> Function:
 
 
 def following(text: str, formula: str) -> str:
-    """The formula of a size that follows a number, with that number's formula in the place of {}."""
+    """The formula of a size that follows a number, with that number's formula in the place of {}. Raises ValueError
+    where it would be longer than a formula may be."""
+    if len(text) + text.count("{}") * len(formula) > LONGEST:
+        raise ValueError(f"no formula: {shown(text)} would have more than {LONGEST:,} characters")
     return text.replace("{}", formula if formula.isidentifier() or formula.isdigit() else f"({formula})")
 
 

@@ -183,7 +183,8 @@ class Tracer(TorchDispatchMode):
         if func in allocations.MATMULS:  # whose output is there when the handle is asked for
             self._operator = "cuBLAS workspace"
             self._handle(allocations.LT_APART and allocations.through_lt(func, tensors))
-        if own := allocations.scratch(func, args, self._capability):
+        on_card = bool(tensors) and tensors[0].device.type != "meta" and not self.on_host(tensors[0])
+        if on_card and (own := allocations.scratch(func, args, self._capability)):
             self._operator = f"{_known_as(func)} (scratch)"
             taken = zip(self._card.borrow(own), (one for one in own if not isinstance(one, Freed)), strict=True)
             self.trace.stepwise += [(number, *one[1:]) for number, one in taken if isinstance(one, Stepwise)]
@@ -207,7 +208,7 @@ class Tracer(TorchDispatchMode):
     def mark(self, step: int | None, phase: Phase) -> None:
         """A phase ends here. Reference cycles are collected now, as when Python would hangs on all it did before."""
         gc.collect()
-        if step is not None and phase == "optimizer":  # a measured run waits for the card between its steps
+        if step is not None and phase == "optimizer":  # as a loop does that reads its loss (streams.py)
             for stream in self.streams():
                 self.note("join", stream)
         if step is not None and self._card.kept.marks[-1].step is None:

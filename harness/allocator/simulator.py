@@ -126,6 +126,9 @@ class Simulator:
         """
         if handle in self.live or handle in self.pending:
             raise ValueError(f"block {handle!r} is already allocated")
+        if not size:  # as torch does: nothing is asked for, and nothing comes back
+            self.live[handle] = Block(self.pool(private, stream, True), 0, 0)
+            return
         if self._divisions is not None:
             rounded = round_request(size, self._divisions)
         else:
@@ -205,6 +208,8 @@ class Simulator:
     def _return(self, block: Block) -> None:
         """`free_block`: back to its pool, as one with its free neighbours."""
         size = block.size
+        if not size:
+            return
         before, after = block.prev, block.next
         beside_free = (before is not None and before.free) or (after is not None and after.free)
         gained = merge_neighbours(block) if beside_free else 0

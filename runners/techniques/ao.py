@@ -17,7 +17,8 @@ stay below the peak of what was allocated so far, or are made in host memory (`c
 the first step, for each shape, unless an earlier run has left its choice in Inductor's cache: a fresh one is predicted.
 It is 148 MiB of what GPT-2 reserves with 4 bits, 594 of Qwen1.5-0.5B's.
 
-Not covered: those copies in host memory; small kernels, which have one launch only, are taken to have several.
+Not covered: those copies in host memory; a smaller cache, which counts where the model is so small that this block is
+its peak; peaks that are reset before, which leave less room; that small kernels have one launch only.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import trace
+from vramsweep.runners.storages import plain
 from vramsweep.runners.techniques import standin
 
 BLOCK = 256
 LEAST = 4096  # elements
-CACHE = 60 << 20  # bytes of an H200's; other cards' are of that order, and blocks of it are free by then
+CACHE = 60 << 20  # bytes of an H200's; few cards have more (from 4 MiB), and what it takes is free by then
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -93,9 +95,11 @@ def timed(copied: list[torch.Tensor]) -> None:
     """A kernel's launches are tried, with copies of these tensors."""
     tracer = trace.active()
     room = 0 if tracer is None else tracer.room()
+    if copied[0].is_meta:
+        return  # in host memory, where other code is compiled
     fit = []
     for tensor in copied:
-        size = tensor.numel() * tensor.element_size()
+        size = plain(tensor.numel()) * tensor.element_size()
         if size <= room:
             fit.append(tensor)
             room -= size

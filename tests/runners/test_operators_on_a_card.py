@@ -137,3 +137,35 @@ def test_the_formula_of_a_sum_s_scratch_says_what_it_takes() -> None:
             for size in asked_for:
                 assert isinstance(size, Stepwise) and size.of == rows
                 assert compiled(following(size.text, "seq_len * micro_batch"))(Point(rows, 1)) == size.size
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "dtype", "device"),
+    [
+        ((), [0], torch.float32, "cpu"),
+        ((), [-1], torch.float32, "cpu"),
+        ((65536,), [0], torch.float32, "cpu"),
+        ((0, 64), [0], torch.float32, "cpu"),
+        ((65536, 0), [0], torch.float32, "cpu"),
+        ((65536, 64), [1], torch.float32, "cpu"),
+        ((65536, 64), [0], torch.int64, "cpu"),
+        ((65536, 64), [0], torch.float64, "cpu"),
+        ((65536, 64), [0], torch.float32, "meta"),  # in host memory
+    ],
+)
+def test_what_is_no_sum_over_many_rows_takes_nothing(
+    shape: tuple[int, ...], dims: list[int], dtype: torch.dtype, device: str
+) -> None:
+    tracer = Tracer(HOPPER)
+    with behave(HOPPER), tracer.record():
+        made = torch.ones(shape, dtype=dtype, device=device)
+        first = len(tracer.trace.events)
+        kept = made.sum(dims)
+        last = len(tracer.trace.events)
+    assert kept.dtype is made.dtype
+    assert not any(size < 0 for size in asked(tracer, first, last))  # nothing is given back
+
+
+def test_a_formula_has_no_end_that_a_file_could_choose() -> None:
+    with pytest.raises(ValueError, match="no formula"):
+        following("{}" * 5000, "seq_len * micro_batch")

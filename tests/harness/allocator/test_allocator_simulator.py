@@ -344,3 +344,14 @@ def test_handles_are_checked():
         simulator.malloc(0, 512)
     with pytest.raises(ValueError, match="not allocated"):
         simulator.free(1)
+
+
+def test_nothing_is_no_block() -> None:
+    simulator, events = made("", 2 * MIB)
+    before = simulator.stats()
+    simulator.malloc("empty", 0)
+    simulator.free("empty")
+    simulator.malloc("pending", 0)
+    simulator.free_requested("pending")
+    simulator.free_completed("pending")
+    assert simulator.stats() == before and len(events) == 1
