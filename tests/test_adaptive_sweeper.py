@@ -155,6 +155,7 @@ def test_adaptive_counts_only_what_was_measured_where_a_budget_ends_it(
     assert f"{len(rows)} of 128 points measured" in said and "the budget ended it" in said and code == 0
 
 
+@pytest.mark.slow
 def test_adaptive_infers_what_failed_too_and_keeps_other_configurations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_hinge_needs_few_points() -> None:
 
 
 @pytest.mark.parametrize("truth", [wave, stairs, root, by_eight])
+@pytest.mark.slow
 def test_a_truth_that_no_kind_contains_is_known_or_said_not_to_be(truth: Callable[[Array], Array]) -> None:
     y = truth(X)
     search = play(lengths(X), y)

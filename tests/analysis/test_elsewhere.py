@@ -50,6 +50,7 @@ def test_the_other_verbs_too(verb: str, rows: Path) -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_report_is_written_over_elsewhere(rows: Path) -> None:
     for _ in range(2):
         done = call(f"report {rows.name} --images none", rows.parent)

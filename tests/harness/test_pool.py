@@ -191,7 +191,8 @@ def test_slots_that_cannot_be(run_sweep: Run, value: Any) -> None:
         run_sweep(tiny(), slots=value)
 
 
-@pytest.mark.parametrize("isolation", ["warm", pytest.param("cold", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["warm", "cold"])
 def test_one_that_is_ended_leaves_its_neighbour_alone(
     run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolation: str
 ) -> None:

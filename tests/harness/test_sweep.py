@@ -268,6 +268,7 @@ def test_a_night_whose_longest_trials_all_fail_goes_on_to_the_shorter_ones(
         run_sweep(*values, isolation="warm", breaker=10)
 
 
+@pytest.mark.slow
 def test_others_on_the_device_do_not_stop_a_sweep(run_sweep: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = Evidence(foreign=(4711,))
     values = scripted(monkeypatch, **{f"_{n}": [busy] for n in range(1, 13)}, _13=[FINE])

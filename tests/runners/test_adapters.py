@@ -261,6 +261,7 @@ def cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
         (None, DOUBLE | {"checkpointing": "full", "checkpointing_reentrant": True}),
     ],
 )
+@pytest.mark.slow
 def test_a_step_allocates_what_bitsandbytes_and_peft_s_layers_do(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -451,6 +452,7 @@ def measured(folder: Path, values: Any = None, **over: Any) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.slow
 def test_model_flops_of_frozen_weights(tmp_path: Path) -> None:
     """However weights are stored; the count that finds them is 3 x forward where all are trained.
 
@@ -492,6 +494,7 @@ def test_repeated_flops_are_all_beyond_three_forward_passes(checkpointing: str, 
     assert count.repeated > (0.5 * forward if checkpointing == "full" else 0)
 
 
+@pytest.mark.slow
 def test_quantised_checkpoints_load_as_users_load_them(tmp_path: Path, trained: list[nn.Module]) -> None:
     pytest.importorskip("peft")
     bnb = pytest.importorskip("bitsandbytes")

@@ -153,6 +153,7 @@ print(json.dumps(where))
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_while_a_model_is_made_on_its_device() -> None:
     """Modules that keep a tensor would put it there, where a fresh process imports them, and nowhere else."""
     done = subprocess.run(

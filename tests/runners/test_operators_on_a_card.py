@@ -115,6 +115,7 @@ def test_what_the_card_refused_is_refused() -> None:
             called(case)
 
 
+@pytest.mark.slow
 def test_sums_over_rows_take_what_they_took() -> None:
     for case in on_the_card()["sums"]:
         tracer = Tracer(HOPPER)

@@ -57,6 +57,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Row]]:
 
 
 @pytest.mark.parametrize("runner", ["torch", "trainer", "deepspeed"])
+@pytest.mark.slow
 def test_cold_and_warm_give_equal_rows(both: dict[str, dict[str, Row]], runner: str) -> None:
     cold, warm = (both[isolation][runner] for isolation in ("cold", "warm"))
     assert cold["outcome"] == "ok", cold["reason"]
@@ -69,6 +70,7 @@ def test_cold_and_warm_give_equal_rows(both: dict[str, dict[str, Row]], runner: 
     assert warm["isolation"] == "warm"
 
 
+@pytest.mark.slow
 def test_the_same_training_whoever_drives_it(both: dict[str, dict[str, Row]]) -> None:
     plain, trainer = both["cold"]["torch"], both["cold"]["trainer"]
     for name in ("parameters", "model_flops_per_token", "hardware_flops_per_token"):
@@ -77,6 +79,7 @@ def test_the_same_training_whoever_drives_it(both: dict[str, dict[str, Row]]) ->
     assert trainer["runner_config"]["max_grad_norm"] == 1.0  # the Trainer's own default, not ours
 
 
+@pytest.mark.slow
 def test_a_row_of_the_torch_runner(both: dict[str, dict[str, Row]]) -> None:
     row = both["cold"]["torch"]
     linear = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160) + 512 * 64

@@ -174,6 +174,7 @@ def test_each_fault_is_its_outcome(run_sweep: Run, fault: str) -> None:
         assert row["exit_code"] == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_what_fails_after_the_measured_steps_is_a_note(run_sweep: Run) -> None:
     (row,) = run_sweep(command("PYTHON SCRIPTS/faults.py late 9", runner={"stop": False}), isolation="warm")
     assert row["outcome"] == "ok"
