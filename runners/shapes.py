@@ -37,7 +37,7 @@ from vramsweep.harness import lengths
 from vramsweep.harness.gpus import Gpu
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import believed, build, tracing
-from vramsweep.runners.storages import Mark, Storages
+from vramsweep.runners.storages import Mark, Storages, hint
 from vramsweep.runners.symbolic import Point, SymbolicTrace, compiled, difference, following, put
 from vramsweep.runners.trace import Trace, Tracer
 
@@ -241,8 +241,7 @@ class _Symbols:
 
     def _checked(self, expression: Any, value: Any) -> str:
         text = written(expression, self._names)
-        hint = value.node.hint if isinstance(value, torch.SymInt) else value
-        if compiled(text)(self._point) != hint:
+        if compiled(text)(self._point) != hint(value):
             raise Unwritable(f"{expression} is not {text}")
         return text
 

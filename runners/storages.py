@@ -94,7 +94,7 @@ class Book:
         there = most = 0
         for event in self.kept.events:
             if event:
-                there += plain(self.kept.sizes[abs(event) - 1]) * (1 if event > 0 else -1)
+                there += hint(self.kept.sizes[abs(event) - 1]) * (1 if event > 0 else -1)
                 most = max(most, there)
         return most - there
 
@@ -147,9 +147,9 @@ class Book:
         return categories
 
 
-def plain(size: Any) -> int:
-    """A size as a number, also where it is a symbol: that of the trial it was traced for. No guard comes of it."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+def hint(value: Any) -> Any:
+    """A number, also where it is a symbol: that of the trial it was traced for. No guard comes of it."""
+    return int(value.node.hint) if isinstance(value, torch.SymInt) else value
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,15 +10,16 @@ whose last dimension is not the block's), the scaled moments, two of the paramet
 their codes before they are packed, two of its size in int64.
 
 A kernel that can be launched in several ways is timed with each when it first runs, as a recording on an H200 shows it
-(results/reference/h200-141gb, 62253bc0214d1bb1): with copies of what it changes, two of what it also reads, which come
-and go a hundred times, but the first time beside a block as large as the card's cache, which is overwritten in between
+(results/reference/h200-141gb, 62253bc0214d1bb1): with a copy of what it changes, two of what it also reads. They come
+and go once alone, then a hundred times beside a block as large as the card's cache, which is overwritten in between
 (torch/_inductor/runtime/triton_heuristics.py `CachingAutotuner.bench`, benchmarking.py `InductorBenchmarker`). Copies
 stay below the peak of what was allocated so far, or are made in host memory (`copy_args_to_cpu_if_needed`). That is in
 the first step, for each shape, unless an earlier run has left its choice in Inductor's cache: a fresh one is predicted.
 It is 148 MiB of what GPT-2 reserves with 4 bits, 594 of Qwen1.5-0.5B's.
 
 Not covered: those copies in host memory; a smaller cache, which counts where the model is so small that this block is
-its peak; peaks that are reset before, which leave less room; that small kernels have one launch only.
+its peak; peaks that are reset before, which leave less room. Small kernels, which are launched in one way only, are
+taken to be timed as well.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vramsweep.harness.trial import Trial
 from vramsweep.runners import trace
-from vramsweep.runners.storages import plain
+from vramsweep.runners.storages import hint
 from vramsweep.runners.techniques import standin
 
 BLOCK = 256
@@ -99,7 +100,7 @@ def timed(copied: list[torch.Tensor]) -> None:
         return  # in host memory, where other code is compiled
     fit = []
     for tensor in copied:
-        size = plain(tensor.numel()) * tensor.element_size()
+        size = hint(tensor.numel()) * tensor.element_size()
         if size <= room:
             fit.append(tensor)
             room -= size

@@ -68,8 +68,8 @@ def test_a_hinge_needs_few_points() -> None:
     assert {0, len(X) - 1} <= search.answers.keys()  # the smallest and the largest
 
 
-@pytest.mark.parametrize("truth", [wave, stairs, root, by_eight])
 @pytest.mark.slow
+@pytest.mark.parametrize("truth", [wave, stairs, root, by_eight])
 def test_a_truth_that_no_kind_contains_is_known_or_said_not_to_be(truth: Callable[[Array], Array]) -> None:
     y = truth(X)
     search = play(lengths(X), y)

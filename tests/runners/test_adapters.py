@@ -252,6 +252,7 @@ def cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("runner", ["torch", pytest.param("trainer", marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "over"),
     [
@@ -261,7 +262,6 @@ def cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
         (None, DOUBLE | {"checkpointing": "full", "checkpointing_reentrant": True}),
     ],
 )
-@pytest.mark.slow
 def test_a_step_allocates_what_bitsandbytes_and_peft_s_layers_do(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -56,8 +56,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Row]]:
     return rows
 
 
-@pytest.mark.parametrize("runner", ["torch", "trainer", "deepspeed"])
 @pytest.mark.slow
+@pytest.mark.parametrize("runner", ["torch", "trainer", "deepspeed"])
 def test_cold_and_warm_give_equal_rows(both: dict[str, dict[str, Row]], runner: str) -> None:
     cold, warm = (both[isolation][runner] for isolation in ("cold", "warm"))
     assert cold["outcome"] == "ok", cold["reason"]
