@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from vramsweep.analysis.data.ranks import HOW, over_ranks
 from vramsweep.analysis.display import Compared, Fits, Limits, Report, Rows
 from vramsweep.harness import command, journal
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.row import BY_NAME
 
 Given = str | os.PathLike[str] | pd.DataFrame
@@ -84,7 +84,7 @@ def predict(folder: str | os.PathLike[str] | None = None, **settings: Any) -> Ro
     with tempfile.TemporaryDirectory(prefix="vramsweep-") as place:
         kept = Path(place) / "predicted" if folder is None else Path(folder).resolve()
         own = [f"results={command.value(str(kept.parent))}", f"name={command.value(kept.name)}", "report=false"]
-        line = [sys.executable, "-m", "vramsweep", "predict", *words, *own]
+        line = build_command("vramsweep", "predict", *words, *own)
         done = subprocess.run(line, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode not in (0, 1) or not kept.is_dir():  # 1: some have no answer, which their rows say
             told = [text for text in done.stderr.splitlines() if text.strip()] or ["it gave no reason"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.attempt import environment
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.others import FILE, Said, said
 from vramsweep.harness.plan import Planned
 from vramsweep.harness.row import Row
@@ -39,7 +39,7 @@ def ask(wanted: Mapping[str, Any], tracked: Collection[str], folder: Path) -> Sa
     print(f"asking other tools about {len(left)} runs; they say it in {file}", flush=True)
     with (folder / "others.log").open("a") as log:
         done = subprocess.run(
-            [sys.executable, "-m", "vramsweep.runners.others", str(request), str(file)],
+            build_command("vramsweep.runners.others", str(request), str(file)),
             env=environment("", "simulated", os.environ), stdout=log, stderr=log, check=False,
         )  # fmt: skip
     if done.returncode == 0:  # all had their time

@@ -40,6 +40,7 @@ from typing import Any, Protocol
 import psutil
 
 from vramsweep.harness import leftovers, machine, row, starving, variables
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.occupancy import Occupancy
 from vramsweep.harness.outcome import REASON_LENGTH, Evidence, HostMemory
 from vramsweep.harness.templates import OF_A_WORKER, Templates
@@ -134,7 +135,7 @@ class _Cold:
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         # in a session of its own, as templates are
-        command = [sys.executable, "-m", "vramsweep.runners.worker", str(folder), str(os.getpid())]
+        command = build_command("vramsweep.runners.worker", str(folder), str(os.getpid()))
         with (folder / LOGS[0]).open("ab") as out, (folder / LOGS[1]).open("ab") as err:
             self._process = subprocess.Popen(
                 command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True

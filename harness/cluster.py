@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from types import FrameType
 
 from vramsweep.harness import account, cli, journal, plan, shards
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.shards import Shard, Slurm
 
@@ -105,7 +107,7 @@ def _submitted(
     place = folder / FOLDER
     if place.is_symlink():
         raise UserError(f"{place} is a link, which a sweep does not write through; choose another results=DIR")
-    executor = submitit.SlurmExecutor(folder=place)
+    executor = submitit.SlurmExecutor(folder=place, python=_python())
     executor.update_parameters(**parameters)
     lines = [[*words, f"shard={shard.number}/{shard.count}"] for shard in wanted]
     own = [str((folder / journal.name(shard.writer)).absolute()) for shard in wanted]
@@ -123,6 +125,11 @@ def _submitted(
     aside.write_text(json.dumps({"submitted_at": account.now(), "jobs": record}, indent=1))
     aside.rename(place / JOBS)
     return [job.job_id for job in jobs]
+
+
+def _python() -> str:
+    """Write what submitit is to say for `python`; it adds `-u -m submitit.core._submit`, which start.py understands."""
+    return shlex.join(build_command("submitit")[:-2])
 
 
 def _refusal(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Which Python a command runs in, and what is installed there: a script's environment may be another than ours."""
+"""How our own processes are started, and which Python a user's command runs in: that may be another than ours."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import sys
 from functools import cache
 from pathlib import Path
 
+START = Path(__file__).absolute().with_name("start.py")  # not resolved: the folders under vramsweep/ may be links
 PACKAGES = ("torch", "transformers")
 _ASK = """
+import sys
+sys.path[:] = filter(None, sys.path)  # not from the current folder
 import json, platform
 from importlib import metadata
 def version(name):
@@ -22,6 +25,14 @@ def version(name):
 print(json.dumps([platform.python_version(), *map(version, %r)]))
 """
 ANSWER_S = 20.0
+
+
+def build_command(module: str, *words: str) -> list[str]:
+    """Build the command line that runs a module of ours in an interpreter like this one.
+
+    Nothing in the current folder is imported there, and the package is this copy, installed or not (start.py).
+    """
+    return [sys.executable, "-P", str(START), "-m", module, *words]
 
 
 def facts(command: str) -> dict[str, str | None]:

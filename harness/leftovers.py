@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 import psutil
 
+from vramsweep.harness.interpreter import build_command
+
 MARK = "VRAMSWEEP_RUN"  # the variable that holds the mark
 END_S = 10.0  # for killed processes to end
 
@@ -74,7 +76,7 @@ class Guard:
     def __init__(self, run: str) -> None:
         # in a session of its own: a terminal's Ctrl-C is not for it
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vramsweep.harness.leftovers", run], stdin=subprocess.PIPE, start_new_session=True
+            build_command("vramsweep.harness.leftovers", run), stdin=subprocess.PIPE, start_new_session=True
         )
         self.pid = self._process.pid
 

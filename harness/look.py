@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from vramsweep.harness import journal, launch, mistakes
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import environment
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.row import Row
 from vramsweep.harness.trial import Trial
 
@@ -149,7 +149,7 @@ def ask(question: str, asked: Sequence[Trial], traces: Path | None, trace: bool)
             "trace": trace,
         }
         request.write_text(json.dumps(values))
-        command = [sys.executable, "-m", "vramsweep.runners.look_worker", str(request), str(answer)]
+        command = build_command("vramsweep.runners.look_worker", str(request), str(answer))
         try:
             done = subprocess.run(
                 command,

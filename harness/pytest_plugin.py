@@ -11,13 +11,13 @@ def test_takes_no_more_than_it_did(predicted):
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.journal import read, terminal
 from vramsweep.harness.row import Row
 
@@ -37,7 +37,7 @@ def predicted(tmp_path: Path) -> Predicted:
         folder = tmp_path / f"predicted-{len(list(tmp_path.iterdir()))}"
         limit = [] if max_reserved is None else ["--max-reserved", max_reserved]
         own = [f"results={folder.parent}", f"name={folder.name}", "report=false"]
-        command = [sys.executable, "-m", "vramsweep", "predict", *limit, *words, *own]
+        command = build_command("vramsweep", "predict", *limit, *words, *own)
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         told = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         if done.returncode == 2:

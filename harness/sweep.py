@@ -37,6 +37,7 @@ from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, enviro
 from vramsweep.harness.budget import Budget
 from vramsweep.harness.dominated import Dominators
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.interrupts import Finished, Interrupts
 from vramsweep.harness.journal import Journal, finished, plan_name, plans, read, terminal
 from vramsweep.harness.occupancy import Taken
@@ -328,7 +329,7 @@ def report(folder: Path) -> None:
     if not terminal(read(folder)[0]):
         return
     sys.stdout.flush()
-    subprocess.run([sys.executable, "-m", "vramsweep", "report", str(folder)], check=False)
+    subprocess.run(build_command("vramsweep", "report", str(folder)), check=False)
 
 
 def run_trial(

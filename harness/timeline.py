@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from vramsweep.harness import look, names
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.parsers import PAGE, Parser
 from vramsweep.harness.row import Row
 from vramsweep.harness.trial import SIMULATION, Trial
@@ -113,7 +113,7 @@ def draw(data: Sequence[Mapping[str, Any]], out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "data.json"
         file.write_text(json.dumps(data))
-        command = [sys.executable, "-m", "vramsweep", "draw", str(file), str(out)]
+        command = build_command("vramsweep", "draw", str(file), str(out))
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UserError(f"the figure could not be drawn: {look.last_line(done.stderr)}")

@@ -21,6 +21,7 @@ from vramsweep.harness import ask_others, differences, launch, machine, referenc
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CONTEXT_BYTES
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.parsers import FIGURE, TABLES, Parser
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import few
@@ -361,7 +362,7 @@ def show(folder: Path, out: Path | None, figure: Path | None) -> None:
         word for name, path in (("--out", out), ("--figure", figure)) if path is not None for word in (name, str(path))
     ]
     sys.stdout.flush()
-    done = subprocess.run([sys.executable, "-m", "vramsweep", "errors", str(folder / READINGS), *words], check=False)
+    done = subprocess.run(build_command("vramsweep", "errors", str(folder / READINGS), *words), check=False)
     if done.returncode:
         again = f"vramsweep errors {folder / READINGS}"
         raise UserError(f"not all tables and figures were made, for the reason above; make them again with: {again}")

@@ -22,7 +22,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -33,9 +32,10 @@ from typing import Any
 import psutil
 
 from vramsweep.harness import node
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.waiting import Look, last_words, readable
 
-COMMAND = (sys.executable, "-m", "vramsweep.runners.template")
+COMMAND = tuple(build_command("vramsweep.runners.template"))
 LONGEST_MESSAGE = 64 << 10  # bytes without an end of line that are no message any more
 
 LEAST = 8  # templates that there is always room for

@@ -98,8 +98,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         for function in _writing():
             stack.enter_context(_left_out(function))
         stack.enter_context(mock.patch.object(sys, "argv", [file or module, *arguments]))
-        if file is not None:
-            stack.enter_context(mock.patch.object(sys, "path", [str(Path(file).resolve().parent), *sys.path]))
+        beside = Path.cwd() if file is None else Path(file).resolve().parent  # as Python has it, with -m or a file
+        stack.enter_context(mock.patch.object(sys, "path", [str(beside), *sys.path]))
         observer.install()
         stack.callback(observer.uninstall)
         stack.enter_context(memories)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from vramsweep import __version__
 pytestmark = pytest.mark.slow
 
 
-def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+def call(*command: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | more
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done
@@ -29,18 +30,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment that has the wheel; its dependencies come from the one that runs the tests."""
     place = tmp_path_factory.mktemp("install")
     call("git", "clone", "--quiet", ROOT, place / "clone", cwd=place)
-    wheel = (
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        place / "dist",
-        place / "clone",
-    )
-    call(sys.executable, *wheel, cwd=place)
+    wheel = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    call(sys.executable, *wheel, "-w", place / "dist", place / "clone", cwd=place)
     call(sys.executable, "-m", "venv", place / "env", cwd=place)
     (built,) = (place / "dist").glob("*.whl")
     names = zipfile.ZipFile(built).namelist()
@@ -68,3 +59,17 @@ def test_a_sweep_and_its_report_outside_the_checkout(installed: Path, tmp_path: 
     call(vramsweep, "report", "results/out", "--images", "none", cwd=tmp_path)
     assert "tiny" in (tmp_path / "results" / "out" / "report.html").read_text()
     assert call(vramsweep, "--version", cwd=tmp_path).stdout == f"vramsweep {__version__}\n"
+
+
+def test_the_check_on_a_card_from_a_copy_that_is_not_installed(tmp_path: Path) -> None:
+    """As on a rented node: an interpreter that has never heard of us, wheels on PYTHONPATH, traps in the folder."""
+    clone, out = tmp_path / "clone", tmp_path / "out"
+    call("git", "clone", "--quiet", ROOT, clone, cwd=tmp_path)
+    package = clone / "vramsweep" / "__init__.py"
+    package.write_text(package.read_text().replace(f'"{__version__}"', '"0.0.1"'))
+    (tmp_path / "json.py").write_text("raise SystemExit('trapped')")
+    bare = [sys._base_executable, clone / "benchmarks" / "gpu_check.py", out, "--device", "cpu", "--only"]
+    found = call(*bare, "gpt2_trainer,sweep", cwd=tmp_path, PYTHONPATH=sysconfig.get_path("purelib"))
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) > 1 and {(row["outcome"], row["vramsweep_version"]) for row in rows} == {("ok", "0.0.1")}, found
+    assert (out / "report.html").exists()

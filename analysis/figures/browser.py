@@ -25,6 +25,8 @@ import plotly.graph_objects as go
 import plotly.io
 import psutil
 
+from vramsweep.harness.interpreter import build_command
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -77,12 +79,9 @@ def _in_a_session_of_its_own(asked: Sequence[dict[str, Any]]) -> tuple[int, str]
     with tempfile.TemporaryDirectory(prefix="vramsweep-browser-", ignore_cleanup_errors=True) as place:
         request, why = Path(place) / ASKED, Path(place) / WHY
         request.write_text(json.dumps(asked), encoding="utf-8")
-        # Imports from where this process does, and from nowhere else: the working folder may be one that somebody sent.
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        if len(place) < SHORT:
-            environ["TMPDIR"] = place
+        environ = os.environ | ({"TMPDIR": place} if len(place) < SHORT else {})
         with subprocess.Popen(
-            [sys.executable, "-P", "-m", "vramsweep.analysis.figures.browser", place], stdin=subprocess.PIPE,
+            build_command("vramsweep.analysis.figures.browser", place), stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ, start_new_session=True,
         ) as process:  # fmt: skip
             try:

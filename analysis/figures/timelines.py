@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.figures.timeline import held, label, of_timeline
 from vramsweep.harness import names
+from vramsweep.harness.interpreter import build_command
 
 SECONDS = 120  # replays take a second, the first ones the time to start torch
 
@@ -37,7 +37,7 @@ def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFr
 
 
 def _asked(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    command = [sys.executable, "-m", "vramsweep", "timeline", str(folder), "--kept", "--json"]
+    command = build_command("vramsweep", "timeline", str(folder), "--kept", "--json")
     try:
         done = subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=SECONDS

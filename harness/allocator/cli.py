@@ -17,6 +17,7 @@ from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.search import grid, rank
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.parsers import PAGE, Parser
 
 
@@ -50,7 +51,7 @@ def draw(result: WhatIf, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "timelines.json"
         data.write_text(result.to_json())
-        command = [sys.executable, "-m", "vramsweep", "draw", str(data), str(out)]
+        command = build_command("vramsweep", "draw", str(data), str(out))
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]

@@ -39,7 +39,9 @@ def main(words: list[str]) -> int:
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             return wrong(f"{name} is not the file that the tables were made of")
     verb, *rest = said["command"]
-    made = subprocess.run([sys.executable, "-m", "vramsweep", verb, *rest, "--out", str(out)], cwd=HERE, check=False)
+    made = subprocess.run(
+        [sys.executable, "-P", "-m", "vramsweep", verb, *rest, "--out", str(out)], cwd=HERE, check=False
+    )
     if made.returncode != 0:
         return made.returncode
     apart = [name for name in said["files"] if not same(HERE / name, out / name)]

@@ -1,0 +1,112 @@
+"""Nothing is imported from the current folder, which may be somebody's; one function starts all processes of ours."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TARGETS
+
+from vramsweep import __main__ as front_door
+from vramsweep import verbs
+from vramsweep.harness import interpreter
+
+SNAPSHOT = ROOT / "tests" / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
+CASE = """
+source: nobody
+grade: A
+overrides: [model=tiny, seq_len=16, micro_batch=1, precision=fp32]
+runs:
+  - {name: one, measured: [{quantity: allocated, value: 2, unit: MiB}]}
+"""
+TRAIN = """
+import torch
+from beside import SIZE
+net = torch.nn.Linear(SIZE, SIZE).cuda()
+for _ in range(3):
+    net(torch.ones(4, SIZE, device="cuda")).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+"""
+PREDICTED = ("model=tiny", "seq_len=32,64,96", "device.gpu=t4-16gb", "precision=fp32")
+LINES = (  # in a sweep's own folder; {out} is another
+    "status .", "check .", "fit .", "frontier .", "compare . . --figure {out}/c.html", "calibrate . .",
+    "report . --out {out}/report --images png", "paper . --out {out}/paper", "export . {out}/rows.parquet",
+    "track . trackio", "explain .", "explain model=tiny seq_len=32", "timeline . --out {out}/t.html",
+    "timeline . --json", "draw {out}/t.json {out}/d.html", "replay {snapshot} --figure {out}/r.html",
+    "validate {out}/case.yaml --out {out}/v.md --figure {out}/v.svg results={out}",
+    "errors {out}/validation/readings.json", "advise model=tiny seq_len=32 --most 1",
+    "predict model=tiny seq_len=32 results={out} name=p", "plan model=tiny device=cpu",
+    "sweep model=tiny seq_len=32 name=s device=cpu protocol=brief results=. report=false",
+    "sweep runner=custom runner.target={out}/mine.py:good name=c device=cpu results=. report=false isolation=cold",
+    "run name=r results=. report=false device=simulated -- python {out}/train.py",
+    "completion query vramsweep", "doctor", "cards", "techniques", "columns", "help",
+)  # fmt: skip
+
+
+def trap(folder: Path) -> Path:
+    """Lay a trap under every name that could be imported; the file that any of them would make."""
+    marker = folder.parent / "trapped"
+    names = sys.stdlib_module_names | metadata.packages_distributions().keys()
+    names |= {"sitecustomize", "usercustomize", "harness", "runners", "analysis", "vramsweep", "hydra_plugins"}
+    for name in filter(str.isidentifier, names):
+        text = f"import sys\nwith open({str(marker)!r}, 'a') as file:\n    print(__name__, sys.argv, file=file)\n"
+        (folder / f"{name}.py").write_text(text + "raise SystemExit('trapped')\n")
+    return marker
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_verb_imports_anything_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "theirs", tmp_path / "out"
+    assert front_door.main(["predict", *PREDICTED, f"results={tmp_path}", "name=theirs", "report=false"]) == 0
+    out.mkdir()
+    (out / "mine.py").write_text("import beside\n" + (TARGETS / "faults.py").read_text())  # a neighbour is importable
+    for name, text in (("case.yaml", CASE), ("train.py", TRAIN), ("beside.py", "SIZE = 8\n")):
+        (out / name).write_text(text)
+    marker = trap(folder)
+    monkeypatch.chdir(folder)
+    every = [line.format(out=out, snapshot=SNAPSHOT).split() for line in LINES]
+    assert {line[0] for line in every} == verbs.BY_NAME.keys()
+    capsys.readouterr()
+    for line in every:
+        try:
+            status = front_door.main(line)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        said = capsys.readouterr()
+        assert not marker.exists(), (line, marker.read_text(), said.err)
+        assert status == 0 or (status, line[0]) in ((1, "check"), (2, "track"), (2, "calibrate")), (line, said)
+        if line[-1] == "--json":
+            (out / "t.json").write_text(said.out)
+    assert (out / "r.html").exists() and list((out / "report").rglob("*.png"))
+
+
+def test_one_function_starts_every_interpreter_of_ours() -> None:
+    found = Counter(
+        path.relative_to(ROOT).as_posix()
+        for package in ("harness", "runners", "analysis", "hydra_plugins", "vramsweep")
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "executable"
+    )
+    assert found == {
+        "harness/interpreter.py": 2,  # it, and whether a user's command runs in this Python
+        "harness/attempt.py": 1,  # whether an error is of starting it
+        "harness/extras.py": 1,  # a hint's text
+        "analysis/report/templates/reproduce.py": 2,  # a pack's own script, which knows nothing of ours
+    }
+
+
+def test_a_command_s_python_is_asked_without_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = trap(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert interpreter._asked.__wrapped__(sys.executable) is not None
+    assert not marker.exists()
