@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import hypothesis
 import psutil
 import pytest
 
+from vramsweep import __main__ as front_door
 from vramsweep.harness import card_lock, machine, plan, sweep
 from vramsweep.harness.row import Row
 
@@ -31,19 +33,10 @@ TARGETS = ROOT / "tests" / "targets"
 
 TINY: dict[str, Any] = {
     "model": {
-        "name": "tiny",
-        "model_type": "qwen2",
-        "parameters": 119360,
-        "max_positions": 4096,
-        "path": None,
+        "name": "tiny", "model_type": "qwen2", "parameters": 119360, "max_positions": 4096, "path": None,
         "config": {
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
+            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
             "tie_word_embeddings": True,
         },
     },
@@ -54,21 +47,11 @@ TINY: dict[str, Any] = {
     "runner": {"name": "torch"},
     "device": {"name": "cpu"},
     "protocol": {"name": "brief", "warmup_steps": 1, "measured_steps": 2},
-}
+}  # fmt: skip
 SETTINGS: dict[str, Any] = {
-    "name": "t",
-    "results": "unused",
-    "repeats": 1,
-    "isolation": "cold",
-    "timeout_s": 120,
-    "retries": 0,
-    "backoff_s": 0,
-    "retry_failed": False,
-    "breaker": 0,
-    "report": False,
-    "action": "run",
-    "output": "text",
-}
+    "name": "t", "results": "unused", "repeats": 1, "isolation": "cold", "timeout_s": 120, "retries": 0,
+    "backoff_s": 0, "retry_failed": False, "breaker": 0, "report": False, "action": "run", "output": "text",
+}  # fmt: skip
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
@@ -102,6 +85,12 @@ def custom(function: str, **over: Any) -> dict[str, Any]:
     return tiny(runner={"name": "custom", "target": f"{TARGETS / 'faults.py'}:{function}"}, **over)
 
 
+def cases(name: str) -> list[tuple[str, ...]]:
+    """The cases of tests/data/tables/NAME.tsv: a line each, below its headings, with tabs between its cells."""
+    lines = (ROOT / "tests" / "data" / "tables" / f"{name}.tsv").read_text().removesuffix("\n").split("\n")
+    return [tuple(line.split("\t")) for line in lines[1:]]
+
+
 def save_tokenizer(folder: Path) -> None:
     """A tokenizer of five whole words, as transformers loads it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -131,12 +120,46 @@ def _left_alone_afterwards() -> Iterator[None]:
 Run = Callable[..., list[Row]]
 
 
+class Cli:
+    """The command line, in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def run(self, *words: object, status: int = 0) -> pytest.CaptureResult[str]:
+        """What the verb prints (`out`, `err`); it has to end with this status."""
+        self.capsys.readouterr()
+        ended = front_door.main([str(word) for word in words])
+        printed = self.capsys.readouterr()
+        assert ended == status, printed.err
+        return printed
+
+    def json(self, *words: object, status: int = 0) -> Any:
+        return json.loads(self.run(*words, "--json", status=status).out)
+
+    def refuse(self, *words: object) -> str:
+        """What a user's mistake is told."""
+        return self.run(*words, status=2).err
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
 @pytest.fixture
 def as_in_a_terminal() -> Iterator[None]:
     """Where the tests run in the background, SIGINT may be ignored, and stays so."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.hookimpl(tryfirst=True)

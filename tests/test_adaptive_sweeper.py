@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import TARGETS
+from conftest import TARGETS, Cli
 from test_hydra import planned
 
 from hydra_plugins.vramsweep import adaptive
-from vramsweep import __main__ as front_door
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.figures.inferred import of_inferred
 from vramsweep.harness import gpus, inferred, journal, launch, machine, sweep
@@ -27,28 +26,25 @@ ADAPTIVE = ("-m", "hydra/sweeper=adaptive", "model=tiny", "device=cpu", "precisi
 
 
 @pytest.mark.slow
-def test_adaptive_measures_few_points_says_what_the_others_come_to_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_adaptive_measures_few_points_says_what_the_others_come_to_and_goes_on(here: Path, cli: Cli) -> None:
     words = [*ADAPTIVE, "seq_len=range(4,513,4)", "report=false"]
-    assert front_door.main(["sweep", *words]) == 0
-    folder = tmp_path / "results" / "tiny-torch-cpu"
+    out = cli.run("sweep", *words).out
+    folder = here / "results" / "tiny-torch-cpu"
     rows = journal.terminal(journal.read(folder)[0])
     lines = {line["trial_id"]: line for line in inferred.read(folder)}
     assert 9 < len(rows) <= 40 and len(rows) + len(lines) == 128 and not rows.keys() & lines.keys()
-    assert f"{len(rows)} of 128 points measured" in capsys.readouterr().out
+    assert f"{len(rows)} of 128 points measured" in out
     assert all(line["peak_allocated_bytes_basis"] == "curve" and line["fits"] for line in lines.values())
     assert not any("peak_reserved_bytes" in line for line in lines.values())  # a resident set, on a CPU
     (drawn,) = of_inferred(load(folder))
     assert [one.name for one in drawn.plot.data if one.name] == ["allocated, inferred", "allocated, measured"]
     assert drawn.data["inferred"].count() == len(lines) and drawn.data["measured"].count() == len(rows)
-    assert front_door.main(["sweep", *words]) == 0
+    cli.run("sweep", *words)
     assert journal.terminal(journal.read(folder)[0]).keys() == rows.keys()
 
     other = ["-m", *ADAPTIVE[2:], "seq_len=100,300,500", "report=false", "name=plain"]
-    assert front_door.main(["sweep", *other]) == 0
-    for trial_id, row in journal.terminal(journal.read(tmp_path / "results" / "plain")[0]).items():
+    cli.run("sweep", *other)
+    for trial_id, row in journal.terminal(journal.read(here / "results" / "plain")[0]).items():
         known = lines[trial_id]["peak_allocated_bytes"] if trial_id in lines else rows[trial_id]["peak_allocated_bytes"]
         assert known == pytest.approx(row["peak_allocated_bytes"], rel=0.01)
 
@@ -67,27 +63,16 @@ def test_adaptive_measures_few_points_says_what_the_others_come_to_and_goes_on(
         (("seq_leng=1,2",), "seq_leng"),
     ],
 )
-def test_what_adaptive_refuses(
-    words: tuple[str, ...],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert front_door.main(["sweep", *ADAPTIVE, *words]) == 2
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.rglob("journal.jsonl"))
+def test_what_adaptive_refuses(words: tuple[str, ...], said: str, here: Path, cli: Cli) -> None:
+    assert said in cli.refuse("sweep", *ADAPTIVE, *words)
+    assert not list(here.rglob("journal.jsonl"))
 
 
-def test_adaptive_falls_into_configurations_and_plans_its_first_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_adaptive_falls_into_configurations_and_plans_its_first_round(here: Path, cli: Cli) -> None:
     words = ("seq_len=64,128,5000", "micro_batch=1,2", "seed=0,1")
-    trials = planned(capsys, *ADAPTIVE, *words)
+    trials = planned(cli, *ADAPTIVE, *words)
     assert len(trials) == 12  # so few are all asked for
-    first = planned(capsys, *ADAPTIVE, "seq_len=range(1,2049)")
+    first = planned(cli, *ADAPTIVE, "seq_len=range(1,2049)")
     assert len(first) == 9
     every, _ = launch.resolve([word for word in ADAPTIVE if "sweeper" not in word] + list(words))
     own = adaptive.configurations(every)
@@ -133,65 +118,58 @@ class Measuring:
         return Attempted(Evidence(exit_code=0, result={"values": values}), 1.0, "warm")
 
 
-def measured_by(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, failing: tuple[int, ...] = ()
-) -> tuple[int, list[dict[str, Any]], list[dict[str, Any]]]:
-    """The exit status, the terminal rows and what was inferred."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(launch, "Launcher", type("Own", (Measuring,), {"failing": failing}))
-    code = front_door.main(["sweep", *ADAPTIVE, "report=false", "name=t", *words])
-    place = folder / "results" / "t"
-    return code, list(journal.terminal(journal.read(place)[0]).values()), inferred.read(place)
+Measured = Callable[..., tuple[str, list[dict[str, Any]], list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def measured(here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Measured:
+    """Sweep with that launcher: what is printed, the terminal rows, and what was inferred."""
+
+    def run(*words: str, failing: tuple[int, ...] = ()) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
+        monkeypatch.setattr(launch, "Launcher", type("Own", (Measuring,), {"failing": failing}))
+        out = cli.run("sweep", *ADAPTIVE, "report=false", "name=t", *words, status=int(bool(failing))).out
+        place = here / "results" / "t"
+        return out, list(journal.terminal(journal.read(place)[0]).values()), inferred.read(place)
+
+    return run
 
 
 def test_adaptive_counts_only_what_was_measured_where_a_budget_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(10_000))
     monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + next(clock)))
-    code, rows, lines = measured_by(monkeypatch, tmp_path, "seq_len=range(8,1025,8)", "budget=6s", "retries=0")
-    said = capsys.readouterr().out
+    said, rows, lines = measured("seq_len=range(8,1025,8)", "budget=6s", "retries=0")
     assert 0 < len(rows) < 9 and len(rows) + len(lines) == 128
-    assert f"{len(rows)} of 128 points measured" in said and "the budget ended it" in said and code == 0
+    assert f"{len(rows)} of 128 points measured" in said and "the budget ended it" in said
 
 
 @pytest.mark.slow
-def test_adaptive_infers_what_failed_too_and_keeps_other_configurations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adaptive_infers_what_failed_too_and_keeps_other_configurations(measured: Measured) -> None:
     words = ("seq_len=range(8,1025,8)", "retries=0", "breaker=0")
-    code, rows, lines = measured_by(monkeypatch, tmp_path, *words, failing=(1024,))
+    said, rows, lines = measured(*words, failing=(1024,))
     failed = [row["trial_id"] for row in rows if row["outcome"] != "ok"]
-    assert code == 1 and len(failed) == 1 and failed[0] in {line["trial_id"] for line in lines}
-    assert f"{len(rows) - 1} of 128 points measured, 1 failed" in capsys.readouterr().out
+    assert len(failed) == 1 and failed[0] in {line["trial_id"] for line in lines}
+    assert f"{len(rows) - 1} of 128 points measured, 1 failed" in said
     assert len(rows) - 1 + len(lines) == 128
-    more = measured_by(monkeypatch, tmp_path, *words, "precision=bf16")[2]
+    more = measured(*words, "precision=bf16")[2]
     assert len(more) > len(lines) and {line["trial_id"] for line in lines} <= {line["trial_id"] for line in more}
 
 
-def test_adaptive_takes_a_preset_s_lengths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert measured_by(monkeypatch, tmp_path, "sweep=lengths")[0] == 0
-    assert " of 187 points measured" in capsys.readouterr().out
+def test_adaptive_takes_a_preset_s_lengths(measured: Measured) -> None:
+    assert " of 187 points measured" in measured("sweep=lengths")[0]
 
 
 @pytest.mark.slow
-def test_adaptive_predicts_for_a_card_first_in_a_folder_beside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_adaptive_predicts_for_a_card_first_in_a_folder_beside(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["-m", "model=tiny", "device=cuda", "seq_len=64,128,192,256", "precision=fp32", "protocol=brief"]
     every, settings = launch.resolve([*words, "predict=l4-24gb", "results=out", "name=night"])
     assert settings is not None
-    monkeypatch.setattr(launch, "_session", launch.Session(tmp_path / "out" / "night", settings))
+    monkeypatch.setattr(launch, "_session", launch.Session(here / "out" / "night", settings))
     grid = adaptive.predicted_grid(every, settings)
-    assert (
-        grid.fits is not None
-        and grid.fits.all()
-        and set(grid.phase or ()) <= {"load", "forward", "backward", "optimizer"}
-    )
-    rows = journal.terminal(journal.read(tmp_path / "out" / "night-predicted")[0])
+    assert grid.fits is not None and grid.fits.all()
+    assert set(grid.phase or ()) <= {"load", "forward", "backward", "optimizer"}
+    rows = journal.terminal(journal.read(here / "out" / "night-predicted")[0])
     assert {row["device"] for row in rows.values()} == {"simulated"} and len(rows) == 4
     assert sorted(grid.predicted["peak_allocated_bytes"]) == sorted(r["peak_allocated_bytes"] for r in rows.values())
     off = dataclasses.replace(settings, predict=False)
@@ -233,13 +211,11 @@ def one_card(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_card")
 def test_adaptive_on_a_card_measures_few_beside_its_predictions_and_finds_what_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "Launcher", OnACard)
-    assert front_door.main(["sweep", *ON_CARD]) == 0
-    assert "predicting 128 points for l4-24gb" in capsys.readouterr().err
-    folder = tmp_path / "results" / "t"
+    assert "predicting 128 points for l4-24gb" in cli.run("sweep", *ON_CARD).err
+    folder = here / "results" / "t"
     measured = journal.terminal(journal.read(folder)[0]).values()
     assert {row["device"] for row in measured} == {"cuda"} and len(measured) <= 30
     truth = {row["seq_len"]: row for row in journal.terminal(journal.read(folder.with_name("t-predicted"))[0]).values()}
@@ -260,15 +236,13 @@ def test_adaptive_on_a_card_measures_few_beside_its_predictions_and_finds_what_f
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_card")
 def test_adaptive_goes_on_without_predictions_where_a_target_cannot_be_traced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "Launcher", Measuring)
     own = (*ON_CARD[:-1], "runner=custom", f"runner.target={TARGETS / 'simulated_faults.py'}:raises_beyond_4")
-    assert front_door.main(["sweep", *own, "seq_len=range(16,1025,16)"]) == 0
-    said = capsys.readouterr()
-    lines = inferred.read(tmp_path / "results" / "t")
-    rows = journal.terminal(journal.read(tmp_path / "results" / "t")[0]).values()
+    said = cli.run("sweep", *own, "seq_len=range(16,1025,16)")
+    lines = inferred.read(here / "results" / "t")
+    rows = journal.terminal(journal.read(here / "results" / "t")[0]).values()
     assert {row["outcome"] for row in rows} == {"ok"} and len(rows) + len(lines) == 64
     assert {line["peak_allocated_bytes_basis"] for line in lines} == {"curve"}
     for line in lines:

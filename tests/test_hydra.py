@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TARGETS
+from conftest import ROOT, TARGETS, Cli
 from hydra.core.plugins import Plugins
 
 from vramsweep import __main__ as front_door
@@ -65,70 +65,64 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(here: Path) -> Path:
     """A --config-dir with an experiment that chooses device and runner, and one that leaves them alone."""
-    folder = tmp_path / "own" / "experiment"
+    folder = here / "own" / "experiment"
     folder.mkdir(parents=True)
     head = "# @package _global_\ndefaults:\n"
     (folder / "night.yaml").write_text(
         f"{head}  - override /device: cpu\n  - override /runner: trainer\nmodel: {{name: mine}}\nseq_len: 77\n"
     )
     (folder / "day.yaml").write_text("# @package _global_\nseq_len: 78\n")
-    monkeypatch.chdir(tmp_path)
     return folder.parent
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert front_door.main(["plan", *words, "predict=false", "--json"]) == 0
-    trials = json.loads(capsys.readouterr().out)["trials"]
-    return [t["trial"] for t in trials]
+def planned(cli: Cli, *words: str) -> list[dict[str, Any]]:
+    return [t["trial"] for t in cli.json("plan", *words, "predict=false")["trials"]]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
-def test_a_file_of_the_user_s_chooses_the_device(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_the_user_s_chooses_the_device(files: Path, cli: Cli) -> None:
     own = ["--config-dir", str(files)]
-    (night,) = planned(capsys, *own, "+experiment=night")
+    (night,) = planned(cli, *own, "+experiment=night")
     assert (night["device"]["name"], night["runner"]["name"], night["seq_len"]) == ("cpu", "trainer", 77)
-    (day,) = planned(capsys, *own, "+experiment=day")
+    (day,) = planned(cli, *own, "+experiment=day")
     assert (day["device"]["name"], day["seq_len"]) == ("simulated", 78)
-    assert planned(capsys, *own, "+experiment=night", "device=auto")[0]["device"]["name"] == "cpu"
-    assert planned(capsys, *own, "+experiment=night", "device=cuda")[0]["device"]["name"] == "cuda"
-    both = planned(capsys, *own, "-m", "+experiment=night,day")
+    assert planned(cli, *own, "+experiment=night", "device=auto")[0]["device"]["name"] == "cpu"
+    assert planned(cli, *own, "+experiment=night", "device=cuda")[0]["device"]["name"] == "cuda"
+    both = planned(cli, *own, "-m", "+experiment=night,day")
     assert {(t["seq_len"], t["device"]["name"]) for t in both} == {(77, "cpu"), (78, "simulated")}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
-def test_the_preset_of_make_sweep_is_that_of_the_file_s_device(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_preset_of_make_sweep_is_that_of_the_file_s_device(files: Path, cli: Cli) -> None:
     words = ["--config-dir", str(files), "-m", "device=auto", "sweep=auto", "model=tiny"]
-    of_cpu = planned(capsys, *words, "+experiment=night")
+    of_cpu = planned(cli, *words, "+experiment=night")
     assert {t["seq_len"] for t in of_cpu} == {32, 64, 97, 128, 193, 256}  # conf/sweep/cpu.yaml
-    assert {t["seq_len"] for t in planned(capsys, *words)} >= {2048}
+    assert {t["seq_len"] for t in planned(cli, *words)} >= {2048}
 
 
 @pytest.mark.slow
-def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     card = machine.Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", "580.1", 80 << 30, 1 << 20, ())
     for cards, build, device in (([card], "13.0", "cuda"), ([], "13.0", "simulated"), ([card], None, "simulated")):
         monkeypatch.setattr(machine, "torch_cuda", lambda build=build: build)
         monkeypatch.setattr(machine, "visible_gpus", lambda environ, cards=cards: cards)
         launch.detect.cache_clear()
-        assert front_door.main(["plan", "-m", "model=tiny", "sweep=auto", "device=auto", "predict=false"]) == 0
-        said = capsys.readouterr()
+        said = cli.run("plan", "-m", "model=tiny", "sweep=auto", "device=auto", "predict=false")
         assert f"tiny-torch-{device}" in said.out
         assert ("cuda_malloc_async" in said.out) == (device == "cuda")
         assert len(said.err.splitlines()) == (device == "simulated")
-        assert front_door.main(["plan", "model=tiny", "device=cpu"]) == 0
-        assert capsys.readouterr().err == ""
+        assert cli.run("plan", "model=tiny", "device=cpu").err == ""
     launch.detect.cache_clear()
 
 
 @pytest.mark.slow
-def test_options_of_hydra_s_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(planned(capsys, "device=cpu", "-m", "model=tiny", "seq_len=8,16")) == 2
-    assert len(planned(capsys, "device=cpu", "seq_len=8,16", "model=tiny", "--multirun")) == 2
+def test_options_of_hydra_s_may_stand_anywhere(cli: Cli) -> None:
+    assert len(planned(cli, "device=cpu", "-m", "model=tiny", "seq_len=8,16")) == 2
+    assert len(planned(cli, "device=cpu", "seq_len=8,16", "model=tiny", "--multirun")) == 2
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -157,16 +151,15 @@ def test_what_hydra_can_show_is_shown(words: tuple[str, ...], texts: tuple[str, 
 
 
 @pytest.fixture
-def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def sweeper(here: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run `sweep` under the stand-in sweeper with these batches of overrides; returns the status and what was told."""
-    plugin = tmp_path / "plugin" / "hydra_plugins" / "stand_in"
+    plugin = here / "plugin" / "hydra_plugins" / "stand_in"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(SWEEPER)
     monkeypatch.syspath_prepend(str(plugin.parents[1]))
     monkeypatch.delitem(sys.modules, "hydra_plugins.stand_in", raising=False)
     Plugins.instance().register(importlib.import_module("hydra_plugins.stand_in").Sweep)
-    monkeypatch.chdir(tmp_path)
-    own = tmp_path / "own" / "hydra" / "sweeper"
+    own = here / "own" / "hydra" / "sweeper"
     own.mkdir(parents=True)
 
     def run(batches: list[list[list[str]]], *words: str) -> tuple[int, Any]:
@@ -174,7 +167,7 @@ def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (own / "stand_in.yaml").write_text(yaml.safe_dump(node))
         base = ["-m", "--config-dir", str(own.parents[1]), "hydra/sweeper=stand_in", "model=tiny", "device=cpu"]
         ended = front_door.main(["sweep", *base, "precision=fp32", "results=out", *words])
-        told = tmp_path / "out" / "told.json"
+        told = here / "out" / "told.json"
         return ended, json.loads(told.read_text()) if told.exists() else None
 
     return run
@@ -243,11 +236,10 @@ def test_when_no_trial_of_any_batch_can_run(sweeper: Any, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_our_own_sweeper_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_our_own_sweeper_in_batches(here: Path) -> None:
     words = ["-m", "model=tiny", "device=cpu", "seq_len=5000,16,32", "protocol=brief", "precision=fp32", "report=false"]
     assert front_door.main(["sweep", *words, "hydra.sweeper.max_batch_size=1"]) == 0
-    state = status.read(tmp_path / "results" / "tiny-torch-cpu")
+    state = status.read(here / "results" / "tiny-torch-cpu")
     assert (state.state, state.total, state.ok, state.invalid) == ("finished", 3, 2, 1)
 
 
@@ -267,15 +259,13 @@ def test_the_objective_of_repeats_is_their_median_and_unknown_if_one_has_none() 
 
 @pytest.mark.slow
 def test_plan_says_which_of_the_largest_trials_will_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
     own = ["model.config.num_hidden_layers=1", "model.parameters=73000"]
     grid = ["-m", "model=tiny", *own, "device=cuda", "precision=fp32", "seq_len=8,4096", "micro_batch=1,2048"]
     grid += ["compile=none,default", "predict=t4-16gb"]
-    assert front_door.main(["plan", *grid, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("plan", *grid)
     assert (found["configurations"], found["predicted_not_to_fit"]) == (2, 1)
     by_mode = {("compile" in (one["reason"] or "")): one for one in found["predictions"]}
     fails, unknown = by_mode[False], by_mode[True]
@@ -288,25 +278,20 @@ def test_plan_says_which_of_the_largest_trials_will_not_fit(
     assert by_shape[4096, 2048, "none"]["fit_basis"] == "predicted for t4-16gb"
     assert [key for key, one in by_shape.items() if one["expected_to_fit"] is not None] == [(4096, 2048, "none")]
     assert found["trials_expected_oom"] == 1
-    assert [path.name for path in (tmp_path / "results").iterdir()] == [".hydra"]  # what the predictions left is gone
-    assert front_door.main(["plan", *grid]) == 0
-    said = capsys.readouterr().out
+    assert [path.name for path in (here / "results").iterdir()] == [".hydra"]  # what the predictions left is gone
+    said = cli.run("plan", *grid).out
     gib = fails["needed_bytes"] / (1 << 30)
     assert f"predicted to need {gib:,.1f} GiB, the card has" in said
     assert said.splitlines()[-1] == "1 of 2 configurations: the largest trial will run out of memory"
 
 
 @pytest.mark.slow
-def test_plan_predicts_what_a_simulated_sweep_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_plan_predicts_what_a_simulated_sweep_says(here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
     words = ["model=tiny", "seq_len=64", "precision=fp32", "report=false"]
-    assert front_door.main(["plan", *words, "device=cuda", "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)["predictions"]
-    assert front_door.main(["sweep", *words, "device=simulated", f"device.gpu={one['card']}"]) == 0
-    (row,) = journal.read(tmp_path / "results" / "tiny-torch-simulated")[0]
+    (one,) = cli.json("plan", *words, "device=cuda")["predictions"]
+    cli.run("sweep", *words, "device=simulated", f"device.gpu={one['card']}")
+    (row,) = journal.read(here / "results" / "tiny-torch-simulated")[0]
     assert (one["needed_bytes"], one["fits"]) == (row["peak_reserved_bytes"], True)
 
 
@@ -331,14 +316,11 @@ def test_the_largest_of_each_configuration_the_largest_first() -> None:
     assert seen == [("big", "fp32", 8, 1), ("tiny", "fp32", 8, 100), ("tiny", "bf16", 8, 1)]
 
 
-def test_a_card_that_is_not_in_the_table_is_said_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_card_that_is_not_in_the_table_is_said_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NVIDIA Nonesuch 9000", None):
         card = machine.Gpu(0, name, "GPU-0", "580.1", 80 << 30, 1 << 20, ())  # type: ignore[arg-type]
         monkeypatch.setattr(machine, "visible_gpus", lambda environ, card=card: [card])
-        assert front_door.main(["plan", "model=tiny", "device=cuda"]) == 0
-        assert "not in the table of cards; predict=CARD" in capsys.readouterr().out
+        assert "not in the table of cards; predict=CARD" in cli.run("plan", "model=tiny", "device=cuda").out
 
 
 def test_the_card_assumed_is_that_of_the_configuration() -> None:
@@ -391,21 +373,18 @@ def on_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("typed", "completed"),
+    ("typed", "added"),
     [
-        ("vramsweep swe", "vramsweep sweep "),
-        ("vramsweep fron", "vramsweep frontier "),
-        ("vramsweep sweep model=gp", "vramsweep sweep model=gpt2 "),
-        (
-            "vramsweep plan -m model=tiny allocator=default,exp",
-            "vramsweep plan -m model=tiny allocator=default,expandable ",
-        ),
-        ("vramsweep sweep protocol.warm", "vramsweep sweep protocol.warmup_steps="),
-        ("vramsweep sweep optimizer=adamw_torch_fu", "vramsweep sweep optimizer=adamw_torch_fused "),
+        ("swe", "ep "),
+        ("fron", "tier "),
+        ("sweep model=gp", "t2 "),
+        ("plan -m model=tiny allocator=default,exp", "andable "),
+        ("sweep protocol.warm", "up_steps="),
+        ("sweep optimizer=adamw_torch_fu", "sed "),
     ],
 )
-def test_tab_in_a_real_shell(typed: str, completed: str, on_path: Path) -> None:
-    assert terminal(typed, on_path) == completed
+def test_tab_in_a_real_shell(typed: str, added: str, on_path: Path) -> None:
+    assert terminal(f"vramsweep {typed}", on_path) == f"vramsweep {typed}{added}"
 
 
 @pytest.mark.parametrize(
@@ -434,14 +413,13 @@ def test_tab_in_a_real_shell(typed: str, completed: str, on_path: Path) -> None:
         ("vramsweep report resu", set()),
     ],
 )
-def test_what_is_offered(line: str, offered: set[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert front_door.main(["completion", "query", line]) == 0
-    assert set(capsys.readouterr().out.split()) == offered
+def test_what_is_offered(line: str, offered: set[str], cli: Cli) -> None:
+    assert set(cli.run("completion", "query", line).out.split()) == offered
 
 
-def test_options_of_the_user_s_own_groups_are_offered(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert front_door.main(["completion", "query", f"vramsweep sweep --config-dir {files} +experiment="]) == 0
-    assert capsys.readouterr().out.split() == ["+experiment=day", "+experiment=night"]
+def test_options_of_the_user_s_own_groups_are_offered(files: Path, cli: Cli) -> None:
+    offered = cli.run("completion", "query", f"vramsweep sweep --config-dir {files} +experiment=").out.split()
+    assert offered == ["+experiment=day", "+experiment=night"]
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "simulated"])

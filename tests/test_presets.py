@@ -8,10 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Cli
 from test_hydra import planned
 
-from vramsweep import __main__ as front_door
 from vramsweep.harness import cli, journal, launch
 from vramsweep.harness.errors import UserError
 
@@ -31,12 +30,11 @@ cases:
 
 
 @pytest.fixture
-def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def preset(here: Path) -> Path:
     """A --config-dir with the preset `mine`, of three cases; the last one is in the first."""
-    file = tmp_path / "own" / "sweep" / "mine.yaml"
+    file = here / "own" / "sweep" / "mine.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(CASES)
-    monkeypatch.chdir(tmp_path)
     return file
 
 
@@ -45,32 +43,31 @@ def of_preset(file: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_preset_of_cases_is_one_sweep(preset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, *of_preset(preset))  # with -m or without: a case is a list anyway
-    assert found == planned(capsys, "-m", *of_preset(preset))
+def test_a_preset_of_cases_is_one_sweep(preset: Path, cli: Cli) -> None:
+    found = planned(cli, *of_preset(preset))  # with -m or without: a case is a list anyway
+    assert found == planned(cli, "-m", *of_preset(preset))
     assert sorted((t["seq_len"], t["checkpointing"], t["device"]["gpu"]) for t in found) == [
         (64, "none", "h100-80gb"), (128, "full", "l4-24gb"), (128, "none", "h100-80gb"), (128, "none", "l4-24gb"),
     ]  # fmt: skip
-    assert front_door.main(["plan", *of_preset(preset)]) == 0
-    said = capsys.readouterr()
+    said = cli.run("plan", *of_preset(preset))
     assert "4 to do → results/mine-simulated" in said.out
     assert said.err == ""
-    assert front_door.main(["sweep", *of_preset(preset), "report=false"]) == 0
-    assert "4 trials, 0 finished before, 4 to do" in capsys.readouterr().out
+    said = cli.run("sweep", *of_preset(preset), "report=false")
+    assert "4 trials, 0 finished before, 4 to do" in said.out
     folder = preset.parents[2] / "results" / "mine-simulated"
     assert len(journal.terminal(journal.read(folder)[0])) == 4
     kept = json.loads((folder / journal.PLAN).read_text())
     assert len(kept["trials"]) == 4
     assert kept["answer"] == "claims"
-    assert front_door.main(["sweep", *of_preset(preset), "report=false"]) == 0
-    assert "4 trials, 4 finished before, 0 to do" in capsys.readouterr().out
+    said = cli.run("sweep", *of_preset(preset), "report=false")
+    assert "4 trials, 4 finished before, 0 to do" in said.out
 
 
 @pytest.mark.slow
-def test_a_trial_of_a_case_is_the_trial_of_the_same_words(preset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trial_of_a_case_is_the_trial_of_the_same_words(preset: Path, cli: Cli) -> None:
     """Neither the preset's cases nor its answer are of the trial."""
-    alone = planned(capsys, "model=tiny", "seq_len=64", "device=simulated", "protocol=brief")
-    assert alone == [t for t in planned(capsys, *of_preset(preset)) if t["seq_len"] == 64]
+    alone = planned(cli, "model=tiny", "seq_len=64", "device=simulated", "protocol=brief")
+    assert alone == [t for t in planned(cli, *of_preset(preset)) if t["seq_len"] == 64]
 
 
 @pytest.mark.slow
@@ -85,9 +82,9 @@ def test_a_trial_of_a_case_is_the_trial_of_the_same_words(preset: Path, capsys: 
     ],
 )
 def test_the_command_line_wins_over_a_case(
-    words: list[str], different: set[tuple[int, str]], preset: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], different: set[tuple[int, str]], preset: Path, cli: Cli
 ) -> None:
-    found = planned(capsys, *of_preset(preset, *words))
+    found = planned(cli, *of_preset(preset, *words))
     assert {(t["seq_len"], t["checkpointing"]) for t in found} == different
     if words[0].startswith("device"):
         key = "gpu" if "." in words[0] else "name"
@@ -112,11 +109,10 @@ def test_the_command_line_wins_over_a_case(
     ],
 )  # fmt: skip
 def test_mistakes_in_a_case_name_the_preset(
-    old: str, new: str, words: tuple[str, ...], said: str, preset: Path, capsys: pytest.CaptureFixture[str]
+    old: str, new: str, words: tuple[str, ...], said: str, preset: Path, cli: Cli
 ) -> None:
     preset.write_text(CASES.replace(old, new) if old else CASES)
-    assert front_door.main(["plan", *of_preset(preset, *words)]) == 2
-    assert said in capsys.readouterr().err
+    assert said in cli.refuse("plan", *of_preset(preset, *words))
 
 
 def made(*words: str) -> str:
@@ -140,12 +136,9 @@ def test_make_status_is_a_command_that_is_understood(given: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.stem)
-def test_every_preset_can_be_planned(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_preset_can_be_planned(file: Path, here: Path, cli: Cli) -> None:
     """And where many lengths are asked for, some are no multiples of 8: alignment would not be seen without them."""
-    monkeypatch.chdir(tmp_path)
-    found = planned(capsys, "-m", f"sweep={file.stem}", *(["device=simulated"] if file.stem == "none" else []))
+    found = planned(cli, "-m", f"sweep={file.stem}", *(["device=simulated"] if file.stem == "none" else []))
     assert found
     lengths = {trial["seq_len"] for trial in found}
     assert len(lengths) < 5 or {length % 8 == 0 for length in lengths} == {True, False}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, Cli
 
 from vramsweep import __main__ as front_door
 from vramsweep import verbs
@@ -37,14 +37,12 @@ def words(example: str) -> list[str]:
 
 
 @each
-def test_help_is_one_page_of_100_columns_with_examples(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
-    assert front_door.main([verb.name, "--help"]) == 0
-    page = capsys.readouterr().out
+def test_help_is_one_page_of_100_columns_with_examples(verb: Verb, cli: Cli) -> None:
+    page = cli.run(verb.name, "--help").out
     assert max(map(len, page.splitlines())) <= 100
     assert verb.line in page and all(example in page for example in verb.examples) and len(verb.examples) == 2
     assert (f"1, {verb.no};" in page) == (verb.no is not None)
-    assert front_door.main(["help", verb.name]) == 0
-    assert capsys.readouterr().out == page
+    assert cli.run("help", verb.name).out == page
 
 
 @each
@@ -59,9 +57,8 @@ def test_examples_are_what_the_verb_takes(verb: Verb) -> None:
         assert given <= (known if verb.settings else set()), example
 
 
-def test_the_overview_has_every_verb_in_a_section_and_every_status(capsys: pytest.CaptureFixture[str]) -> None:
-    assert front_door.main(["--help"]) == 0
-    page = capsys.readouterr().out
+def test_the_overview_has_every_verb_in_a_section_and_every_status(cli: Cli) -> None:
+    page = cli.run("--help").out
     assert max(map(len, page.splitlines())) <= 100
     assert {verb.section for verb in VERBS} == set(verbs.SECTIONS)
     lines = page.splitlines()
@@ -80,9 +77,8 @@ def test_what_is_documented_exists_and_what_exists_is_documented() -> None:
     assert verbs.BY_NAME.keys() - named == set()
 
 
-def test_help_on_settings_has_every_setting_option_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert front_door.main(["sweep", "--help"]) == 0
-    page = capsys.readouterr().out
+def test_help_on_settings_has_every_setting_option_and_preset(cli: Cli) -> None:
+    page = cli.run("sweep", "--help").out
     told = settings.defaults()
     assert {key for key in (*SETTINGS, *Trial.model_fields) if key not in INTERNAL} <= {
         *told, *(group.name for group in settings.groups()),
@@ -145,20 +141,16 @@ def test_values_of_others_are_left_as_they_are() -> None:
 
 
 @each
-def test_every_file_that_is_written_is_refused_at_once_if_it_cannot_be(
-    verb: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_file_that_is_written_is_refused_at_once_if_it_cannot_be(verb: Verb, here: Path, cli: Cli) -> None:
     out = [one for one in actions(verb) if one.dest in ("out", "figure", "efficiencies") or "OUT" in str(one.metavar)]
     folders = verb.name in ("report", "paper")
     assert all(isinstance(one.type, parsers.OutFile) != folders for one in out)
     for one in [] if folders else out:
         given = {"words": ["x.yaml"], "file": ["x.pickle"], "rows": ["x"], "readings": ["x.json"], "data": ["x.json"]}
         before = [word for action in actions(verb) for word in given.get(action.dest, [])]
-        assert front_door.main([verb.name, *before, *one.option_strings[:1], "x.gif"]) == 2
-        said = capsys.readouterr().err
+        said = cli.refuse(verb.name, *before, *one.option_strings[:1], "x.gif")
         assert f"allowed suffixes are {', '.join(one.type.suffixes)}, and x.gif has another" in said
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 # an output that has gone
@@ -176,9 +168,8 @@ REAL: dict[str, list[str]] = {  # where there is something to print at once; the
 @each
 @pytest.mark.parametrize("broken", ["its reader has gone", "its disk is full"])
 def test_an_output_that_has_gone_is_no_traceback(
-    verb: Verb, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: Verb, broken: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     if broken == "its disk is full":
         if not Path("/dev/full").exists():
             pytest.skip("this system has no /dev/full")

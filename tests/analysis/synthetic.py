@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
+from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.harness.row import Row, complete
 
 GIB = 2**30
@@ -27,93 +30,63 @@ def sweep(
 ) -> list[Row]:
     """Rows of a made-up model: a hinge in tokens, more cached by the default allocator, a saturating speed."""
     random = np.random.default_rng(seed)
-    rows = []
-    for allocator in allocators:
-        for batch in batches:
-            for length in lengths:
-                for repeat in range(repeats):
-                    rows.append(_row(random, length, batch, allocator, repeat, device, device_gib, fixed))
-    return rows
+    return [
+        complete(_values(random, length, batch, allocator, repeat, device, device_gib) | fixed)
+        for allocator, batch, length, repeat in product(allocators, batches, lengths, range(repeats))
+    ]
 
 
-def _row(
-    random: np.random.Generator, length: int, batch: int, allocator: str, repeat: int, device: str, gib: int, fixed: Any
-) -> Row:
+def curve(lengths: Sequence[int], **over: Any) -> list[Row]:
+    """A sweep of one batch with the default allocator; each length once, unless `repeats` says more."""
+    return sweep(lengths, **{"batches": (1,), "allocators": ("default",), "repeats": 1} | over)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    return from_frame(pd.DataFrame(list(rows)), "test")
+
+
+def _values(
+    random: np.random.Generator, length: int, batch: int, allocator: str, repeat: int, device: str, gib: int
+) -> dict[str, Any]:
     state = 3 * GIB
     tokens = batch * length
     peak = 512 * (max(state, 2 * GIB + tokens * 1_500_000) // 512)
     reserved = 2**21 * int((peak * (1.15 if allocator == "default" else 1.02) + 2**27) // 2**21)
     values: dict[str, Any] = {
-        "sweep": "synthetic",
-        "trial_id": f"{device[:2]}{allocator[:3]}-b{batch}-s{length}-r{repeat}",
-        "attempt": 1,
-        "terminal": True,
-        "started_at": "2026-01-01T00:00:00Z",
-        "outcome": "ok",
-        "isolation": "warm",
-        "model": "made-up",
-        "seq_len": length,
-        "micro_batch": batch,
-        "grad_accum": 1,
-        "precision": "bf16",
-        "allocator": allocator,
-        "allocator_conf": "expandable_segments:True" if allocator == "expandable" else "",
-        "runner": "torch",
-        "device": device,
-        "world_size": 1,
-        "checkpointing": "none",
-        "attention": "sdpa",
-        "weights": "random",
-        "data": "synthetic",
-        "protocol": "quick",
-        "seed": 0,
-        "repeat": repeat,
-        "notes": [NOTE],
-        "host": "synthetic",
-        "torch_version": "0.0",
-        "python_version": "0.0",
-        "git_commit": "synthetic",
-        "duration_s": 3.0,
+        "sweep": "synthetic", "trial_id": f"{device[:2]}{allocator[:3]}-b{batch}-s{length}-r{repeat}", "attempt": 1,
+        "terminal": True, "started_at": "2026-01-01T00:00:00Z", "outcome": "ok", "isolation": "warm", "notes": [NOTE],
+        # its settings
+        "model": "made-up", "seq_len": length, "micro_batch": batch, "grad_accum": 1, "precision": "bf16",
+        "allocator": allocator, "allocator_conf": "expandable_segments:True" if allocator == "expandable" else "",
+        "runner": "torch", "device": device, "world_size": 1, "checkpointing": "none", "attention": "sdpa",
+        "weights": "random", "data": "synthetic", "protocol": "quick", "seed": 0, "repeat": repeat,
         "trial": {"model": {"name": "made-up"}, "seq_len": length, "repeat": repeat},
-    }
+        # where it ran
+        "host": "synthetic", "torch_version": "0.0", "python_version": "0.0", "git_commit": "synthetic",
+        "duration_s": 3.0,
+    }  # fmt: skip
     if reserved > gib * GIB:
-        values |= {"outcome": "oom", "reason": "CUDA out of memory", "phase": "backward"}
-        return complete(values | fixed)
+        return values | {"outcome": "oom", "reason": "CUDA out of memory", "phase": "backward"}
     median = (0.05 + 2e-5 * tokens) * float(np.exp(random.normal(0, 0.004)))
     times = [float(median * np.exp(random.normal(0, 0.003))) for _ in range(10)]
     speed = tokens * len(times) / sum(times)
-    values |= {
-        "memory_source": "simulator" if device == "simulated" else "cuda_allocator",
-        "peak_allocated_bytes": peak,
-        "peak_active_bytes": peak,
-        "peak_reserved_bytes": reserved,
-        "reserved_unallocated_bytes": reserved - state,
-        "load_peak_allocated_bytes": 2 * GIB,
-        "load_peak_reserved_bytes": 2 * GIB,
+    return values | {
+        # its memory
+        "memory_source": "simulator" if device == "simulated" else "cuda_allocator", "peak_allocated_bytes": peak,
+        "peak_active_bytes": peak, "peak_reserved_bytes": reserved, "reserved_unallocated_bytes": reserved - state,
+        "load_peak_allocated_bytes": 2 * GIB, "load_peak_reserved_bytes": 2 * GIB,
         "forward_peak_allocated_bytes": min(2 * GIB + tokens * 1_200_000, peak),
         "backward_peak_allocated_bytes": min(2 * GIB + tokens * 1_500_000, peak),
-        "optimizer_peak_allocated_bytes": state,
-        "step_peak_reserved_bytes": [reserved - 2**26, *[reserved] * 9],
-        "step_peak_allocated_bytes": [peak] * 10,
-        "plateau": True,
-        "device_used_bytes": reserved + GIB // 2,
-        "device_baseline_bytes": 2**27,
+        "optimizer_peak_allocated_bytes": state, "plateau": True,
+        "step_peak_reserved_bytes": [reserved - 2**26, *[reserved] * 9], "step_peak_allocated_bytes": [peak] * 10,
+        "gpu_name": "Synthetic 24 GB", "device_used_bytes": reserved + GIB // 2, "device_baseline_bytes": 2**27,
         "device_total_bytes": gib * GIB,
-        "measured_steps": 10,
-        "warmup_steps": 2,
-        "elapsed_s": sum(times),
-        "step_times_s": times,
-        "step_median_s": float(np.median(times)),
-        "step_iqr_s": float(np.subtract(*np.percentile(times, [75, 25]))),
-        "tokens_per_s": speed,
-        "samples_per_s": speed / length,
-        "mfu": speed * 3e9 / 312e12,
-        "peak_flops": 312e12,
-        "model_flops_per_token": 3e9,
-        "gpu_name": "Synthetic 24 GB",
-        "optimizer_effective": "AdamW",
-    }
-    return complete(values | fixed)
+        # its speed
+        "measured_steps": 10, "warmup_steps": 2, "elapsed_s": sum(times), "step_times_s": times,
+        "step_median_s": float(np.median(times)), "step_iqr_s": float(np.subtract(*np.percentile(times, [75, 25]))),
+        "tokens_per_s": speed, "samples_per_s": speed / length, "mfu": speed * 3e9 / 312e12, "peak_flops": 312e12,
+        "model_flops_per_token": 3e9, "optimizer_effective": "AdamW",
+    }  # fmt: skip
 
 
 def write(folder: Path, rows: Sequence[Row]) -> Path:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 import pytest
 import synthetic
 from conftest import ROOT
+from synthetic import table
 
 from vramsweep.analysis.data.importers import open_rows
-from vramsweep.analysis.data.load import Table, from_frame, load
+from vramsweep.analysis.data.load import load
 from vramsweep.analysis.figures.composition import OF_PEAK
 from vramsweep.analysis.report import answer
 from vramsweep.analysis.report.tiles import UNKNOWN, size_of_card
@@ -22,16 +22,12 @@ PUBLIC = ROOT.parent / "shared" / "data" / "qwen15-0.5b-zero3" / "without-expand
 PERCENT = "\u202f%"
 
 
-def table(rows: Sequence[Row]) -> Table:
-    return from_frame(pd.DataFrame(rows), "test")
-
-
 def of(*rows: Row) -> answer.Card:
     return answer.brief(table(rows))
 
 
 def few(**over: Any) -> list[Row]:
-    return synthetic.sweep(lengths=(256, 512, 1024, 2048), batches=(1,), allocators=("default",), **over)
+    return synthetic.curve((256, 512, 1024, 2048), repeats=2, **over)
 
 
 def test_measured_rows_answer_every_question() -> None:
@@ -96,7 +92,7 @@ def test_the_speed_is_of_the_model_that_the_answers_are_of() -> None:
 
 
 def test_one_length_has_no_cost_and_no_row_no_answer() -> None:
-    card = of(*synthetic.sweep(lengths=(512,), batches=(1,), allocators=("default",)))
+    card = of(*synthetic.curve((512,), repeats=2))
     assert card.cost.value == UNKNOWN
     assert card.cost.about == "1 length ran, and a curve needs three; peak allocated is 3.00 GiB at 512."
     assert card.fits.value == "Yes, 512 tokens" and card.of == "" and card.varied == ""
@@ -107,7 +103,7 @@ def test_one_length_has_no_cost_and_no_row_no_answer() -> None:
 
 
 def test_a_flat_peak_costs_next_to_nothing() -> None:
-    card = of(*synthetic.sweep(lengths=(64, 128, 256, 512), batches=(1,), allocators=("default",)))
+    card = of(*synthetic.curve((64, 128, 256, 512), repeats=2))
     assert card.cost.value == "Next to nothing" and "stays at 3.00 GiB from 64 to 512 tokens" in card.cost.about
     assert card.dominates.value == f"What no length changes, 100{PERCENT}"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from conftest import Cli
 from test_claims import GIB, Row, row, table, timed
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.answers import edges, ways
 from vramsweep.analysis.answers import registry as answers
 from vramsweep.analysis.report import page
@@ -30,10 +30,9 @@ def written(rows: list[Row], folder: Path, answer: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_the_report_of_a_question_begins_with_its_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_question_begins_with_its_answer(tmp_path: Path, cli: Cli) -> None:
     folder = written(timed(0.3), tmp_path / "claims", "claims")
-    assert cli.main(["report", str(folder), "--images", "none"]) == 0
-    said = capsys.readouterr().out
+    said = cli.run("report", folder, "--images", "none").out
     assert "CONFIRMED (PREDICTED): Gradient checkpointing costs 20 to 33 % of time\n  found: 30 % (made-up" in said
     card = said[said.index("Are the guides right?") : said.index("\nnote: ")]
     assert max(map(len, card.splitlines())) <= 80
@@ -45,27 +44,26 @@ def test_the_report_of_a_question_begins_with_its_answer(tmp_path: Path, capsys:
     assert '<a href="https://arxiv.org/abs/2205.14135">' in page
     assert len(pd.read_csv(folder / "answer.csv")) == len(answers.claims.CLAIMS)
     assert (folder / "answer.md").read_text().startswith("# Are the guides right?")
-    assert cli.main(["report", str(folder), "--images", "none", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["answer_table"][1]["verdict"] == "confirmed (predicted)"
-    assert cli.main(["paper", str(folder), "--json"]) == 0
+    told = cli.json("report", folder, "--images", "none")
+    assert told["answer_table"][1]["verdict"] == "confirmed (predicted)"
+    cli.run("paper", folder, "--json")
     assert (folder / "paper" / "tables" / "answer.tex").exists()
 
 
 @pytest.mark.slow
-def test_no_question_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_question_no_answer(tmp_path: Path, cli: Cli) -> None:
     folder = written(timed(0.3), tmp_path / "sweep", None)
-    assert cli.main(["report", str(folder), "--images", "none", "--answer", "claims"]) == 0
+    cli.run("report", folder, "--images", "none", "--answer", "claims")
     assert (folder / "answer.md").exists()
-    assert cli.main(["report", str(folder), "--images", "none"]) == 0  # without it, the earlier one is no part of it
+    cli.run("report", folder, "--images", "none")  # without it, the earlier one is no part of it
     assert not (folder / "answer.md").exists()
     assert '<section id="answer"' not in (folder / "report.html").read_text()
-    capsys.readouterr()
     for content in ("{", "[]", '{"answer": 3}'):
         (folder / PLAN).write_text(content)
         assert answers.asked(folder) is None
     (folder / PLAN).write_text('{"answer": "clams"}')
-    assert cli.main(["report", str(folder), "--images", "none"]) == 2
-    assert "answer=clams: there is no such answer; allowed: claims, " in capsys.readouterr().err
+    wrong = cli.refuse("report", folder, "--images", "none")
+    assert "answer=clams: there is no such answer; allowed: claims, " in wrong
     with pytest.raises(UserError, match="no such answer"):
         answers.answered(table(*timed(0.3)), "clams")
 
@@ -75,16 +73,16 @@ def test_the_names_are_those_that_a_sweep_may_ask_for() -> None:
 
 
 @pytest.mark.slow
-def test_files_of_others_beside_rows_stay(tmp_path: Path) -> None:
+def test_files_of_others_beside_rows_stay(tmp_path: Path, cli: Cli) -> None:
     folder = written(timed(0.3), tmp_path / "sweep", None)
-    assert cli.main(["report", str(folder), "--images", "none"]) == 0
+    cli.run("report", folder, "--images", "none")
     for place, stays in ((tmp_path / "downloads", True), (folder, False)):
         place.mkdir(exist_ok=True)
         others = [place / name for name in ("answer.csv", "answer.md", "residuals.csv")]
         for file in others:
             file.write_text("mine")
         rows = (folder / "rows.csv").rename(place / "rows.csv") if stays else folder
-        assert cli.main(["report", str(rows), "--images", "none"]) == 0
+        cli.run("report", rows, "--images", "none")
         assert [file.exists() for file in others] == [stays] * 3
 
 
@@ -129,14 +127,9 @@ def test_what_fits() -> None:
         one(7, True, precision="bf16_pure", **lora),
         row(model="small", parameters=5, outcome="crash", reason="no such thing", precision="fp32"),
         row(precision="fp16"),  # none of the ways, nor are these:
-        *(
-            one(70, False, precision="fp32", **other)
-            for other in (
-                {"attention": "eager"},
-                {"allocator": "expandable"},
-                {"sharding": "fsdp2", "world_size": 8},
-            )
-        ),
+        one(70, False, precision="fp32", attention="eager"),
+        one(70, False, precision="fp32", allocator="expandable"),
+        one(70, False, precision="fp32", sharding="fsdp2", world_size=8),
         one(70, False, precision="bf16_pure", lora_r=64, **lora),
     ]
     frame, notes = ways.make(table(*rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
+from conftest import Cli
+from synthetic import table
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.compare.calibrate import FEWEST, PARTS, SECONDS, calibrate, calibrated, pairs, together
-from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.analysis.report.content import collect
 from vramsweep.harness.row import Row, complete
 
@@ -68,10 +68,6 @@ def sweep(noise: float = 0.0, lengths: Sequence[int] = LENGTHS, batches: Sequenc
             rows.append(estimated(length, batch))
             rows += [measured(length, batch, noise * random.normal(), repeat=r) for r in range(3)]
     return rows
-
-
-def table(rows: list[Row]) -> Table:
-    return from_frame(pd.DataFrame(rows), "test")
 
 
 @pytest.mark.parametrize(("noise", "near"), [(0.0, 1e-6), (0.01, 0.1)])
@@ -178,32 +174,26 @@ def test_pairs_are_of_equal_settings_on_the_same_card() -> None:
         ([estimated(128, 1) | {"estimated_launch_s": None}, measured(128, 1)], "no measured CUDA row"),
     ],
 )
-def test_too_few_pairs_say_what_is_missing(
-    rows: list[Row], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_few_pairs_say_what_is_missing(rows: list[Row], why: str, tmp_path: Path, cli: Cli) -> None:
     calibrations, notes = calibrate(table(rows))
     assert not calibrations
     assert len(notes) == 1
-    path = str(synthetic.write(tmp_path / "sweep", rows))
-    assert cli.main(["calibrate", path, path]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert pd.Series(said).str.contains(f"nothing can be calibrated: .*{why}").any()
+    path = synthetic.write(tmp_path / "sweep", rows)
+    assert re.search(f"nothing can be calibrated: .*{why}", cli.refuse("calibrate", path, path))
 
 
-def test_two_sweeps_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_sweeps_from_the_command_line(tmp_path: Path, cli: Cli) -> None:
     for device in ("cuda", "simulated"):
         rows = [r | {"trial": {"model": {"name": "made-up"}}} for r in sweep(0.01) if r["device"] == device]
         synthetic.write(tmp_path / device, rows)
-    both = [str(tmp_path / "cuda"), str(tmp_path / "simulated")]
-    assert cli.main(["calibrate", *both]) == 0
-    text = capsys.readouterr().out
+    both = (tmp_path / "cuda", tmp_path / "simulated")
+    text = cli.run("calibrate", *both).out
     assert "estimate, calibrated from 42 measured rows on h100-80gb (bf16), leave-one-out median error" in text
     assert "estimated, at most (tokens/s)" in text
-    assert cli.main(["calibrate", *both, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("calibrate", *both)
     assert found["calibrations"][0]["compute_efficiency"] == pytest.approx(EFFICIENCIES[0], rel=0.05)
     assert len(found["rows"]) == 14
-    assert cli.main(["calibrate", str(tmp_path / "nowhere"), both[1]]) == 2
+    cli.refuse("calibrate", tmp_path / "nowhere", both[1])
 
 
 @pytest.mark.slow

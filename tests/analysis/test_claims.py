@@ -40,15 +40,13 @@ def card(name: str, *rows: Row) -> claims.Card:
 
 
 def checkpointed(saved: float) -> list[Row]:
-    return [
-        row(  # the peak is the optimizer's, whatever the batch
-            forward_peak_allocated_bytes=int(GIB * (5 + batch * (1 - saved * (how == "full")))),
-            micro_batch=batch,
-            checkpointing=how,
-        )
-        for batch in (1, 2, 4)
-        for how in ("none", "full")
-    ]
+    """The peak is the optimizer's, whatever the batch."""
+
+    def one(batch: int, share: float, how: str) -> Row:
+        forward = int(GIB * (5 + batch * share))
+        return row(forward_peak_allocated_bytes=forward, micro_batch=batch, checkpointing=how)
+
+    return [one(batch, *way) for batch in (1, 2, 4) for way in ((1, "none"), (1 - saved, "full"))]
 
 
 def timed(cost: float) -> list[Row]:
@@ -176,18 +174,13 @@ def test_measured_rows_win_over_predicted_ones(
 
 @pytest.mark.slow
 def test_rows_that_differ_in_something_else_too_are_not_compared() -> None:
+    """Nor in a setting that is named like the axis, which is no consequence of it."""
     one, other = timed(0.3)
-    assert card("checkpointing-costs", one, {**other, "seq_len": 512}).verdict == "not tested"
-    assert card("checkpointing-costs", one, {**other, "simulated_gpu": "l4-24gb"}).verdict == "not tested"
-    assert card("checkpointing-costs", one, {**other, "torch_version": "2.0"}).verdict == "not tested"
-
-
-@pytest.mark.parametrize("setting", ["checkpointing_every", "checkpointing_reentrant", "checkpointing_ops"])
-def test_a_setting_named_like_the_axis_is_a_setting(setting: str) -> None:
-    """And no consequence of it: rows that differ in it are neither repeats nor compared."""
-    one, other = timed(0.3)
-    value = {"checkpointing_every": 2, "checkpointing_reentrant": True, "checkpointing_ops": "save_matmuls"}[setting]
-    assert card("checkpointing-costs", one, {**other, setting: value}).verdict == "not tested"
+    for setting, value in {
+        "seq_len": 512, "simulated_gpu": "l4-24gb", "torch_version": "2.0", "checkpointing_every": 2,
+        "checkpointing_reentrant": True, "checkpointing_ops": "save_matmuls",
+    }.items():  # fmt: skip
+        assert card("checkpointing-costs", one, {**other, setting: value}).verdict == "not tested", setting
 
 
 @pytest.mark.slow
@@ -210,12 +203,6 @@ def test_one_comparison_that_does_not_hold_refutes_and_comes_first() -> None:
         "10 % (b, 1,024 tokens, batch 1, bf16); 30 % (made-up, 1,024 tokens, batch 1, bf16). "
         "Holds in 1 of 2, predicted: h100-80gb"
     ).replace(", bf16", "")
-
-
-def test_why_a_claim_is_not_tested_is_said() -> None:
-    rows = [{**one, "outcome": "crash", "reason": "cannot be traced"} for one in adapted(6, quantization="nf4")]
-    found = card("qlora-7b", *rows)
-    assert (found.verdict, found.text()) == ("not tested", "cannot be traced")
 
 
 def test_a_card_that_ran_out_of_memory_and_cannot_say_what_it_needs_refutes() -> None:
@@ -260,10 +247,6 @@ def test_rows_that_do_not_test_a_claim_are_left_out(name: str, rows: list[Row], 
     assert card(name, *({**one, **other} for one in rows)).verdict == "not tested"
 
 
-def test_a_figure_without_a_bound_refutes_both_ways() -> None:
-    assert card("lora-7b", *held(10)).verdict == "refuted (predicted)"
-
-
 def flat(*off: int) -> list[Row]:
     rows = [(n, 10 * GIB + byte) for n, byte in zip((1024, 2048, 3072, 4096), (*off, 0), strict=True)]
     return [row(peak, seq_len=n, attention="eager") for n, peak in rows]
@@ -279,9 +262,8 @@ def test_a_peak_that_loading_has_is_no_step_s() -> None:
     phases = {"forward_peak_allocated_bytes": GIB, "backward_peak_allocated_bytes": 2 * GIB}
     loads = {"load_peak_allocated_bytes": 3 * GIB, **phases}
     curve = lengths("eager", 1, 3)
-    assert card("eager-quadratic", *curve, row(9 * GIB, seq_len=16, attention="eager", **loads)).verdict.startswith(
-        "confirmed"
-    )
+    short = row(9 * GIB, seq_len=16, attention="eager", **loads)
+    assert card("eager-quadratic", *curve, short).verdict.startswith("confirmed")
     assert card("eager-quadratic", *({**one, **loads} for one in curve)).verdict == "not tested"
 
 
@@ -291,26 +273,22 @@ def test_other_ways_of_checkpointing_beside_change_nothing() -> None:
     assert (found.verdict, round(found.found[0][1])) == ("confirmed (predicted)", 65)
 
 
-def test_what_ran_out_of_memory_needs_more_than_all_of_it() -> None:
-    """However little it would need without a limit: it was in pieces, or the limit a share of the card."""
+def test_a_figure_without_a_bound_refutes_both_ways_and_so_does_what_ran_out_of_memory() -> None:
+    """However little that would need without a limit: it was in pieces, or the limit a share of the card."""
+    assert card("lora-7b", *held(10)).verdict == "refuted (predicted)"
     rows = [{**one, "unlimited_peak_reserved_bytes": 70 * GIB} for one in eight("oom", "oom")]
     assert card("70b-on-8", *rows).verdict == "refuted (predicted)"
 
 
 @pytest.mark.slow
 def test_a_card_of_unknown_size_is_what_is_listed_by_its_name_or_none() -> None:
-    unknown = {
-        "device": "cuda",
-        "memory_limit_bytes": None,
-        "simulated_gpu": None,
-        "unlimited_peak_reserved_bytes": None,
-    }
+    unknown = dict.fromkeys(("memory_limit_bytes", "simulated_gpu", "unlimited_peak_reserved_bytes"))
     for name, verdict in (
         ("NVIDIA A100-SXM4-40GB", "not tested"),
         ("NVIDIA A100-SXM4-80GB", "refuted"),
         ("a card that no one lists", "not tested"),
     ):
-        rows = [{**one, **unknown, "gpu_name": name} for one in eight("oom", "oom")]
+        rows = [{**one, **unknown, "device": "cuda", "gpu_name": name} for one in eight("oom", "oom")]
         assert card("70b-on-8", *rows).verdict == verdict
 
 
@@ -336,11 +314,13 @@ def test_of_several_optimizers_the_order_is_theirs_not_the_hash_s() -> None:
 
 
 @pytest.mark.slow
-def test_reasons_are_few_and_only_those_of_what_could_not_be_compared() -> None:
+def test_why_a_claim_is_not_tested_is_said_in_few_reasons_of_what_could_not_be_compared() -> None:
+    (crashed,) = ({**one, "outcome": "crash", "reason": "cannot be traced"} for one in adapted(6, quantization="nf4"))
+    found = card("qlora-7b", crashed)
+    assert (found.verdict, found.text()) == ("not tested", "cannot be traced")
     rows = [row(outcome="oom", reason=f"too small by {n}", seq_len=n) for n in range(1, 300)]
-    assert card("accumulation", *rows).text() == (
-        "too small by 1; too small by 2; too small by 3; and 296 more reasons"
-    )
+    said = card("accumulation", *rows).text()
+    assert said == "too small by 1; too small by 2; too small by 3; and 296 more reasons"
     nothing = card("accumulation", *rows, row()).text()
     assert nothing == "no rows of a GPU, and none predicted, that can be compared so"
 
@@ -355,9 +335,8 @@ def test_seconds_of_two_kinds_are_not_compared() -> None:
 
 
 def test_rows_of_a_cpu_decide_nothing() -> None:
-    assert (
-        card("checkpointing-saves", *({**one, "device": "cpu"} for one in checkpointed(0.65))).verdict == "not tested"
-    )
+    rows = [{**one, "device": "cpu"} for one in checkpointed(0.65)]
+    assert card("checkpointing-saves", *rows).verdict == "not tested"
 
 
 @pytest.mark.slow

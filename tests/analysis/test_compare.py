@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import numpy as np
 import pytest
 import synthetic
+from conftest import Cli
+from synthetic import table
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.compare.trends import along
 from vramsweep.analysis.compare.verdicts import Comparison, OverAll, compare, split
 from vramsweep.analysis.compare.verdicts_words import text
-from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.data.load import Table
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import Row
 
 MIB = 2**20
-
-
-def table(rows: list[Row]) -> Table:
-    return from_frame(pd.DataFrame(rows), "test")
 
 
 def speed(rows: list[Row], factor: float) -> list[Row]:
@@ -31,7 +27,7 @@ def speed(rows: list[Row], factor: float) -> list[Row]:
 
 def sweep(seed: int = 0, repeats: int = 3, **fixed: Any) -> list[Row]:
     lengths = (256, 512, 1024, 2048)
-    return synthetic.sweep(lengths=lengths, batches=(1,), allocators=("default",), repeats=repeats, seed=seed, **fixed)
+    return synthetic.curve(lengths, repeats=repeats, seed=seed, **fixed)
 
 
 @pytest.mark.slow
@@ -148,7 +144,7 @@ def test_verdicts_over_all_have_sizes_and_say_where() -> None:
 @pytest.mark.slow
 def test_nearly_all_pairs_decide_the_verdict_over_all_but_any_larger_one_the_exit_status() -> None:
     lengths = tuple(range(100, 4100, 100))
-    rows = synthetic.sweep(lengths=lengths, batches=(1,), allocators=("default",), repeats=1)
+    rows = synthetic.curve(lengths)
     odd = [{**r, "peak_allocated_bytes": r["peak_allocated_bytes"] * (2 if r["seq_len"] == 300 else 1)} for r in rows]
     found = compare(table(rows), table(odd))
     assert memory(found, "peak_allocated_bytes").verdict == "EQUAL"
@@ -160,10 +156,8 @@ def test_nearly_all_pairs_decide_the_verdict_over_all_but_any_larger_one_the_exi
 
 def test_running_out_of_memory_is_larger() -> None:
     rows = sweep()
-    gone = [
-        {**r, "outcome": "oom", "peak_allocated_bytes": None, "peak_reserved_bytes": None, "tokens_per_s": None}
-        for r in rows
-    ]
+    unknown = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_s"))
+    gone = [{**r, **unknown, "outcome": "oom"} for r in rows]
     found = compare(table(rows), table(gone))
     assert found.worse
     assert all("B ran out of memory" in m.reason for pair in found.pairs for m in pair.memory)
@@ -174,30 +168,25 @@ def test_where_foreign_rows_come_from_does_not_keep_them_apart() -> None:
     assert len(compare(table(rows), table(sweep())).pairs) == 4
 
 
-def test_many_pairs_are_a_summary_and_twelve_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = synthetic.sweep(lengths=range(100, 2100, 100), batches=(1,), allocators=("default",), repeats=1)
+def test_many_pairs_are_a_summary_and_twelve_of_them(tmp_path: Path, cli: Cli) -> None:
+    rows = synthetic.curve(range(100, 2100, 100))
     a = synthetic.write(tmp_path / "a", rows)
     for flags, pairs in (([], 12), (["--all"], 20)):
-        cli.main(["compare", str(a), str(a), *flags])
-        assert sum(" tokens: " in line[:16] for line in capsys.readouterr().out.splitlines()) == pairs
-    cli.main(["compare", str(a), str(a), "--json"])
-    found = json.loads(capsys.readouterr().out)
+        said = cli.run("compare", a, a, *flags).out
+        assert sum(" tokens: " in line[:16] for line in said.splitlines()) == pairs
+    found = cli.json("compare", a, a)
     assert len(found["pairs"]) == 20
     assert found["along"]["axis"] == "seq_len"
 
 
-def test_what_compare_does_not_take_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_compare_does_not_take_is_said(tmp_path: Path, cli: Cli) -> None:
     a = synthetic.write(tmp_path / "a", sweep())
     for flags, said in (
         (["--tolerance", "2"], "a share such as 0.001"),
         (["--axis", "micro_batch"], "all pairs have one micro_batch; take --axis seq_len or tokens"),
-        (
-            ["--figure", str(tmp_path / "x.gif")],
-            "--figure: allowed suffixes are .html, .png, .svg, .pdf, and x.gif has another",
-        ),
+        (["--figure", "x.gif"], "--figure: allowed suffixes are .html, .png, .svg, .pdf, and x.gif has another"),
     ):
-        assert cli.main(["compare", str(a), str(a), *flags]) == 2
-        assert said in capsys.readouterr().err
+        assert said in cli.refuse("compare", a, a, *flags)
 
 
 def test_single_runs_give_no_verdict_on_speed_for_a_pair_and_say_why() -> None:
@@ -214,9 +203,7 @@ def test_identical_distributions_seldom_get_a_verdict() -> None:
     for seed in range(60):
         sides = []
         for side in range(2):
-            noise = pd.Series(1.0, index=frame.index)
-            random = __import__("numpy").random.default_rng([seed, side])
-            noise[:] = random.normal(1, 0.02, len(frame))
+            noise = np.random.default_rng([seed, side]).normal(1, 0.02, len(frame))
             sides.append(Table(frame.assign(tokens_per_s=frame["tokens_per_s"] * noise), "test"))
         found = compare(*sides)
         wrong += found.speed.verdict in ("FASTER", "SLOWER")
@@ -240,7 +227,7 @@ def test_predicted_rows_are_not_compared_with_measured_ones() -> None:
 
 
 def test_nothing_in_common_is_said_with_the_axis_that_differs() -> None:
-    other = synthetic.sweep(lengths=(300, 600), batches=(1,), allocators=("default",))
+    other = synthetic.curve((300, 600), repeats=2)
     with pytest.raises(UserError, match="share no seq_len"):
         compare(table(sweep()), table(other))
 
@@ -250,12 +237,10 @@ def test_resident_sets_are_not_compared_exactly() -> None:
     assert {m.metric for m in compare(table(rows), table(rows)).memory} == {"peak_allocated_bytes", "peak_active_bytes"}
 
 
-def test_exit_status_is_for_ci(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_is_for_ci(tmp_path: Path, cli: Cli) -> None:
     a = synthetic.write(tmp_path / "a", sweep())
     b = synthetic.write(tmp_path / "b", speed(sweep(1), 0.8))
-    assert cli.main(["compare", str(a), str(a)]) == 0
-    assert cli.main(["compare", str(a), str(b)]) == 1
-    assert "SLOWER" in capsys.readouterr().out
-    assert cli.main(["compare", str(a), "--by", "allocator=default,none"]) == 2
-    assert "there are default" in capsys.readouterr().err
-    assert cli.main(["compare", str(a), str(b), "--json"]) == 1
+    cli.run("compare", a, a)
+    assert "SLOWER" in cli.run("compare", a, b, status=1).out
+    assert "there are default" in cli.refuse("compare", a, "--by", "allocator=default,none")
+    cli.json("compare", a, b, status=1)

@@ -42,7 +42,7 @@ def predicted(**over: Any) -> list[Row]:
 
 
 def view(rows: list[Row], **over: Any) -> View:
-    table = from_frame(pd.DataFrame(rows), "test")
+    table = synthetic.table(rows)
     return View(table, groups(table), **over)
 
 
@@ -78,7 +78,7 @@ def test_one_configuration_is_shown_and_the_others_wait_to_be_chosen() -> None:
 
 def test_measured_peaks_are_points_over_the_predicted_stack() -> None:
     simulated = predicted(batches=(1,), allocators=("default",))
-    ran = synthetic.sweep(LENGTHS, (1,), ("default",), 2, gpu_name="NVIDIA L4", flags=[])
+    ran = synthetic.curve(LENGTHS, repeats=2, gpu_name="NVIDIA L4", flags=[])
     table = from_frame(pd.DataFrame([*simulated, *ran]), "test")
     content = collect(table)
     figure = content.figures[0]  # the main one, though more rows were measured
@@ -94,7 +94,7 @@ def test_measured_peaks_are_points_over_the_predicted_stack() -> None:
 
 
 def test_without_parts_nothing_is_divided_and_the_phases_lead() -> None:
-    rows = synthetic.sweep(LENGTHS, (1,), ("default",), 1)
+    rows = synthetic.curve(LENGTHS)
     known = view(rows)
     assert composition(known, Beside(known.table)) == []
     assert registry.draw([("measured", known)])[0].name == "memory_by_phase"
@@ -108,7 +108,7 @@ def test_a_card_s_limit_is_a_line_and_what_ran_out_of_memory_crosses_on_it() -> 
     names = [note.text for note in figure.plot.layout.annotations if note.name == "limit"]
     assert "l4-24gb" in names
 
-    table = from_frame(pd.DataFrame(rows), "test")
+    table = synthetic.table(rows)
     found = groups(table)
     (figure,) = by_length(View(table, found, fits=fit_table(table, found=found)[0], predicted=True))
     (cross,) = seen(figure, name="out of memory")
@@ -133,7 +133,7 @@ def test_allocators_stand_on_zero_and_the_default_first() -> None:
 
 @pytest.mark.parametrize(("measured", "drawn"), [(4, False), (5, True)])
 def test_a_plateau_is_seen_from_five_steps_on(measured: int, drawn: bool) -> None:
-    rows = synthetic.sweep(LENGTHS, (1,), ("default",), 1)
+    rows = synthetic.curve(LENGTHS)
     for row in rows:
         row["step_peak_reserved_bytes"] = (row["step_peak_reserved_bytes"] or [])[:measured]
     assert ("plateau" in [figure.name for figure in steps(view(rows))]) is drawn
@@ -142,7 +142,7 @@ def test_a_plateau_is_seen_from_five_steps_on(measured: int, drawn: bool) -> Non
 @pytest.mark.slow
 def test_every_figure_says_what_it_is_of_wherever_it_stands() -> None:
     rows = [*predicted(batches=(1, 2)), *synthetic.sweep(LENGTHS, (1, 2), repeats=1, gpu_name="NVIDIA L4")]
-    for figure in collect(from_frame(pd.DataFrame(rows), "test")).figures:
+    for figure in collect(synthetic.table(rows)).figures:
         assert " rows" in figure.source and "torch 0.0" in figure.source, figure.name
         json.dumps(layout.on_phone(figure))  # plain data, for the page
         for alone in (layout.page(figure), layout.column(figure)):

@@ -158,7 +158,7 @@ def test_a_row_that_ran_out_of_memory_bends_the_curve_up_to_the_device_but_not_d
 def test_a_row_whose_allocator_had_to_retry_is_a_bound_not_a_point() -> None:
     rows = synthetic.sweep(batches=(1,), allocators=("default",), repeats=1, device_gib=200)
     rows[-1] = {**rows[-1], "alloc_retries": 3}
-    frame = from_frame(pd.DataFrame(rows), "test").frame
+    frame = synthetic.table(rows).frame
     seen = observations(frame, RESERVED)
     assert len(seen.x) == len(rows) - 1 and list(seen.bound_x) == [8192] and "free its cache" in seen.warnings[0]
     assert seen.bound_y[0] == rows[-1]["peak_reserved_bytes"]
@@ -166,15 +166,15 @@ def test_a_row_whose_allocator_had_to_retry_is_a_bound_not_a_point() -> None:
 
 
 def test_censoring_only_enters_what_the_device_limits() -> None:
-    table = from_frame(pd.DataFrame(synthetic.sweep(batches=(4,), allocators=("default",))), "test")
+    table = synthetic.table(synthetic.sweep(batches=(4,), allocators=("default",)))
     assert len(observations(table.frame, RESERVED).bound_x) == 6
     assert len(observations(table.frame, MEMORY).bound_x) == 0
 
 
 def test_memory_that_differs_between_repeats_is_said() -> None:
-    rows = synthetic.sweep(lengths=(128, 256, 512, 1024, 2048), batches=(1,), allocators=("default",))
+    rows = synthetic.curve((128, 256, 512, 1024, 2048), repeats=2)
     rows[0] = {**rows[0], "peak_allocated_bytes": rows[0]["peak_allocated_bytes"] + 2**20}
-    fits, _ = fit_table(from_frame(pd.DataFrame(rows), "test"), ["peak_allocated_bytes", "step_median_s"])
+    fits, _ = fit_table(synthetic.table(rows), ["peak_allocated_bytes", "step_median_s"])
     assert "memory should repeat exactly" in fits[0].warnings[0]
     assert fits[1].warnings == ()
 
@@ -230,7 +230,7 @@ def test_the_evidence_of_a_regression_is_the_density_that_scipy_says() -> None:
 def test_phases_find_a_knot_that_the_points_of_one_batch_do_not_show() -> None:
     """At batch 1 the peak is flat; at batch 4 activations lead. Together they say where batch 1 will rise."""
     rows = synthetic.sweep(lengths=(64, 128, 256, 384, 512), batches=(1, 4), allocators=("default",), repeats=1)
-    table = from_frame(pd.DataFrame(rows), "test")
+    table = synthetic.table(rows)
     fit = next(f for f in fit_table(table, ["peak_allocated_bytes"])[0] if f.label == "batch 1")
     assert np.ptp(fit.points.y) == 0  # flat
     at = fit.predict(np.array([2048.0]))
@@ -240,7 +240,7 @@ def test_phases_find_a_knot_that_the_points_of_one_batch_do_not_show() -> None:
 
 def test_reserved_stands_on_allocated() -> None:
     rows = synthetic.sweep(lengths=(128, 256, 512, 1024, 1536, 2048), batches=(1,), repeats=1, device_gib=200)
-    table = from_frame(pd.DataFrame(rows), "test")
+    table = synthetic.table(rows)
     for fit in fit_table(table, ["peak_reserved_bytes"])[0]:
         share = 1.15 if fit.label == "default" else 1.02
         at = fit.predict(np.array([4096.0]))
@@ -251,16 +251,16 @@ def test_reserved_stands_on_allocated() -> None:
 
 def test_a_prediction_beside_three_lengths_gives_the_shape() -> None:
     """Measured is predicted and 200 MiB: found from three lengths, at four times the longest."""
-    rows = synthetic.sweep(lengths=(256, 512, 768), batches=(1,), allocators=("default",), repeats=1)
+    rows = synthetic.curve((256, 512, 768))
     dense = synthetic.sweep(
         lengths=range(128, 4097, 128), batches=(1,), allocators=("default",), repeats=1, device="simulated"
     )
     for row in rows:
         row["peak_allocated_bytes"] += 200 * MIB
         row["load_peak_allocated_bytes"] = None  # nothing but points and the prediction
-    table = from_frame(pd.DataFrame(rows), "test")
+    table = synthetic.table(rows)
     (group,) = groups(table)
-    predicted = Whole(from_frame(pd.DataFrame(dense), "test").frame)
+    predicted = Whole(synthetic.table(dense).frame)
     fit = fit_points(observations(group.frame, MEMORY), MEMORY, group, knows=Knows(Wholes(table).of(group), predicted))
     assert fit is not None and fit.basis == "prediction" and fit.residual is not None
     at = fit.predict(np.array([3072.0]))
@@ -279,7 +279,7 @@ def test_a_drop_of_reserved_is_found_and_said() -> None:
 
 
 def test_the_words_name_bytes_per_token_fixed_part_knot_and_phase() -> None:
-    table = from_frame(pd.DataFrame(synthetic.sweep(batches=(1,), allocators=("default",))), "test")
+    table = synthetic.table(synthetic.sweep(batches=(1,), allocators=("default",)))
     said = words.text(fit_table(table, ["peak_allocated_bytes"])[0][0])
     assert "bytes per token" in said and "fixed part of 2.00 GiB" in said and "the lines meet at 716 tokens" in said
     assert "the optimizer phase has the largest peak" in said and "the backward phase has the largest peak" in said
@@ -417,7 +417,7 @@ def test_nothing_falls_below_zero_and_no_length_below_one_is_asked_for() -> None
 @pytest.mark.slow
 def test_each_phase_stands_on_its_own_prediction() -> None:
     """Three lengths, one alone of them made by backward; a prediction that is off by another share in each phase."""
-    made = synthetic.sweep(batches=(1,), allocators=("default",), repeats=1, lengths=(128, 512, 1024))
+    made = synthetic.curve((128, 512, 1024))
     dense = synthetic.sweep(
         batches=(1,), allocators=("default",), repeats=1, lengths=range(128, 1793, 128), device="simulated"
     )
@@ -426,12 +426,12 @@ def test_each_phase_stands_on_its_own_prediction() -> None:
         for phase, share in off.items():
             row[f"{phase}_peak_allocated_bytes"] = round(row[f"{phase}_peak_allocated_bytes"] * share)
         row["peak_allocated_bytes"] = max(row[f"{phase}_peak_allocated_bytes"] for phase in off)
-    table = from_frame(pd.DataFrame(made), "test")
+    table = synthetic.table(made)
     (group,) = groups(table)
-    predicted = Whole(from_frame(pd.DataFrame(dense), "test").frame)
+    predicted = Whole(synthetic.table(dense).frame)
     fit = fit_points(observations(group.frame, MEMORY), MEMORY, group, knows=Knows(Wholes(table).of(group), predicted))
     assert fit is not None and fit.basis == "prediction"
-    truth = synthetic.sweep(batches=(1,), allocators=("default",), repeats=1, lengths=(768, 1536, 2048))
+    truth = synthetic.curve((768, 1536, 2048))
     exact = np.array([row["peak_allocated_bytes"] for row in truth], float)
     found = fit.predict(np.array([768.0, 1536, 2048]))
     assert found.value == pytest.approx(exact, rel=0.005)

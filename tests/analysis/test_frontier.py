@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import synthetic
+from conftest import Cli
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.model.frontier import frontier, text
@@ -17,7 +16,7 @@ from vramsweep.analysis.model.observe import allocator_limits, observations
 
 
 def table(**options: object) -> Table:
-    return from_frame(pd.DataFrame(synthetic.sweep(allocators=("default",), **options)), "test")  # type: ignore[arg-type]
+    return synthetic.table(synthetic.sweep(allocators=("default",), **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -84,10 +83,9 @@ def test_a_simulated_row_that_did_not_fit_needed_more_than_its_card_s_allocator_
 
 
 @pytest.mark.parametrize("gib", ["nan", "inf", "0", "-24", "24,x", "24,", "24G"])
-def test_sizes_are_numbers_above_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], gib: str) -> None:
+def test_sizes_are_numbers_above_nothing(tmp_path: Path, cli: Cli, gib: str) -> None:
     rows = synthetic.write(tmp_path, synthetic.sweep((128,), (1,), ("default",)))
-    assert cli.main(["frontier", str(rows), f"--gib={gib}"]) == 2
-    said = capsys.readouterr().err
+    said = cli.refuse("frontier", rows, f"--gib={gib}")
     assert said.startswith("vramsweep: --gib: ") and ("write for example 24GiB" in said or "24GiB (units of" in said)
 
 
@@ -104,16 +102,13 @@ def test_a_row_out_of_memory_below_a_length_that_ran_is_said_and_neither_contrad
     assert "256 did not" in text([limit])
 
 
-def test_a_foreign_row_out_of_memory_below_a_length_that_ran(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_foreign_row_out_of_memory_below_a_length_that_ran(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "x.csv"
     file.write_text(
         "seq_len,peak_reserved_mib,device_total_gib\n128,1000,80\n256,OOM,80\n512,1160,80\n1024,1240,80\n2048,1500,80\n"
     )
-    assert cli.main(["frontier", str(file), "--gib", "80"]) == 0
-    assert "2,048 tokens ran within; 256 did not; from 256 to 2,048 it went either way" in capsys.readouterr().out
+    said = cli.run("frontier", file, "--gib", "80").out
+    assert "2,048 tokens ran within; 256 did not; from 256 to 2,048 it went either way" in said
     file.write_text(file.read_text().replace("256,OOM", "1,OOM"))  # and nothing shorter is safe
-    assert cli.main(["frontier", str(file), "--gib", "80", "--json"]) == 0
-    (limit,) = json.loads(capsys.readouterr().out)
+    (limit,) = cli.json("frontier", file, "--gib", "80")
     assert (limit["low"], limit["largest_ok"], limit["smallest_too_large"]) == (None, 2048, 1)

@@ -11,9 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import synthetic
-from conftest import ROOT
+from conftest import ROOT, Cli, cases
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.data.metrics import METRICS
@@ -57,17 +56,10 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
 def test_a_mapping_file_names_columns_units_and_constants(tmp_path: Path) -> None:
     file, mapping = tmp_path / "theirs.csv", tmp_path / "mapping.json"
     file.write_text("Length,VRAM (GB),it/s\n128,1.5,2\n256,2.5,1\n512,n/a,1\n")
-    mapping.write_text(
-        json.dumps(
-            {
-                "seq_len": "Length",
-                "peak_allocated_bytes": {"from": "VRAM (GB)", "scale": 1e9},
-                "iterations_per_s": {"from": "it/s", "scale": 0.5},
-                "micro_batch": {"value": 8},
-                "model": {"value": "theirs"},
-            }
-        )
-    )
+    mapping.write_text("""{
+        "seq_len": "Length", "micro_batch": {"value": 8}, "model": {"value": "theirs"},
+        "peak_allocated_bytes": {"from": "VRAM (GB)", "scale": 1e9}, "iterations_per_s": {"from": "it/s", "scale": 0.5}
+    }""")
     table, _ = open_rows(file, mapping=mapping)
     assert table.frame["peak_allocated_bytes"].tolist()[:2] == [1_500_000_000, 2_500_000_000]
     assert pd.isna(table.frame["peak_allocated_bytes"].iloc[2])
@@ -201,15 +193,17 @@ def test_a_file_that_is_none_of_these_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_an_export_reads_back_as_the_same_table(tmp_path: Path, suffix: str) -> None:
+def test_an_export_reads_back_as_the_same_table(tmp_path: Path, cli: Cli, suffix: str) -> None:
     folder = synthetic.write(tmp_path / "sweep", synthetic.sweep(lengths=(128, 8192), batches=(1, 4)))
     out = tmp_path / f"table.{suffix}"
-    assert cli.main(["export", str(folder), str(out)]) == 0
+    cli.run("export", folder, out)
     pd.testing.assert_frame_equal(load(out).frame, load(folder).frame)
 
 
-def test_trackers_get_settings_and_results_of_every_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[dict[str, object]] = []
+def test_trackers_get_settings_and_results_of_every_trial(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[dict[str, Any]] = []
 
     class Run:
         def __init__(self, **given: object) -> None:
@@ -225,17 +219,15 @@ def test_trackers_get_settings_and_results_of_every_trial(tmp_path: Path, monkey
     fake.init = Run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128, 8192), batches=(4,), repeats=1))
-    assert cli.main(["track", str(folder), "wandb"]) == 0
+    cli.run("track", folder, "wandb")
     assert len(runs) == 4 and all(run["finished"] for run in runs)
-    assert runs[0]["config"]["allocator"] == "default"  # type: ignore[index]
-    assert runs[0]["config"]["seq_len"] == 128  # type: ignore[index]
-    assert runs[0]["results"]["peak_reserved_bytes"] > 2**30  # type: ignore[index]
-    assert runs[1]["config"]["outcome"] == "oom" and runs[1]["results"] == {}  # type: ignore[index]
+    assert runs[0]["config"]["allocator"] == "default"
+    assert runs[0]["config"]["seq_len"] == 128
+    assert runs[0]["results"]["peak_reserved_bytes"] > 2**30
+    assert runs[1]["config"]["outcome"] == "oom" and runs[1]["results"] == {}
 
 
-def test_what_a_tracker_objects_to_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_tracker_objects_to_is_one_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(project: str) -> None:
         raise RuntimeError("no such store\nand more")
 
@@ -243,14 +235,9 @@ def test_what_a_tracker_objects_to_is_one_line(
     fake.set_experiment = refuse  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
-    assert cli.main(["track", str(folder), "mlflow"]) == 2
-    assert capsys.readouterr().err == "vramsweep: mlflow says: no such store\n"
-
-
-def test_a_tracker_that_is_not_installed_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    folder = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
-    assert cli.main(["track", str(folder), "trackio"]) == 2
+    assert cli.refuse("track", folder, "mlflow") == "vramsweep: mlflow says: no such store\n"
+    monkeypatch.setitem(sys.modules, "trackio", None)  # which is not installed
+    assert "trackio" in cli.refuse("track", folder, "trackio")
 
 
 QWEN = ROOT.parent / "shared" / "data" / "qwen15-0.5b-zero3"
@@ -283,19 +270,10 @@ def test_public_lines_of_single_ranks_become_a_row_per_run() -> None:
     frame = table.frame.set_index("seq_len")
     assert len(frame) == 25 and frame["world_size"].eq(8).all() and frame["repeat"].eq(0).all()
     run = frame.loc[11]  # ranks 1 and 5 reserve less; of the six others the first is named
-    assert list(run["rank_peak_active_bytes"]) == [
-        mib * MIB for mib in (34848, 33104, 34848, 34667, 34603, 33362, 34829, 34592)
-    ]
-    assert [mib / MIB for mib in run["rank_peak_reserved_bytes"]] == [
-        46970,
-        44966,
-        46970,
-        46970,
-        46970,
-        44966,
-        46970,
-        46970,
-    ]
+    active = [34848, 33104, 34848, 34667, 34603, 33362, 34829, 34592]
+    reserved = [46970, 44966, 46970, 46970, 46970, 44966, 46970, 46970]
+    assert [size / MIB for size in run["rank_peak_active_bytes"]] == active
+    assert [size / MIB for size in run["rank_peak_reserved_bytes"]] == reserved
     assert (run["worst_rank"], run["peak_active_bytes"], run["peak_reserved_bytes"]) == (0, 34848 * MIB, 46970 * MIB)
     assert run["step_median_s"] == pytest.approx(1 / 1.2523149973727445)
     assert run["tokens_per_s"] == pytest.approx(11 * 8 * 1.2523149973727445)
@@ -309,9 +287,7 @@ def test_public_lines_of_single_ranks_become_a_row_per_run() -> None:
 
 @llama
 @pytest.mark.parametrize("out_of_memory", [1, 8])
-def test_public_batches_of_eight_ranks_are_one_run_however_many_of_them_report_out_of_memory(
-    out_of_memory: int,
-) -> None:
+def test_public_batches_of_eight_ranks_are_one_run_however_many_report_out_of_memory(out_of_memory: int) -> None:
     name, most = {1: ("batches-zero3-checkpointing.csv", 13), 8: ("batches-zero3.csv", 3)}[out_of_memory]
     frame = open_rows(LLAMA / name, f"micro_batch,{EIGHT_RANKS}", settings=["seq_len=2048", "grad_accum=1"])[0].frame
     assert (LLAMA / name).read_text().count("OOM") == out_of_memory
@@ -322,16 +298,13 @@ def test_public_batches_of_eight_ranks_are_one_run_however_many_of_them_report_o
     assert frame["rank_peak_reserved_bytes"].isna().tolist() == [False] * (most - 1) + [True]
     if most == 13:
         ten = frame.iloc[9]
-        assert (ten["worst_rank"], ten["peak_reserved_bytes"], ten["peak_active_bytes"]) == (
-            7,
-            78260 * MIB,
-            57886 * MIB,
-        )
+        assert ten["worst_rank"] == 7
+        assert (ten["peak_reserved_bytes"], ten["peak_active_bytes"]) == (78260 * MIB, 57886 * MIB)
         assert ten["tokens_per_s"] == pytest.approx(10 * 2048 * 8 * 0.1295251800126126)
 
 
 def test_a_rank_that_reports_again_begins_another_run_and_one_that_does_not_report_stays_unknown(
-    tmp_path: Path,
+    tmp_path: Path, cli: Cli
 ) -> None:
     file = tmp_path / "ranks.csv"
     file.write_text(
@@ -350,10 +323,7 @@ def test_a_rank_that_reports_again_begins_another_run_and_one_that_does_not_repo
     assert any("1 run with the settings of an earlier one" in note for note in notes)
     assert any("1 run without some rank's memory, such as that from line 3 on without rank 1" in note for note in notes)
     for out in (tmp_path / "out.csv", tmp_path / "out.parquet"):
-        assert (
-            cli.main(["export", str(file), str(out), "--columns", "seq_len,2*(peak_active_mib,peak_reserved_mib),-"])
-            == 0
-        )
+        cli.run("export", file, out, "--columns", "seq_len,2*(peak_active_mib,peak_reserved_mib),-")
         assert list(load(out).frame["rank_peak_active_bytes"].iloc[1]) == [20 * MIB, None]
 
 
@@ -368,25 +338,18 @@ def test_a_run_with_one_rank_out_of_memory_ran_out_of_it(tmp_path: Path) -> None
 def test_a_mapping_file_can_say_what_a_command_line_can(tmp_path: Path) -> None:
     file, mapping = tmp_path / "theirs.csv", tmp_path / "mapping.json"
     file.write_text("Length,A0,R0,A1,R1,it/s\n64,1,3,0,0,2\n64,0,0,2,4,2\n")
-    mapping.write_text(
-        json.dumps(
-            {
-                "seq_len": "Length",
-                "peak_active_mib": {"ranks": ["A0", "A1"], "zero_is_missing": False},
-                "peak_reserved_bytes": {"ranks": [3, 5], "scale": MIB},
-                "iterations_per_s": "it/s",
-                "device_total_gib": {"value": 0.5},
-            }
-        )
-    )
+    mapping.write_text("""{
+        "seq_len": "Length", "iterations_per_s": "it/s", "device_total_gib": {"value": 0.5},
+        "peak_active_mib": {"ranks": ["A0", "A1"], "zero_is_missing": false},
+        "peak_reserved_bytes": {"ranks": [3, 5], "scale": 1048576}
+    }""")
     frame = open_rows(file, mapping=mapping, settings=["micro_batch=3"])[0].frame
     assert len(frame) == 2 and frame["device_total_bytes"].tolist() == [2**29] * 2  # its zeros are reports
     assert [list(v) for v in frame["rank_peak_active_bytes"]] == [[MIB, 0], [0, 2 * MIB]]
     assert [list(v) for v in frame["rank_peak_reserved_bytes"]] == [[3 * MIB, None], [None, 4 * MIB]]
     assert frame["tokens_per_s"].tolist() == [64 * 3 * 2 * 2.0] * 2
-    same = open_rows(
-        file, "seq_len,2*(peak_active_mib,peak_reserved_mib),iterations_per_s", settings=["device_total_mib=512"]
-    )[0].frame
+    columns = "seq_len,2*(peak_active_mib,peak_reserved_mib),iterations_per_s"
+    same = open_rows(file, columns, settings=["device_total_mib=512"])[0].frame
     assert len(same) == 1 and list(same["rank_peak_active_bytes"].iloc[0]) == [MIB, 2 * MIB]
 
 
@@ -408,9 +371,8 @@ def test_outcomes_in_other_words(tmp_path: Path) -> None:
     file = tmp_path / "outcomes.csv"
     words = ["Success", "fine", "CUDA out of memory. Tried to allocate 2.00 GiB", "OOM", "host OOM", "", "", "timeout"]
     peaks = ["1", "2", "3", "", "", "6", "", ""]
-    file.write_text("seq_len,outcome,peak_reserved_mib\n" + "".join(
-        f"{100 + n},{word},{peak}\n" for n, (word, peak) in enumerate(zip(words, peaks, strict=True))
-    ))  # fmt: skip
+    lines = (f"{100 + n},{word},{peak}" for n, (word, peak) in enumerate(zip(words, peaks, strict=True)))
+    file.write_text("\n".join(["seq_len,outcome,peak_reserved_mib", *lines]))
     table, notes = open_rows(file)
     frame = table.frame
     expected = ["ok", "bad_result", "oom", "oom", "host_oom", "ok", "bad_result", "timeout"]
@@ -459,64 +421,15 @@ def test_options_for_foreign_files_change_nothing_in_our_own_and_that_is_said(tm
 FOUR = "128,100,120,2.0\n256,110,130,1.0\n"
 
 
-@pytest.mark.parametrize(
-    ("columns", "settings", "text"),
-    [
-        ("seq_len,peak_activ_mib,-,-", [], "not known: peak_activ_mib; did you mean peak_active_mib"),
-        ("seq_len,it/s,-,-", [], "not known: it/s; `vramsweep columns`"),
-        ("seq_len,peak_active_mib", [], "has 4 columns, --columns names 2: seq_len,peak_active_mib"),
-        ("seq_len,2*(peak_active_mib", [], r"cannot be read from '2\*\(peak_active_mib' on; write it as in"),
-        ("seq_len,0*(peak_active_mib),-,-", [], r"cannot be read from '0\*"),
-        ("seq_len,,-,-", [], "cannot be read from ',-,-'"),
-        ("seq_len,seq_len,peak_active_mib,-", [], "names seq_len 2 times"),
-        ("seq_len,peak_active_mib,peak_active_gib,-", [], "from two columns, peak_active_mib and peak_active_gib"),
-        ("seq_len,2*peak_active_mib,1*peak_reserved_mib", [], "not peak_active_mib 2, peak_reserved_mib 1"),
-        ("seq_len,2*alloc_retries,-", [], "alloc_retries cannot be given per rank; these can: peak_allocated_bytes"),
-        ("seq_len,2*peak_active_mib,-", ["world_size=1"], "world_size is 1, but columns of 2 ranks are named"),
-        ("micro_batch,-,peak_active_mib,-", [], "no column seq_len among .* --set seq_len=2048"),
-        ("seq_len,grad_accum,-,-", [], "nothing measured among grad_accum, seq_len; name a column such as"),
-        ("trial_id,seq_len,-,peak_active_mib", [], "trial_id cannot be given, the importer makes it"),
-        (None, ["seq_len"], "--set takes NAME=VALUE, such as --set seq_len=2048, not 'seq_len'"),
-        (None, ["seq_len=2048"], "seq_len is both a constant and the column seq_len"),
-        (None, ["micro_batch=two"], 'micro_batch is a whole number, not "two"'),
-        (None, ["micro_batch=0"], "micro_batch is 1 or more, not 0"),
-        (None, ["micro_batch=2.5"], 'micro_batch is a whole number, not "2.5"'),
-        (None, ["device_total_gib=much"], 'device_total_gib is a number, not "much"'),
-        (None, ["offload_param=maybe"], "offload_param is true or false"),
-        (None, ["notes=x"], "notes holds a list"),
-        (None, ["outcome=fine"], "outcome is one of ok, oom"),
-        (None, ["micro_bach=2"], "not known: micro_bach; did you mean micro_batch"),
-        (None, ["device_total_gib=24", "device_total_bytes=1"], "gives device_total_bytes twice"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_named(
-    tmp_path: Path, columns: str | None, settings: list[str], text: str
-) -> None:
+@pytest.mark.parametrize(("columns", "settings", "message"), cases("import_mistakes"))
+def test_mistakes_on_the_command_line_are_named(tmp_path: Path, columns: str, settings: str, message: str) -> None:
     (tmp_path / "x.csv").write_text(FOUR)
-    with pytest.raises(UserError, match=text) as caught:
-        open_rows(tmp_path / "x.csv", columns, settings=settings)
+    with pytest.raises(UserError, match=message) as caught:
+        open_rows(tmp_path / "x.csv", columns or None, settings=settings.split())
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("mapping", "text"),
-    [
-        ("nope", "is no JSON"),
-        ("[1]", "must be a JSON object"),
-        ('{"seq_len": 1, "seq_len": 2}', "'seq_len' is said twice"),
-        ('{"seq_len": 1, "peak_active_mib": 7}', "no column 7; it has 1, 2, 3, 4"),
-        ('{"seq_len": 1, "peak_active_mib": 0}', "no column 0; it has 1, 2, 3, 4"),
-        ('{"seq_len": 1, "peak_active_mib": {"form": 2}}', 'peak_active_mib cannot be {"form": 2}; allowed'),
-        ('{"seq_len": 1, "peak_active_mib": {"ranks": []}}', "peak_active_mib cannot be"),
-        ('{"seq_len": 1, "peak_active_mib": {"from": 2, "scale": 0}}', "peak_active_mib cannot be"),
-        (
-            '{"seq_len": 1, "peak_active_mib": {"ranks": [2, 4]}, "peak_reserved_mib": {"ranks": [3]}}',
-            "of equally many ranks, not peak_active_mib 2, peak_reserved_mib 1",
-        ),
-        ('{"seq_len": {"value": "x"}, "peak_active_mib": 2}', 'seq_len is a whole number, not "x"'),
-        ('{"seq_len": 1, "peak_active_mib": 2, "micro_batch": {"value": 1}}', "of the mapping file and of --set"),
-    ],
-)
+@pytest.mark.parametrize(("mapping", "text"), cases("mapping_mistakes"))
 def test_mistakes_in_a_mapping_file_are_named(tmp_path: Path, mapping: str, text: str) -> None:
     (tmp_path / "x.csv").write_text(FOUR)
     (tmp_path / "m.json").write_text(mapping)
@@ -593,12 +506,12 @@ def test_what_is_less_than_nothing_was_not_measured(tmp_path: Path) -> None:
     assert open_rows(file)[0].frame["step_median_s"].isna().all()
 
 
-def test_set_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_on_the_command_line(tmp_path: Path, cli: Cli) -> None:
     file, out = tmp_path / "x.csv", tmp_path / "out.csv"
     file.write_text("1,14048\n2,OOM\n")
     words = ["--columns", "micro_batch,peak_active_mib", "--set", "seq_len=2048", "--set", "device=cuda"]
-    assert cli.main(["export", str(file), str(out), *words]) == 0
+    cli.run("export", file, out, *words)
     frame = load(out).frame
     assert frame["seq_len"].tolist() == [2048, 2048] and set(frame["device"]) == {"cuda"}
-    assert cli.main(["export", str(file), str(out), *words, "--set", "device=cpu"]) == 2
-    assert capsys.readouterr().err.endswith("vramsweep: --set gives device twice; give it once\n")
+    wrong = cli.refuse("export", file, out, *words, "--set", "device=cpu")
+    assert wrong.endswith("vramsweep: --set gives device twice; give it once\n")

@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import synthetic
-from conftest import tiny
+from conftest import Cli, tiny
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.data import parts
 from vramsweep.analysis.data.groups import groups
-from vramsweep.analysis.data.load import Table, from_frame, load
+from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import MIB
 from vramsweep.analysis.figures.parts import of_jobs
 from vramsweep.analysis.figures.view import View
@@ -36,18 +34,18 @@ def job(length: int, evaluation: float, steps: float = 4, batch: int = 2, **over
 
 
 def table(*rows: Row) -> Table:
-    return from_frame(pd.DataFrame(list(rows)), "here")
+    return synthetic.table(rows)
 
 
 JOBS = (job(32, 11), job(64, 11, 6), job(128, 5, 6))
 
 
-def test_parts_are_read_from_a_journal_and_written_into_every_export(tmp_path: Path) -> None:
+def test_parts_are_read_from_a_journal_and_written_into_every_export(tmp_path: Path, cli: Cli) -> None:
     folder = synthetic.write(tmp_path / "jobs", JOBS)
     (folder / "damaged").mkdir()
     text = (folder / "journal.jsonl").read_text()
     (folder / "damaged" / "journal.jsonl").write_text(text + '{"half": ')  # is read line by line
-    assert cli.main(["export", str(folder), str(tmp_path / "rows.csv")]) == 0
+    cli.run("export", folder, tmp_path / "rows.csv")
     for place in (folder, folder / "damaged", tmp_path / "rows.csv"):
         texts = load(place).frame["part_peak_allocated_bytes"]
         assert [json.loads(one) for one in texts] == [one["part_peak_allocated_bytes"] for one in JOBS]
@@ -104,7 +102,7 @@ def test_the_figure_has_a_bar_a_part_with_the_steps_framed() -> None:
 
 
 @pytest.mark.slow
-def test_what_fits_says_that_other_parts_need_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fits_says_that_other_parts_need_more(tmp_path: Path, cli: Cli) -> None:
     rows = [job(length, 11) for length in (128, 256, 512, 1024, 2048)]
     content = collect(table(*rows))
     assert content.findings[0].startswith("In 5 of 5 jobs evaluation needs most")
@@ -114,8 +112,7 @@ def test_what_fits_says_that_other_parts_need_more(tmp_path: Path, capsys: pytes
     assert any("other parts of the job need more" in title for title, name, _ in content.tables if name == "frontier")
     shown = {name: frame for _, name, frame in content.tables}["parts"]
     assert list(shown["evaluation"]) == ["11.0 MiB"] * 5 and set(shown["largest"]) == {"evaluation"}
-    assert cli.main(["frontier", str(synthetic.write(tmp_path / "jobs", rows)), "--gib", "24"]) == 0
-    assert remark in capsys.readouterr().out
+    assert remark in cli.run("frontier", synthetic.write(tmp_path / "jobs", rows), "--gib", "24").out
     within = collect(table(*(job(length, 2) for length in (128, 256, 512))))
     assert not any("whole jobs" in text for text in within.warnings)
     assert not any("other parts" in title for title, _, _ in within.tables)
@@ -125,7 +122,7 @@ def scripts(folder: Path, command: str = "python train.py --lr '{lr}' <b>") -> P
     rows = []
     for length in (128, 256, 512):
         for lr in (0.5, 0.25):
-            (one,) = synthetic.sweep(lengths=(length,), batches=(1,), allocators=("default",), repeats=1)
+            (one,) = synthetic.curve((length,))
             runner = {"name": "script", "command": command, "options": {"lr": lr, "mode": "fast"}}
             trial = tiny(runner=runner, seq_len=length)
             rows.append(complete(one | {"runner": "script", "trial": trial, "trial_id": f"{length}-{lr}"}))
@@ -145,7 +142,7 @@ def test_a_scripts_command_and_own_axes_are_what_was_asked(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_three_step_times_have_no_line_and_no_interval(tmp_path: Path) -> None:
-    few = table(*synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",)))
+    few = table(*synthetic.curve((128, 256, 512), repeats=2))
     fits, notes = fit_table(few)
     assert "step_median_s" not in {fit.metric.column for fit in fits}
     assert "1 curve of step time with fewer than 5 different lengths not fitted" in notes
@@ -155,7 +152,7 @@ def test_three_step_times_have_no_line_and_no_interval(tmp_path: Path) -> None:
 
 
 def test_no_step_begins_below_zero_seconds() -> None:
-    rows = synthetic.sweep(lengths=(128, 256, 512, 1024, 2048), batches=(1,), allocators=("default",), repeats=1)
+    rows = synthetic.curve((128, 256, 512, 1024, 2048))
     for one in rows:
         one["step_median_s"] = one["seq_len"] * 1e-3 - 0.05
     (fit,) = fit_table(table(*rows), ["step_median_s"])[0]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pandas as pd
 import pytest
 import synthetic
 
 from vramsweep.analysis.compare import lengths
 from vramsweep.analysis.data.groups import groups
-from vramsweep.analysis.data.load import DRAWN, Table, from_frame
+from vramsweep.analysis.data.load import DRAWN, Table
 from vramsweep.analysis.data.metrics import GIB, MIB
 from vramsweep.analysis.figures.lengths import of_lengths
 from vramsweep.analysis.figures.plots import Figure
@@ -30,18 +29,11 @@ def row(allocator: str, reserved: Sequence[float], **over: Any) -> Row:
     (one,) = synthetic.sweep(lengths=(512,), batches=(1,), allocators=(allocator,), repeats=1)
     sizes = [int(size * GIB) for size in reserved]
     known = {
-        "data": "lengths:lognormal(99,1)",
-        "padding_to": "longest",
-        "packing": "none",
-        "step_reserved_bytes": sizes,
-        "step_allocated_bytes": [GIB] * len(sizes),
+        "data": "lengths:lognormal(99,1)", "padding_to": "longest", "packing": "none", "alloc_retries": 0,
+        "step_reserved_bytes": sizes, "step_allocated_bytes": [GIB] * len(sizes), "warmup_steps": 3,
         "step_peak_allocated_bytes": [4 * GIB, 6 * GIB, *[5 * GIB] * len(sizes)][: len(sizes)],
-        "step_tokens": [100] * len(sizes),
-        "peak_allocated_bytes": 6 * GIB,
-        "peak_reserved_bytes": max(sizes),
-        "alloc_retries": 0,
-        "warmup_steps": 3,
-    }
+        "step_tokens": [100] * len(sizes), "peak_allocated_bytes": 6 * GIB, "peak_reserved_bytes": max(sizes),
+    }  # fmt: skip
     marks = "-".join(f"{value}" for value in over.values() if isinstance(value, int | str))
     return complete(one | known | {"trial_id": f"{allocator}-{marks}"} | over)
 
@@ -52,7 +44,7 @@ def full(allocator: str, phase: str = "step 37: forward", **over: Any) -> Row:
 
 
 def table(*rows: Row) -> Table:
-    return from_frame(pd.DataFrame(list(rows)), "here")
+    return synthetic.table(rows)
 
 
 def figures(*rows: Row) -> list[Figure]:
@@ -134,9 +126,8 @@ def test_one_that_runs_out_of_memory_is_named_with_its_measured_step() -> None:
     assert text.endswith("default runs out of memory at measured step 34 (forward); expandable goes on.") and not more
     for phase, place in (("step 3: backward", "the probe step (backward)"), ("step 0", "warm-up step 1"),
                          ("load", "load")):  # fmt: skip
-        assert any(
-            f"out of memory at {place};" in one for one in said(row("expandable", [7, 8]), full("default", phase))
-        )
+        found = said(row("expandable", [7, 8]), full("default", phase))
+        assert any(f"out of memory at {place};" in one for one in found)
 
 
 def test_repeats_and_seeds_that_run_out_of_memory_are_counted() -> None:

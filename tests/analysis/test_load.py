@@ -36,7 +36,7 @@ def test_the_fast_way_and_the_tolerant_way_agree(tmp_path: Path) -> None:
 def test_a_column_that_only_later_pieces_of_a_journal_hold_has_its_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",), repeats=1)
+    rows = synthetic.curve((128, 256, 512))
     rows[1] |= {"reason": "2026-01-01", "gpu_power_w": 300, "throttle_reasons": []}  # like a date, an int, and nothing
     rows[2] |= {"gpu_power_w": 300.5, "rank_peak_reserved_bytes": [1, 2]}
     monkeypatch.setattr(load, "_PIECE", 1)  # a line at a time
@@ -109,20 +109,20 @@ def test_a_setting_that_only_the_resolved_trial_holds_splits_groups(tmp_path: Pa
     rows = [
         {**row, "trial_id": f"{row['trial_id']}-{rank}", "trial": {"lora": {"rank": rank}, "seq_len": row["seq_len"]}}
         for rank in (8, 64)
-        for row in synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",), repeats=1)
+        for row in synthetic.curve((128, 256, 512))
     ]
     found = groups.groups(load.load(synthetic.write(tmp_path, rows)))
     assert [group.label for group in found] == ["lora.rank 8", "lora.rank 64"]
 
 
 def test_rows_that_ran_out_of_memory_join_the_group_of_equal_settings() -> None:
-    table = load.from_frame(pd.DataFrame(synthetic.sweep(batches=(4,), allocators=("default",))), "test")
+    table = synthetic.table(synthetic.sweep(batches=(4,), allocators=("default",)))
     assert table.frame.loc[table.frame["outcome"] == "oom", "gpu_name"].isna().all()
     assert len(groups.groups(table)) == 1
 
 
 def test_one_group_stands_for_those_that_differ_in_the_allocator_alone() -> None:
-    table = load.from_frame(pd.DataFrame(synthetic.sweep(batches=(1, 2))), "test")
+    table = synthetic.table(synthetic.sweep(batches=(1, 2)))
     found = groups.groups(table)
     assert {group.settings["allocator"] for group in found} > {"default"}
     shown = groups.whatever(found, "allocator")
@@ -157,7 +157,7 @@ def test_flagged_rows_are_said_and_kept(tmp_path: Path) -> None:
 
 
 def test_a_trial_measured_again_with_other_memory_is_said(tmp_path: Path) -> None:
-    rows = synthetic.sweep(lengths=(128, 256), batches=(1,), repeats=1, allocators=("default",))
+    rows = synthetic.curve((128, 256))
     again = [{**rows[0], "peak_reserved_bytes": rows[0]["peak_reserved_bytes"] + 1}, {**rows[1]}]
     notes = load.load(synthetic.write(tmp_path, rows + again)).warnings
     (said,) = [note for note in notes if "to the byte" in note]
@@ -167,7 +167,7 @@ def test_a_trial_measured_again_with_other_memory_is_said(tmp_path: Path) -> Non
 
 
 def test_the_host_of_a_gpu_and_a_library_that_not_all_rows_use_are_no_other_system(tmp_path: Path) -> None:
-    rows = synthetic.sweep(lengths=(128, 256), batches=(1,), repeats=1, allocators=("default",))
+    rows = synthetic.curve((128, 256))
     for number, one in enumerate(rows):
         one |= {"device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3", "cpu_name": f"host {number}"}
     other = [
@@ -180,7 +180,7 @@ def test_the_host_of_a_gpu_and_a_library_that_not_all_rows_use_are_no_other_syst
 
 def test_a_row_that_does_not_name_its_card_gives_way_to_one_that_does(tmp_path: Path) -> None:
     """Version 1 did not know the card of a worker that died: its out of memory would stay as a false frontier."""
-    (row,) = synthetic.sweep(lengths=(128,), batches=(1,), repeats=1, allocators=("default",))
+    (row,) = synthetic.curve((128,))
     row |= {"device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3", "torch_version": "2.13.0+cu130", "outcome": "ok"}
     died = row | {"gpu_name": None, "torch_version": "2.13.0", "outcome": "oom"}
     table = load.load(synthetic.write(tmp_path, [died, row]))
@@ -192,7 +192,7 @@ def of_cards(*cards: str, **fixed: object) -> Chosen:
     rows = [
         {**row, "trial_id": f"{row['trial_id']}-{name}", "simulated_gpu": name, "foreign": None, "gpu_name": None}
         for name in cards
-        for row in synthetic.sweep((128, 256, 512), (1,), ("default",), 1, "simulated", **fixed)
+        for row in synthetic.curve((128, 256, 512), device="simulated", **fixed)
     ]
     return Chosen(load.from_frame(pd.DataFrame(rows), "predictions"))
 

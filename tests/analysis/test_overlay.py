@@ -8,11 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
+from conftest import Cli
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.compare.trends import SPEED, along
 from vramsweep.analysis.compare.verdicts import compare
-from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.figures import overlay
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import Row
@@ -20,8 +19,8 @@ from vramsweep.harness.row import Row
 
 def sides(lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)) -> tuple[list[Row], list[Row]]:
     """B: half the memory, slower up to 600 tokens and faster from there on, and a length more."""
-    a = synthetic.sweep(lengths=lengths[:-1], batches=(1,), allocators=("default",), repeats=3)
-    b = synthetic.sweep(lengths=lengths, batches=(1,), allocators=("default",), repeats=3, seed=1)
+    a = synthetic.curve(lengths[:-1], repeats=3)
+    b = synthetic.curve(lengths, repeats=3, seed=1)
     for row in b:
         row["peak_reserved_bytes"] //= 2
         row["tokens_per_s"] *= 0.9 if row["seq_len"] < 600 else 1.1
@@ -29,7 +28,7 @@ def sides(lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)) -> tuple
 
 
 def drawn(a: list[Row], b: list[Row]) -> overlay.Figure:
-    found = compare(*(from_frame(pd.DataFrame(rows), "test") for rows in (a, b)), names=("runs/a", "runs/b"))
+    found = compare(*(synthetic.table(rows) for rows in (a, b)), names=("runs/a", "runs/b"))
     return overlay.figure(found, along(found))
 
 
@@ -88,7 +87,7 @@ def test_sides_of_which_one_ran_out_of_memory_wherever_the_other_fitted_are_no_f
 
 @pytest.mark.slow
 def test_thousands_of_pairs_are_thinned() -> None:
-    rows = synthetic.sweep(lengths=range(1, 1601), batches=(1,), allocators=("default",), repeats=1)
+    rows = synthetic.curve(range(1, 1601))
     figure = drawn(rows, rows)
     assert len(figure.data) == 1600
     assert max(len(trace.x) for trace in figure.plot.data) < 1600
@@ -100,20 +99,16 @@ def test_one_length_is_no_figure() -> None:
         drawn(a, a)
 
 
-def test_html_has_its_data_beside_it_and_nothing_is_written_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_html_has_its_data_beside_it_and_nothing_is_written_over(tmp_path: Path, cli: Cli) -> None:
     a, b = (synthetic.write(tmp_path / name, rows) for name, rows in zip("ab", sides(), strict=True))
     out = tmp_path / "figures" / "both.html"
-    assert cli.main(["compare", str(a), str(b), "--figure", str(out)]) == 1
+    cli.run("compare", a, b, "--figure", out, status=1)
     assert "faster from about 768 tokens on" in out.read_text(encoding="utf-8")
     assert len(pd.read_csv(out.with_suffix(".csv"))) == 6
     rows = tmp_path / "rows.csv"
-    assert cli.main(["export", str(a), str(rows)]) == 0
+    cli.run("export", a, rows)
     before = rows.read_bytes()
-    capsys.readouterr()
-    assert cli.main(["compare", str(rows), str(b), "--figure", str(tmp_path / "rows.png")]) == 2
-    assert "give it another name" in capsys.readouterr().err
+    assert "give it another name" in cli.refuse("compare", rows, b, "--figure", tmp_path / "rows.png")
     assert rows.read_bytes() == before
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import Cli
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.data.metrics import METRICS, MIB
 from vramsweep.analysis.data.ranks import over_ranks, spread
@@ -33,24 +32,18 @@ needs_data = pytest.mark.skipif(
 )
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert cli.main([str(word) for word in words]) == 0
-    return capsys.readouterr().out
-
-
-def fits(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    found = json.loads(said(capsys, "fit", *words, "--json"))["fits"]
-    return {fit["metric"]: fit for fit in found}
+def fits(cli: Cli, *words: object) -> dict[str, Any]:
+    return {fit["metric"]: fit for fit in cli.json("fit", *words)["fits"]}
 
 
 @pytest.mark.slow
 @needs_data
 def test_the_line_from_918_tokens_and_the_flat_part_knot_and_rms_of_each_class(
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     file = QWEN / "without-expandable-segments.csv"
-    assert "y = 2.9598x + 8163.2190 (MiB)" in said(capsys, "fit", file, "--metric", "peak_active_bytes", "--from", 918)
-    text = said(capsys, "fit", file, "--metric", "peak_active_bytes")
+    assert "y = 2.9598x + 8163.2190 (MiB)" in cli.run("fit", file, "--metric", "peak_active_bytes", "--from", 918).out
+    text = cli.run("fit", file, "--metric", "peak_active_bytes").out
     for of_class in ("lengths divisible by 8", "lengths not divisible by 8"):
         assert f"{of_class}: up to 9" in text and f"{of_class}: the lines meet at 9" in text
     assert "length % 8 == 0: y = max(10900" in text and "length % 8 != 0: y = max(10900" in text
@@ -60,7 +53,7 @@ def test_the_line_from_918_tokens_and_the_flat_part_knot_and_rms_of_each_class(
 @pytest.mark.slow
 @needs_data
 def test_reserved_jumps_where_lengths_on_either_side_stay_apart_and_not_where_single_ones_waver(
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     """From 1,576 to 1,700 tokens it goes up by a gigabyte and back two dozen times, and the last two lengths alone
     lie below what came before: neither is a drop at one length."""
@@ -70,7 +63,7 @@ def test_reserved_jumps_where_lengths_on_either_side_stay_apart_and_not_where_si
     steps = np.diff(peak)
     assert np.sum(np.abs(steps[1575:1700]) > 700) > 20 and np.abs(steps[1700:2045]).max() < 300
     assert steps[2045] < -1000
-    text = said(capsys, "fit", file, "--metric", "peak_reserved_bytes")
+    text = cli.run("fit", file, "--metric", "peak_reserved_bytes").out
     found = re.findall(r"it (drops|jumps) by (\S+) (\w+) at (\S+) tokens", text)
     places = {int(at.replace(",", "")): (way, unit) for way, _, unit, at in found}
     assert places.pop(513, None) in (None, ("drops", "MiB"))  # of the curve itself, where that is two lines
@@ -84,9 +77,9 @@ def test_reserved_jumps_where_lengths_on_either_side_stay_apart_and_not_where_si
 
 @pytest.mark.slow
 @needs_data
-def test_least_mean_and_largest_of_eight_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_least_mean_and_largest_of_eight_gpus(cli: Cli) -> None:
     words = (LLAMA / "lengths-zero3.csv", "--columns", f"seq_len,{RANKS}", "--set", "micro_batch=1")
-    text = said(capsys, "fit", *words, "--metric", "peak_active_bytes")
+    text = cli.run("fit", *words, "--metric", "peak_active_bytes").out
     lines = [line.split(",") for line in (LLAMA / "lengths-zero3.csv").read_text().splitlines()]
     last = [float(v) for line in lines if line[0] == "2041" for v in line[1:17:2] if float(v)]
     assert len(last) == 8
@@ -94,40 +87,39 @@ def test_least_mean_and_largest_of_eight_gpus(capsys: pytest.CaptureFixture[str]
         f"{v / 1024:,.2f} GiB {n}" for n, v in (("min", min(last)), ("mean", np.mean(last)), ("max", max(last)))
     )
     assert f"over 8 ranks at 2,041 tokens: {sizes}" in text
-    of_mean = fits(capsys, *words, "--metric", "peak_active_bytes", "--ranks", "mean")["peak_active_bytes"]
-    of_worst = fits(capsys, *words, "--metric", "peak_active_bytes")["peak_active_bytes"]
+    of_mean = fits(cli, *words, "--metric", "peak_active_bytes", "--ranks", "mean")["peak_active_bytes"]
+    of_worst = fits(cli, *words, "--metric", "peak_active_bytes")["peak_active_bytes"]
     assert of_mean["candidates"][0]["rms"] < of_worst["candidates"][0]["rms"]  # which rank is worst changes
 
 
 @pytest.mark.slow
 @needs_data
-def test_memory_and_seconds_per_iteration_are_linear_in_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    found = fits(capsys, QWEN / "batches-checkpointing.csv", *BATCHES, "--axis", "micro_batch")
+def test_memory_and_seconds_per_iteration_are_linear_in_the_batch(cli: Cli) -> None:
+    found = fits(cli, QWEN / "batches-checkpointing.csv", *BATCHES, "--axis", "micro_batch")
     assert found["peak_active_bytes"]["chosen"] == found["step_median_s"]["chosen"] == "straight line"
     parameters = found["peak_active_bytes"]["candidates"][0]["curves"][0]["parameters"]
     assert parameters["b1"] / MIB == pytest.approx(3681, abs=1)
     words = ("--columns", f"micro_batch,{RANKS}", "--set", "seq_len=2048", "--axis", "micro_batch")
-    found = fits(capsys, LLAMA / "batches-zero3-checkpointing.csv", *words)
+    found = fits(cli, LLAMA / "batches-zero3-checkpointing.csv", *words)
     assert found["peak_active_bytes"]["chosen"] == found["step_median_s"]["chosen"] == "straight line"
 
 
 @pytest.mark.slow
 @needs_data
-def test_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_batch(cli: Cli) -> None:
     words = ("--columns", f"micro_batch,{RANKS}", "--set", "seq_len=2048", "--set", "device_total_gib=80")
-    text = said(capsys, "frontier", LLAMA / "batches-zero3-checkpointing.csv", *words, "--batch", "--gib", "80")
+    text = cli.run("frontier", LLAMA / "batches-zero3-checkpointing.csv", *words, "--batch", "--gib", "80").out
     assert "12 samples ran within; 13 did not" in text and "CUDA context" in text
     words = (*BATCHES, "--set", "device_total_gib=24", "--batch", "--gib", "24")
-    assert "2 samples ran within; 3 did not" in said(capsys, "frontier", QWEN / "batches.csv", *words).replace(
+    assert "2 samples ran within; 3 did not" in cli.run("frontier", QWEN / "batches.csv", *words).out.replace(
         "none", ""
     )
 
 
 @needs_data
-def test_memory_is_halved_by_checkpointing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_halved_by_checkpointing(cli: Cli) -> None:
     words = ("--columns", f"micro_batch,{RANKS}", "--set", "seq_len=2048")
-    cli.main(["compare", str(LLAMA / "batches-zero3.csv"), str(LLAMA / "batches-zero3-checkpointing.csv"), *words])
-    text = capsys.readouterr().out
+    text = cli.run("compare", LLAMA / "batches-zero3.csv", LLAMA / "batches-zero3-checkpointing.csv", *words).out
     assert "peak active: SMALLER: smaller in 3 of 3 pairs" in text and "0.49 x" in text and "-17" in text
 
 
@@ -204,41 +196,36 @@ def test_lengths_that_waver_are_told_and_noise_is_not() -> None:
     assert wavering(x, noise, 10_000 + 10 * x) == [] and wavering(x[:30], noise[:30], x[:30]) == []
 
 
-def test_an_end_at_0_is_one_and_rows_that_tried_again_did_not_run_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_end_at_0_is_one_and_rows_that_tried_again_did_not_run_out(tmp_path: Path, cli: Cli) -> None:
     file = tmp_path / "x.csv"
     rows = [(128, 1000, 0), (256, 1100, 0), (512, 1300, 0), (1024, 1700, 0), (2048, 1710, 3)]
     file.write_text("seq_len,peak_reserved_mib,alloc_retries,device_total_gib\n")
     with file.open("a") as stream:
         stream.writelines(f"{x},{peak},{retries},80\n" for x, peak, retries in rows)
-    text = said(capsys, "fit", file)
+    text = cli.run("fit", file).out
     assert "ran out of memory count" not in text and "counts as a lower bound of peak reserved" in text
     with file.open("a") as stream:
         stream.write("4096,OOM,,80\n")
-    assert "    1 row that ran out of memory counts as a lower bound\n" in said(capsys, "fit", file)
+    assert "    1 row that ran out of memory counts as a lower bound\n" in cli.run("fit", file).out
     for flags in (["--to", "0"], ["--to", "nan"], ["--from", "inf"]):
-        assert cli.main(["fit", str(file), *flags]) == 2
-        out, err = capsys.readouterr()
+        out, err = cli.run("fit", file, *flags, status=2)
         assert not out.startswith("\n") and ("nothing could be fitted" if flags[1] == "0" else "takes a number") in err
 
 
 @pytest.mark.slow
-def test_along_the_batch_the_words_are_of_batches_and_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_along_the_batch_the_words_are_of_batches_and_samples(tmp_path: Path, cli: Cli) -> None:
     random = np.random.default_rng(0)
     batches = np.arange(1, 65)
     reserved = 1000 + 36 * batches + np.where(batches >= 30, 700, 0) + random.integers(0, 4, 64)
     active = 1000 + 37 * batches + np.where(batches % 8, 300, 0) + random.integers(0, 4, 64)
     np.savetxt(tmp_path / "x.csv", np.array([batches, active, reserved]).T, delimiter=",", fmt="%d")
     words = ("--columns", "micro_batch,peak_active_mib,peak_reserved_mib", "--set", "seq_len=512")
-    text = said(capsys, "fit", tmp_path / "x.csv", *words, "--axis", "micro_batch")
+    text = cli.run("fit", tmp_path / "x.csv", *words, "--axis", "micro_batch").out
     assert re.search(r"it jumps by \S+ MiB at 30 samples", text) and "up to 30 samples y =" in text
     assert "batch % 8 == 0: y =" in text and "batches not divisible by 8: " in text
     assert "tensors that grow with batch dominate" in text and "64 rows, 64 batches" in text
     assert "length" not in text.replace("sequence length", "") and "tokens" not in text
-    json_text = said(capsys, "fit", tmp_path / "x.csv", *words, "--axis", "micro_batch", "--json")
+    json_text = cli.run("fit", tmp_path / "x.csv", *words, "--axis", "micro_batch", "--json").out
     assert '"class": "batch % 8 == 0"' in json_text and "tokens" not in json_text.replace("range_tokens", "")
 
 

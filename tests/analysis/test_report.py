@@ -11,18 +11,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
-from conftest import tiny, unpacked
+from conftest import Cli, tiny, unpacked
+from synthetic import table
 
-from vramsweep.analysis import cli
-from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.cli import main
+from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.figures import files, layout, plots
 from vramsweep.analysis.report.content import collect
 from vramsweep.harness import plan
 from vramsweep.harness.row import Row, complete
-
-
-def table(rows: list[Row]) -> Table:
-    return from_frame(pd.DataFrame(rows), "test")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = plan.expand([tiny(seq_len=128)], 1)[0][0].resolved
     rows[0] = {**rows[0], "throttle_reasons": ["sw_power_cap"], "plateau": False, "trial": whole}
     path = synthetic.write(tmp_path_factory.mktemp("results") / "sweep", rows)
-    assert cli.main(["report", str(path), "--images", "none"]) == 0
+    assert main(["report", str(path), "--images", "none"]) == 0
     return path
 
 
@@ -82,7 +79,7 @@ def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> N
 @pytest.mark.slow
 def test_what_is_only_predicted_says_so_on_every_figure_table_and_finding() -> None:
     rows = synthetic.sweep(lengths=(128, 256, 512, 1024), batches=(1, 2), device="simulated")
-    content = collect(from_frame(pd.DataFrame(rows), "test"))
+    content = collect(table(rows))
     assert content.figures
     for figure in content.figures:
         assert "predicted" in [note.text for note in figure.plot.layout.annotations]
@@ -144,7 +141,7 @@ def test_html_in_a_model_name_is_text_everywhere() -> None:
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("one row", synthetic.sweep(lengths=(128,), batches=(1,), allocators=("default",), repeats=1)),
+        ("one row", synthetic.curve((128,))),
         ("all out of memory", synthetic.sweep(device_gib=1)),
         ("nothing measured", [complete({"trial_id": "a", "terminal": True, "outcome": "invalid", "reason": "no"})]),
         ("no lengths", [{**r, "seq_len": None} for r in synthetic.sweep(lengths=(128,), batches=(1,))]),
@@ -152,7 +149,7 @@ def test_html_in_a_model_name_is_text_everywhere() -> None:
 )
 def test_what_can_still_be_shown_is_shown(name: str, rows: list[Row], tmp_path: Path) -> None:
     path = synthetic.write(tmp_path, rows)
-    assert cli.main(["report", str(path), "--images", "none"]) == 0
+    assert main(["report", str(path), "--images", "none"]) == 0
     page = (path / "report.html").read_text()
     assert "Rows and how to reproduce them" in page
     if name == "all out of memory":
@@ -161,7 +158,7 @@ def test_what_can_still_be_shown_is_shown(name: str, rows: list[Row], tmp_path: 
 
 @pytest.mark.slow
 def test_thousands_of_groups_are_counted_and_some_are_drawn() -> None:
-    base = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",), repeats=1)
+    base = synthetic.curve((128, 256, 512))
     frame = pd.DataFrame(base * 2_000)
     frame["micro_batch"] = np.repeat(np.arange(2_000), 3) + 1
     frame["trial_id"] = [f"t{i}" for i in range(len(frame))]
@@ -182,39 +179,36 @@ def test_without_a_browser_one_line_says_what_to_install(monkeypatch: pytest.Mon
     )
 
 
-def test_user_errors_are_one_line_and_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(tmp_path / "none")]) == 2
-    assert "there is no file" in capsys.readouterr().err
+def test_user_errors_are_one_line_and_exit_status_2(tmp_path: Path, cli: Cli) -> None:
+    assert "there is no file" in cli.refuse("report", tmp_path / "none")
     path = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
-    assert cli.main(["report", str(path), "--images", "gif"]) == 2
-    assert cli.main(["fit", str(path)]) == 2
-    assert "nothing could be fitted" in capsys.readouterr().err
+    assert "gif" in cli.refuse("report", path, "--images", "gif")
+    assert "nothing could be fitted" in cli.refuse("fit", path)
 
 
 @pytest.mark.slow
-def test_every_table_has_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["fit", str(folder)], ["frontier", str(folder)], ["compare", str(folder), "--by", "micro_batch=1,2"]):
-        cli.main([*argv, "--json"])
-        assert json.loads(capsys.readouterr().out)
+def test_every_table_has_json(folder: Path, cli: Cli) -> None:
+    assert cli.json("fit", folder) and cli.json("frontier", folder)
+    assert cli.json("compare", folder, "--by", "micro_batch=1,2", status=1)
 
 
 def test_repeats_whose_memory_differs_are_named_and_speed_has_an_interval() -> None:
-    rows = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), repeats=3, allocators=("default",))
+    rows = synthetic.curve((128, 256, 512), repeats=3)
     rows[1]["peak_reserved_bytes"] += 1
-    content = collect(from_frame(pd.DataFrame(rows), "test"))
+    content = collect(table(rows))
     pair = f"peak_reserved_bytes of repeats {rows[0]['trial_id']} and {rows[1]['trial_id']} differs by 1 B"
     assert any(pair in warning for warning in content.warnings)
-    (table,) = [table for title, _, table in content.tables if title == "Settings"]
-    assert table["95 % between processes (tokens/s)"].iloc[0].endswith(" (3 processes)")
+    (shown,) = [frame for title, _, frame in content.tables if title == "Settings"]
+    assert shown["95 % between processes (tokens/s)"].iloc[0].endswith(" (3 processes)")
     once = collect(from_frame(pd.DataFrame([row for row in rows if row["repeat"] == 0]), "test"))
     assert any("measured once, so speed has no interval" in warning for warning in once.warnings)
-    (table,) = [table for title, _, table in once.tables if title == "Settings"]
-    assert table["95 % between processes (tokens/s)"].iloc[0] == "none: one process"
+    (shown,) = [frame for title, _, frame in once.tables if title == "Settings"]
+    assert shown["95 % between processes (tokens/s)"].iloc[0] == "none: one process"
 
 
 def test_the_report_says_each_flag_in_its_words() -> None:
-    rows = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), repeats=1, allocators=("default",))
+    rows = synthetic.curve((128, 256, 512))
     for row in rows:
         row["flags"] = ["not_settled"]
-    warnings = collect(from_frame(pd.DataFrame(rows), "test")).warnings
+    warnings = collect(table(rows)).warnings
     assert any(w.startswith("3 rows are flagged not_settled (the steps got faster (warm-up went on)") for w in warnings)

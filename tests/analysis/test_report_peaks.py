@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import numpy as np
-import pandas as pd
 import pytest
 import synthetic
 
 from vramsweep.analysis.data.groups import groups
-from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.figures.frontier import frontier_chart
 from vramsweep.analysis.figures.lines import unallocated
 from vramsweep.analysis.figures.memory import by_length
@@ -23,22 +21,23 @@ from vramsweep.analysis.model.frontier import frontier
 from vramsweep.analysis.report import findings
 from vramsweep.harness.row import Row
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 
 
 def known(made: list[Row]) -> View:
-    table = from_frame(pd.DataFrame(made), "test")
+    table = synthetic.table(made)
     found = groups(table)
     fits = fit_table(table, found=found)[0]
     return View(table, found, fits=fits, limits=frontier(table, fits=fits, found=found))
 
 
 def finding(made: list[Row], start: str) -> str:
-    table = from_frame(pd.DataFrame(made), "test")
+    table = synthetic.table(made)
     return next(text for text in findings.findings(table, groups(table), []) if text.startswith(start))
 
 
-@pytest.mark.slow
 def test_what_is_reserved_is_told_at_the_peak_and_only_beside_it_between_steps() -> None:
     said = finding(synthetic.sweep(batches=(1, 2), lengths=(1024, 2048, 4096), repeats=1), "Most reserved")
     assert said == (  # peak 13.44 GiB, of which 15 % and 128 MiB more are reserved; 3 GiB stay between steps
@@ -47,7 +46,6 @@ def test_what_is_reserved_is_told_at_the_peak_and_only_beside_it_between_steps()
     )
 
 
-@pytest.mark.slow
 def test_where_allocated_is_not_known_active_stands_in_for_it_and_that_is_said() -> None:
     made = synthetic.sweep(batches=(1,), allocators=("default",), foreign="somewhere", peak_allocated_bytes=None)
     made = [{**row, "reserved_unallocated_bytes": None, "backward_peak_allocated_bytes": None} for row in made]
@@ -60,7 +58,6 @@ def test_where_allocated_is_not_known_active_stands_in_for_it_and_that_is_said()
     assert figure.plot.layout.yaxis.title.text == "reserved − active (GiB)"
 
 
-@pytest.mark.slow
 def test_a_resident_set_is_no_reserve() -> None:
     made = synthetic.sweep(batches=(1,), device="cpu", memory_source="cpu_tensors_and_rss")
     view = known(made)
@@ -68,7 +65,6 @@ def test_a_resident_set_is_no_reserve() -> None:
     assert unallocated(view) == []
 
 
-@pytest.mark.slow
 def test_the_figure_of_reserve_is_of_the_peak() -> None:
     made = synthetic.sweep(batches=(1,), repeats=1)
     (figure,) = unallocated(known(made))
@@ -78,7 +74,6 @@ def test_the_figure_of_reserve_is_of_the_peak() -> None:
         assert drawn["beyond_bytes"] == row["peak_reserved_bytes"] - row["peak_allocated_bytes"]
 
 
-@pytest.mark.slow
 def test_allocators_are_compared_along_length() -> None:
     said = finding(synthetic.sweep(batches=(1,)), "Allocator expandable against default")
     assert "peak reserved SMALLER (smaller in 10 of 10 pairs; geometric mean -11.05 %); the gap grows by " in said
@@ -88,7 +83,6 @@ def test_allocators_are_compared_along_length() -> None:
     assert "(smaller in 2 of 2 pairs; geometric mean -10.93 %, -400.0 MiB)" in said
 
 
-@pytest.mark.slow
 def test_two_verdicts_that_turn_at_one_place_are_said_once() -> None:
     made = synthetic.sweep(batches=(1,), lengths=range(64, 1025, 64), repeats=1, allocators=("default", "expandable"))
     for row in made:
@@ -99,15 +93,13 @@ def test_two_verdicts_that_turn_at_one_place_are_said_once() -> None:
     assert "SMALLER from about 576 tokens on" in said
 
 
-@pytest.mark.slow
 def test_no_speed_no_verdict_on_it() -> None:
     made = synthetic.sweep(batches=(1,), device="simulated", tokens_per_s=None, step_median_s=None)
     assert "speed" not in finding(made, "Allocator")
 
 
-@pytest.mark.slow
 def test_throughput_marks_what_its_fit_misses() -> None:
-    made = synthetic.sweep(batches=(1,), allocators=("default",), lengths=range(128, 4097, 128), repeats=1)
+    made = synthetic.curve(range(128, 4097, 128))
     view = known(made)
     (figure,) = throughput(view)
     inside = figure.data[~figure.data["outside"]]
@@ -128,7 +120,6 @@ def test_throughput_marks_what_its_fit_misses() -> None:
     assert marks == ["circle", "circle-open"]
 
 
-@pytest.mark.slow
 def test_captions_say_what_lines_rest_on() -> None:
     made = synthetic.sweep(batches=(1,), lengths=(128, 256, 512, 1024, 2048, 4096, 8192))
     view = known(made)
@@ -149,7 +140,6 @@ class _Endless(Fit):
         return replace(found, high=open_ended, new_high=open_ended)
 
 
-@pytest.mark.slow
 def test_bands_without_an_end_stop_outside_the_figure() -> None:
     view = known(synthetic.sweep(batches=(1,), allocators=("default",)))
     fits = [_Endless(**{one.name: getattr(fit, one.name) for one in fields(Fit)}) for fit in view.fits]
@@ -163,7 +153,6 @@ def test_bands_without_an_end_stop_outside_the_figure() -> None:
             assert band.min() >= 2 * low - high and band.max() <= 2 * high - low
 
 
-@pytest.mark.slow
 def test_a_frontier_is_solid_as_far_as_rows_ran_and_marked_beyond() -> None:
     made = synthetic.sweep(batches=(1, 4), allocators=("default",))
     view = known(made)
@@ -178,7 +167,6 @@ def test_a_frontier_is_solid_as_far_as_rows_ran_and_marked_beyond() -> None:
     assert not figure.plot.layout.yaxis.title.text
 
 
-@pytest.mark.slow
 def test_a_frontier_without_an_upper_end_ends() -> None:
     made = synthetic.sweep(batches=(1,), lengths=(1024, 1536, 2048, 3072))
     hidden = [{key: None if "_peak_" in key and "reserved" not in key else v for key, v in r.items()} for r in made]
@@ -187,11 +175,10 @@ def test_a_frontier_without_an_upper_end_ends() -> None:
         assert np.isfinite(np.asarray(trace.x, dtype=float)).all()
 
 
-@pytest.mark.slow
 def test_groups_of_one_label_stay_apart() -> None:
     made: list[Row] = []
     for model, precision in (("a · b", "c"), ("a · b", "d"), ("a", "b · c")):
-        mine = synthetic.sweep((512, 1024, 2048, 4096), (1,), ("default",), 1, model=model, precision=precision)
+        mine = synthetic.curve((512, 1024, 2048, 4096), model=model, precision=precision)
         made += [{**row, "trial_id": f"{model}{precision}{row['trial_id']}"} for row in mine]
     view = known(made)
     found = view.groups

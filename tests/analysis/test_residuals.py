@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
+from conftest import Cli
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.compare.residuals import COMPONENTS, OUTCOME, pair, residuals, summary
 from vramsweep.analysis.compare.residuals_words import not_compared, sentences, tables
 from vramsweep.analysis.data.load import Table, from_frame
@@ -22,7 +22,7 @@ LENGTHS = (256, 1024, 4096)
 
 
 def table(*rows: list[Row]) -> Table:
-    return from_frame(pd.DataFrame([row for part in rows for row in part]), "test")
+    return synthetic.table([row for part in rows for row in part])
 
 
 def measured(**over: Any) -> list[Row]:
@@ -198,12 +198,12 @@ def test_ten_thousand_configurations() -> None:
 
 
 @pytest.mark.slow
-def test_report_and_paper_have_the_residuals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_and_paper_have_the_residuals(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vramsweep.analysis.report.write.files.images", lambda *_: [])
     few = {"allocators": ("default",), "repeats": 1}
     folder = synthetic.write(tmp_path, measured(**few) + scaled(predicted(**few), peak_reserved_bytes=1.01))
-    assert cli.main(["report", str(folder), "--images", "none"]) == 0
-    assert cli.main(["paper", str(folder)]) == 0
+    cli.run("report", folder, "--images", "none")
+    cli.run("paper", folder)
     for place in (folder, folder / "paper"):
         assert len(pd.read_csv(place / "residuals.csv")) == len(LENGTHS) * len(COMPONENTS)
     page = (folder / "report.html").read_text()
@@ -211,5 +211,5 @@ def test_report_and_paper_have_the_residuals(tmp_path: Path, monkeypatch: pytest
     assert (folder / "paper" / "tables" / "residuals.tex").exists()
     assert (folder / "figures" / "residuals.csv").exists()
     synthetic.write(tmp_path, measured(**few))
-    assert cli.main(["report", str(folder), "--images", "none"]) == 0
+    cli.run("report", folder, "--images", "none")
     assert not (folder / "residuals.csv").exists()  # what is no longer true does not stay

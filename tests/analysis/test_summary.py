@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
 import pytest
 import synthetic
+from conftest import Cli
 
-from vramsweep.analysis import cli
-from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.report.summary import Summary, summary, text
 from vramsweep.harness.row import Row
 
@@ -19,7 +15,7 @@ GIB = 2**30
 
 
 def of(rows: list[Row]) -> Summary:
-    return summary(from_frame(pd.DataFrame(rows), "test"))
+    return summary(synthetic.table(rows))
 
 
 def test_a_row_says_what_was_tried_what_fits_and_what_it_takes() -> None:
@@ -51,7 +47,7 @@ def test_several_batches_of_one_length_are_along_the_batch() -> None:
 
 
 def test_one_length_ends_in_a_table_whose_unknown_is_no_number() -> None:
-    found = of(synthetic.sweep(lengths=(128,), batches=(1,), allocators=("default",), repeats=1))
+    found = of(synthetic.curve((128,)))
     (line,) = found.lines
     assert (line.label, line.tried, line.fits, line.mib_per_token) == ("made-up · torch · bf16", 128, 128, None)
     assert text(found, 100).splitlines()[6].split()[-5:-2] == ["128", "128", "–"]
@@ -63,7 +59,7 @@ def test_nothing_fits_is_not_the_same_as_nothing_known() -> None:
     assert full.findings == ("Nothing that was tried fits; the smallest would reserve 30.00 GiB.",)
     crashed = of([{**row, "outcome": "crash"} for row in synthetic.sweep(device_gib=1)])
     assert {line.fits for line in crashed.lines} == {None} and crashed.findings == ()
-    rows = synthetic.sweep(lengths=(128, 256, 512), batches=(1,), allocators=("default",), repeats=1)
+    rows = synthetic.curve((128, 256, 512))
     (torn,) = of([rows[0], {**rows[1], "outcome": "oom"}, rows[2]]).lines
     assert torn.torn and torn.fits == 512
 
@@ -93,30 +89,21 @@ def test_it_fits_a_screen(width: int) -> None:
     assert "and 46 more in the report" in said  # of 60
 
 
-def end(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["report", str(path), "--images", "none", *words]) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.slow
-def test_the_end_of_a_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_report(tmp_path: Path, cli: Cli) -> None:
     evil = "\x1b]0;owned\x07[red]x"
     path = synthetic.write(tmp_path / "s", synthetic.sweep(lengths=(128, 256, 512), batches=(1, 2), model=evil))
-    said = end(path, capsys)
+    said = cli.run("report", path, "--images", "none").out
     lines = said.splitlines()
     assert len(lines) <= 30 and r"\x1b]0;owned" not in said  # of one model, its name is not told
     assert [line.split()[0] for line in lines[-4:]] == ["report", "rows", "figures", "fits"]
     assert sum(line.startswith("note: ") for line in lines) <= 3 and "on top of a fixed part" not in said
-    told: dict[str, Any] = json.loads(end(path, capsys, "--json"))
+    told = cli.json("report", path, "--images", "none")
     assert (
         len(told["configurations"]) == 4
         and len(told["findings"]) == 3
         and any("on top of a fixed part" in line for line in told["summary"])
     )
-    one = synthetic.write(
-        tmp_path / "o", synthetic.sweep(lengths=(128,), batches=(1,), allocators=("default",), model=evil)
-    )
-    said = end(one, capsys)
+    one = synthetic.write(tmp_path / "o", synthetic.curve((128,), repeats=2, model=evil))
+    said = cli.run("report", one, "--images", "none").out
     assert r"\x1b]0;owned\x07[red]x · torch · bf16" in said and "no curve could be fitted" not in said

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, Run, tiny
+from conftest import ROOT, Cli, Run, tiny
 
-from vramsweep.analysis import cli
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.timeline import PARTS, held, of_timeline
 from vramsweep.analysis.report.draw import draw
@@ -44,34 +43,17 @@ def record(**over: Any) -> dict[str, Any]:
         )
     ]
     several = storages[1] | {"module": "layers.*.up"}
+    peak = {
+        "event": 3, "phase": "backward", "allocated": 60 * MIB, "largest": storages, "rest": 9 * MIB, "rest_count": 4,
+        "rounding": MIB, "alike": [{"held": storages[0], "count": 1}, {"held": several, "count": 2}],
+    }  # fmt: skip
+    ends = (("forward", 0, 2), ("backward", 2, 4), ("optimizer", 4, 5))
     data = {
-        "step": 2,
-        "events": 5,
-        "event": list(range(6)),
-        "allocated": allocated,
-        "active": allocated,
-        "reserved": [60 * MIB, 60 * MIB, 60 * MIB, 80 * MIB, 80 * MIB, 80 * MIB],
-        "parts": parts,
-        "phases": [
-            {"phase": "forward", "begin": 0, "end": 2},
-            {"phase": "backward", "begin": 2, "end": 4},
-            {"phase": "optimizer", "begin": 4, "end": 5},
-        ],
-        "peak": {
-            "event": 3,
-            "phase": "backward",
-            "allocated": 60 * MIB,
-            "largest": storages,
-            "rest": 9 * MIB,
-            "rest_count": 4,
-            "rounding": MIB,
-            "alike": [{"held": storages[0], "count": 1}, {"held": several, "count": 2}],
-        },
-        "peak_reserved": 80 * MIB,
-        "limit": 100 * MIB,
-        "failure": None,
-        **over,
-    }
+        "step": 2, "events": 5, "event": list(range(6)), "allocated": allocated, "active": allocated,
+        "reserved": [60 * MIB] * 3 + [80 * MIB] * 3, "parts": parts, "peak": peak, "peak_reserved": 80 * MIB,
+        "phases": [{"phase": phase, "begin": begin, "end": end} for phase, begin, end in ends],
+        "limit": 100 * MIB, "failure": None, **over,
+    }  # fmt: skip
     about = {
         "model": "small <b>", "seq_len": 1024, "micro_batch": 2, "precision": "bf16", "runner": "torch",
         "sharding": "none", "world_size": 1, "allocator": "default", "gpu": "t4-16gb",
@@ -201,12 +183,12 @@ def test_the_largest_that_fits_and_the_smallest_that_does_not_are_chosen() -> No
 
 @pytest.mark.slow
 def test_a_sweep_s_timelines_are_in_its_report_and_kept(
-    run_sweep: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_sweep: Run, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = tiny(device={"name": "simulated", "gpu": "t4-16gb"}, protocol={"warmup_steps": 1, "measured_steps": 1})
     rows = run_sweep(small, {**small, "seq_len": 64}, isolation="warm")
     folder = tmp_path / "t"
-    assert cli.main(["report", str(folder), "--images", "none"]) == 0
+    cli.run("report", folder, "--images", "none")
     page = (folder / "report.html").read_text()
     assert f'id="timeline_{rows[1]["trial_id"]}"' in page
     assert f'id="timeline_{rows[0]["trial_id"]}"' not in page
@@ -217,9 +199,7 @@ def test_a_sweep_s_timelines_are_in_its_report_and_kept(
         raise AssertionError("what is kept is asked for again")
 
     monkeypatch.setattr(look, "ask", no_process)
-    capsys.readouterr()
-    assert timeline.main([str(folder), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = cli.json("timeline", folder)
     assert found["trial_id"] == rows[1]["trial_id"]
     assert found["timeline"]["peak"]["allocated"] == rows[1]["step_peak_allocated_bytes"][-1]
     assert found["timeline"]["peak_reserved"] == rows[1]["step_peak_reserved_bytes"][-1]

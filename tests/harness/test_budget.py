@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import SETTINGS, custom, tiny
+from conftest import SETTINGS, Cli, custom, tiny
 
-from vramsweep import __main__ as front_door
 from vramsweep.harness import budget, journal, plan, sweep
 from vramsweep.harness.budget import Budget
 from vramsweep.harness.errors import UserError
@@ -59,12 +58,11 @@ def test_bad_limits(given_: dict[str, Any], text: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_bad_limits_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_limits_on_the_command_line(tmp_path: Path, cli: Cli) -> None:
     words = ["model=tiny", "device=cpu", f"results={tmp_path}"]
-    assert front_door.main(["plan", "-m", *words, "seq_len=8,16", "budget=8x"]) == 2
-    assert front_door.main(["plan", "-m", *words, "seq_len=8,16", "max_cost=nan", "price_per_hour=1"]) == 2
-    said = capsys.readouterr().err
-    assert "budget=8x: allowed is a time" in said and "max_cost=nan: allowed is a number" in said
+    assert "budget=8x: allowed is a time" in cli.refuse("plan", "-m", *words, "seq_len=8,16", "budget=8x")
+    said = cli.refuse("plan", "-m", *words, "seq_len=8,16", "max_cost=nan", "price_per_hour=1")
+    assert "max_cost=nan: allowed is a number" in said
 
 
 def test_the_tighter_limit_counts() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny
+from conftest import cases, tiny
 from packaging.version import Version
 
 from vramsweep.harness import differences, techniques, trial
@@ -28,35 +28,12 @@ def test_ranges_end_where_upstream_s_code_did() -> None:
     assert not names(versions={"transformers": "4.49.0"}) & {"shifted_logits", "fp32_logits"}
 
 
-@pytest.mark.parametrize(
-    ("model", "last", "first", "over", "name"),
-    [  # the version that still did it, the one that did not, as their code says
-        ("gpt2", "4.48.2", "4.48.3", {}, "gpt2_own_loss"),
-        ("gpt_bigcode", "4.48.2", "4.48.3", {}, "gpt_bigcode_own_loss"),
-        ("gpt2", "4.48.3", "4.49.0", {}, "own_loss_shifted_logits"),
-        ("gpt2", "4.41.2", "4.42.0", {}, "gpt2_without_sdpa"),
-        ("phi3", "4.44.2", "4.45.0", {}, "phi3_without_sdpa"),
-        ("gpt2", "5.1.0", "5.2.0", {"attention": "eager"}, "gpt2_masked_scores"),
-        ("llama", "4.55.4", "4.56.2", {}, "contiguous_heads"),
-        ("llama", "4.48.0", "4.47.1", {}, "contiguous_heads"),
-        ("gpt_neox", "4.49.0", "4.48.3", {}, "gpt_neox_contiguous_heads"),
-        ("gpt_bigcode", "4.54.1", "4.53.3", {}, "gpt_bigcode_contiguous_heads"),
-        ("llama", "4.57.3", "5.0.0", {}, "mask_without_padding"),
-        ("llama", "4.53.1", "4.53.0", {}, "mask_without_padding"),
-        ("llama", "4.39.3", "4.40.0", {}, "llama_always_masked"),
-        ("llama", "4.38.2", "4.39.0", {}, "llama_mask_of_all_positions"),
-        ("llama", "4.55.4", "4.56.0", {"use_cache": "on"}, "cache_of_references"),
-        ("gpt2", "4.57.3", "5.0.0", {"runner": {"name": "trainer"}}, "trainer_cache"),
-        ("gpt_bigcode", "4.53.3", "4.54.0", {"use_cache": "on"}, "gpt_bigcode_cache"),
-        ("gpt_bigcode", "4.54.1", "4.53.3", {"checkpointing": "full"}, "gpt_bigcode_not_checkpointed"),
-        ("gpt_bigcode", "4.57.3", "5.0.0", {"checkpointing": "full"}, "gpt_bigcode_not_checkpointed"),
-        ("gpt_bigcode", "4.52.4", "4.53.0", {"runner": {"name": "trainer"}, "checkpointing": "full"},
-         "gpt_bigcode_checkpointed_cache"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "last", "first", "settings", "name"), cases("differences_of_transformers"))
 def test_a_difference_of_transformers_ends_with_the_version_that_did(
-    model: str, last: str, first: str, over: dict[str, Any], name: str
+    model: str, last: str, first: str, settings: str, name: str
 ) -> None:
+    """The version that still did it, and the one that did not, as their code says."""
+    over = json.loads(settings)
     mine = {"name": "old", "model_type": model}
     assert name in names(model=mine, versions={"transformers": last}, **over)
     assert name not in names(model=mine, versions={"transformers": first}, **over)

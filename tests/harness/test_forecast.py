@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny
+from conftest import Cli, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vramsweep import __main__ as front_door
 from vramsweep.harness import account, launch, plan
 from vramsweep.harness.forecast import Forecast, Known, forecasts, measured
 from vramsweep.harness.journal import Journal
@@ -55,7 +53,7 @@ def test_rows_that_tell() -> None:
 
 
 @pytest.mark.slow
-def test_what_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_plan_says(tmp_path: Path, cli: Cli) -> None:
     words = ["-m", "model=tiny", "device=cpu", "seq_len=16,64,256", f"results={tmp_path}", "price_per_hour=36"]
     items, _ = launch.resolve(words)
     folder = launch.folder()
@@ -66,19 +64,16 @@ def test_what_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             if item.trial and item.trial.seq_len in ended:
                 row = {"sweep": folder.name, "terminal": True, "duration_s": 10.0} | account.begun(1)
                 book.append(account.before(item) | row | ended[item.trial.seq_len])
-    assert front_door.main(["plan", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.json("plan", *words)
     by_length = {one["trial"]["seq_len"]: one for one in found["trials"]}
     assert [by_length[n]["expected_s"] for n in (16, 64, 256)] == [None, None, 160.0]
     assert by_length[256]["expected_cost"] == found["estimated_cost"] == pytest.approx(1.6)
     assert (by_length[256]["expected_to_fit"], found["trials_expected_oom"]) == (False, 1)
     assert by_length[16]["expected_to_fit"] is None
     assert (found["estimated_s"], found["estimate_basis"]) == (160.0, "a trial of the same configuration")
-    assert front_door.main(["plan", *words]) == 0
-    said = capsys.readouterr().out
+    said = cli.run("plan", *words).out
     assert "1 expected to run out of memory (seq 64 · batch 1 runs out of memory, measured)" in " ".join(said.split())
     assert "estimated time: 2:40, cost: 1.60 at 36 an hour (a trial of the same configuration)" in said
     assert "1 of 1 trials to do are expected to run out of memory" in said
-    assert front_door.main(["plan", *words, "--all"]) == 0
-    said = capsys.readouterr().out
+    said = cli.run("plan", *words, "--all").out
     assert "~ 2 min 40 s, expected to run out of memory (seq 64 · batch 1 runs out of memory, measured)" in said

@@ -3,80 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from conftest import cases
 
 from vramsweep.harness import gpus
 from vramsweep.harness.roofline import Work, estimate
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-        ("NVIDIA H100 PCIe", "h100-pcie-80gb"),
-        ("NVIDIA H100 NVL", "h100-nvl-94gb"),
-        ("NVIDIA H200", "h200-141gb"),
-        ("NVIDIA H200 NVL", "h200-nvl-141gb"),
-        ("NVIDIA GH200 480GB", "gh200-96gb"),
-        ("NVIDIA GH200 144G HBM3e", "gh200-144gb"),
-        ("NVIDIA H20", "h20-96gb"),
-        ("NVIDIA H800", "h800-80gb"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA B300 SXM6 AC", "b300-270gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
-        ("A100-SXM4-40GB", "a100-40gb"),  # before the drivers wrote "NVIDIA"
-        ("NVIDIA A800-SXM4-80GB", "a800-80gb"),
-        ("NVIDIA A800 80GB PCIe", "a800-pcie-80gb"),
-        ("NVIDIA L4", "l4-24gb"),
-        ("NVIDIA L40", "l40-48gb"),
-        ("NVIDIA L40S", "l40s-48gb"),
-        ("NVIDIA A10", "a10-24gb"),
-        ("NVIDIA A10G", "a10g-24gb"),
-        ("NVIDIA A40", "a40-48gb"),
-        ("Tesla T4", "t4-16gb"),
-        ("Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("Tesla V100-PCIE-16GB", "v100-pcie-16gb"),
-        ("NVIDIA GeForce RTX 5090", "rtx5090-32gb"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
-        ("NVIDIA GeForce RTX 3090", "rtx3090-24gb"),
-        ("NVIDIA GeForce RTX 3090 Ti", "rtx3090ti-24gb"),
-        ("NVIDIA RTX A6000", "a6000-48gb"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada-48gb"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000-96gb"),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtxpro6000-maxq-96gb"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000-server-96gb"),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 5090 D", None),
-        ("NVIDIA GeForce RTX 4080 SUPER", None),
-        ("NVIDIA RTX 5000 Ada Generation", None),
-        ("NVIDIA RTX 4000 SFF Ada Generation", None),
-        ("Quadro RTX 6000", None),
-        ("NVIDIA A100-SXM-64GB", None),
-        ("NVIDIA A100X", None),
-        ("GRID A100D-80C", None),
-        ("NVIDIA H20-3e", None),
-        ("NVIDIA L20", None),
-        ("NVIDIA A10M", None),
-        ("NVIDIA A1000", None),
-        ("Tesla V100-SXM2-32GB-LS", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
-        ("NVIDIA", None),
-        ("", None),
-    ],
-)
-def test_find(name: str, expected: str | None) -> None:
+@pytest.mark.parametrize(("name", "card", "note"), cases("gpu_names"))
+def test_the_card_of_a_driver_s_name(name: str, card: str, note: str) -> None:
     found = gpus.find(name)
-    assert (found.name if found else None) == expected
+    assert (found.name if found else "") == card, note
 
 
 def test_peaks_follow_the_precision_and_the_unknown_is_none() -> None:
     assert gpus.peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
     assert gpus.peak_flops("NVIDIA H100 80GB HBM3", "fp32") == 67e12
     assert gpus.peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+    assert gpus.peak_flops("NVIDIA H200", "bf16") == 989.4e12
+    assert gpus.peak_flops("NVIDIA H200 NVL", "bf16") == 835.5e12  # not the SXM module's: data sheet, dense
     assert gpus.peak_flops("Tesla T4", "bf16") is None
     assert gpus.peak_flops("Some Future Card", "bf16") is None
 
@@ -107,12 +51,6 @@ def test_a_figure_in_another_unit_would_stand_out() -> None:
             assert smaller is None or larger is None or smaller <= larger, gpu.name
         if gpu.reported_mib is not None:
             assert (1 - gpus.SHORTFALL) * 1024 < gpu.reported_mib / gpu.memory_gib < 1024, gpu.name
-
-
-def test_the_nvl_card_is_not_the_sxm_module() -> None:
-    """H200 data sheet, dense: NVL 835.5 TFLOP/s in bf16, SXM 989.4."""
-    assert gpus.peak_flops("NVIDIA H200 NVL", "bf16") == 835.5e12
-    assert gpus.peak_flops("NVIDIA H200", "bf16") == 989.4e12
 
 
 @pytest.mark.parametrize(

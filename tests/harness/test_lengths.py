@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SETTINGS, custom, tiny
+from conftest import SETTINGS, cases, custom, tiny
 
 from vramsweep.harness import lengths, plan
 from vramsweep.harness import trial as trials
@@ -133,52 +134,24 @@ def test_a_multiple_may_be_a_number() -> None:
     assert tried(data="lengths:lognormal(9,1)", padding_to=16) == tried(data="lengths:lognormal(9,1)", padding_to="16")
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        ("lengths:", "says no lengths; write lengths:lognormal(MEDIAN,SIGMA), or lengths:FILE"),
-        ("lengths:lognormal(20)", "says no lengths"),
-        ("lengths:lognormal(a,b)", "MEDIAN and SIGMA are numbers"),
-        ("lengths:lognormal(0,1)", "MEDIAN is from 1 to"),
-        ("lengths:lognormal(9,-1)", "SIGMA 0 or more"),
-        ("lengths:lognormal(nan,1)", "MEDIAN is from 1 to"),
-        ("lengths:zipf(2)", "there is no distribution zipf, only lognormal"),
-        ("lengths:missing.csv", "there is no file missing.csv"),
-    ],
-)
+@pytest.mark.parametrize(("data", "said"), cases("lengths_words"))
 def test_what_says_no_lengths_is_refused(data: str, said: str) -> None:
     assert said in refused(data=data)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "holds no lengths; it is a JSON list, a length a line, or lines of length,count"),
-        ("5,0\n", "holds no lengths"),
-        ("5\n-7\n", "line 2: a length of -7; lengths are whole numbers from 1 on"),
-        ("5,2\n0,3\n", "line 2: a length of 0"),
-        ("5,-2\n", "line 1: a count of -2"),
-        ("5\nseven\n", "line 2: 'seven' is no length"),
-        ("5,2\n7\n", "line 2: '7' is no length"),
-        ("1,2,3\n", "line 1: '1,2,3' is no length"),
-        ("5.5\n", "line 1: '5.5' is no length"),
-        ("[5, 0]", "entry 2 is 0, and a length is a whole number from 1 on"),
-        ("[5, true]", "entry 2 is true"),
-        ("[5, 7", "is no JSON"),
-        ("[5, 7.5]", "entry 2 is 7.5"),
-        ("[5, NaN]", "entry 2 is NaN"),
-        ("[" * 100_000, "is no JSON"),
-        ("9" * 5000, "... (5,002 characters) is no length"),
-        ("5," + "9" * 400, "is no length"),
-        ("5,900000000000000\n7,900000000000000\n", "its counts come to more than 1,000,000,000,000,000"),
-        ("5,7,9," * 30_000, "... (180,002 characters) is no length"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), cases("lengths_files"))
 def test_a_file_of_something_else_is_refused_by_its_line(tmp_path: Path, text: str, said: str) -> None:
-    assert said in refused(data=listed(tmp_path, text))
+    assert said in refused(data=listed(tmp_path, json.loads(text)))
 
 
 def test_errors_are_short_and_name_what_cannot_be_read(tmp_path: Path) -> None:
+    for text, said in (
+        ("[" * 100_000, "is no JSON"),
+        ("9" * 5000, "... (5,002 characters) is no length"),
+        ("5," + "9" * 400, "is no length"),
+        ("5,7,9," * 30_000, "... (180,002 characters) is no length"),
+    ):
+        assert said in refused(data=listed(tmp_path, text))
     for text in ("7," * 100_000, f"[{'[' * 50_000}{']' * 50_000}]", f'["{"7" * 100_000}"]'):
         assert len(refused(data=listed(tmp_path, text))) < 400
     assert "there is no file nnn" in refused(data=f"lengths:{'n' * 300}")

@@ -8,33 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TARGETS, tiny
+from conftest import TARGETS, Cli, cases, tiny
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_automatic_config_search_path
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
-from vramsweep import __main__ as front_door
 from vramsweep.harness import journal, launch, plan, predict
 from vramsweep.harness.command import CONF
 from vramsweep.harness.row import complete
 
 
-@pytest.mark.parametrize(
-    ("word", "spelled"),
-    [
-        ("seq_len=1..2048", "seq_len=range(1,2049,1)"),
-        ("seq_len=128..2048..128", "seq_len=range(128,2049,128)"),
-        ("micro_batch=1..3,8,16..20..4", "micro_batch=1,2,3,8,16,20"),
-        ("seq_len=5..5", "seq_len=range(5,6,1)"),
-        ("lora_r=1..2", "lora_r=range(1,3,1)"),
-        ("device.gpus_per_node=1..2", "device.gpus_per_node=range(1,3,1)"),
-        ("seq_len=8,16", "seq_len=8,16"),
-        ("seq_len=range(1,9)", "seq_len=range(1,9)"),
-        ("model.path=../models/qwen", "model.path=../models/qwen"),
-        ("--config-dir", "--config-dir"),
-    ],
-)
+@pytest.mark.parametrize(("word", "spelled"), cases("ranges"))
 def test_ranges_in_hydra_s_spelling(word: str, spelled: str) -> None:
     assert predict.words([word]) == ["-m", "device=simulated", spelled]
 
@@ -43,49 +28,22 @@ def test_the_device_may_be_said() -> None:
     assert predict.words(["device=simulated", "device.gpu=h200"]) == ["-m", "device=simulated", "device.gpu=h200"]
 
 
-@pytest.mark.parametrize(
-    ("typed", "texts"),
-    [
-        ("device=cuda", ("device=cuda: predictions are made on device=simulated", "vramsweep sweep device=cuda")),
-        ("device=simulated,cpu", ("device=simulated,cpu", "leave it out")),
-        ("device=auto", ("device=auto",)),
-        ("seq_len=2048..1", ("seq_len=2048..1: 2048..1 is empty", "write 1..2048")),
-        ("seq_len=1..8..0", ("step of 1..8..0 must be 1 or more",)),
-        ("seq_len=1..", ("1.. is no range", "FIRST..LAST..STEP")),
-        ("seq_len=4,a..b", ("a..b is no range",)),
-        ("precision=1..3", ("precision=1..3: only whole numbers have ranges: ", "seq_len")),
-        ("micro_batch=0", ("no trial can run: micro_batch = 0", "greater than or equal to 1")),
-        ("seq_len=4097", ("no trial can run: seq_len 4097 is longer than tiny's 4096 positions",)),
-        ("tiny", ("tiny: settings are given as KEY=VALUE; did you mean model=tiny?",)),
-        ("seqlen=1..3", ("only whole numbers have ranges",)),
-        ("seqlen=3", ("did you mean seq_len?",)),
-        ("model=llama9", ("there is no such model",)),
-        ("--frob", ("unrecognized arguments: --frob",)),
-        ("runner.zero_stage=3 sharding=zero2", ("leave one out",)),
-    ],
-)
-def test_mistakes_are_one_line(
-    typed: str, texts: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert front_door.main(["predict", *([] if typed.startswith("model") else ["model=tiny"]), *typed.split()]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+@pytest.mark.parametrize(("typed", "parts"), cases("predict_mistakes"))
+def test_mistakes_are_one_line(typed: str, parts: str, here: Path, cli: Cli) -> None:
+    model = [] if typed.startswith("model") else ["model=tiny"]
+    (line,) = cli.refuse("predict", *model, *typed.split()).splitlines()
     assert line.startswith("vramsweep: ")
-    for text in texts:
-        assert text in line
-    assert not list(tmp_path.rglob("journal.jsonl"))
+    for part in parts.split(" | "):
+        assert part in line
+    assert not list(here.rglob("journal.jsonl"))
 
 
 @pytest.mark.slow
-def test_a_prediction_is_a_sweep_with_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_prediction_is_a_sweep_with_a_table(here: Path, cli: Cli) -> None:
     words = ["model=tiny", "device.gpu=t4-16gb", "seq_len=8..16..8,4096", "micro_batch=400", "report=false"]
     words += ["runner=deepspeed", "runner.zero_stage=3", "precision=fp16", "allocator=default,expandable"]
-    assert front_door.main(["predict", *words]) == 0
-    said = capsys.readouterr()
-    folder = tmp_path / "results" / "tiny-deepspeed-predicted"
+    said = cli.run("predict", *words)
+    folder = here / "results" / "tiny-deepspeed-predicted"
     rows, _ = journal.read(folder)
     assert {(row["device"], row["sharding"], row["simulated_gpu"]) for row in rows} == {
         ("simulated", "zero3", "t4-16gb")
@@ -103,33 +61,27 @@ def test_a_prediction_is_a_sweep_with_a_table(
     assert "tracing 0 of " in said.out
     assert len([line for line in said.out.splitlines() if line.startswith("[")]) <= 6
     before = (folder / journal.NAME).read_bytes()
-    assert front_door.main(["predict", *words]) == 0
-    assert "6 finished before, 0 to do" in capsys.readouterr().out
+    assert "6 finished before, 0 to do" in cli.run("predict", *words).out
     assert (folder / journal.NAME).read_bytes() == before
 
 
 @pytest.mark.slow
-def test_lengths_that_cannot_be_traced_are_no_lengths_that_do_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lengths_that_cannot_be_traced_are_no_lengths_that_do_not_fit(tmp_path: Path, cli: Cli) -> None:
     target = f"runner.target={TARGETS / 'simulated_faults.py'}:raises_beyond_4"
     words = ["predict", "--largest", "seq_len", "--json", "runner=custom", target, f"results={tmp_path}"]
-    assert front_door.main([*words, "model=tiny", "seq_len=3..5"]) == 1
-    said = capsys.readouterr()
+    said = cli.run(*words, "model=tiny", "seq_len=3..5", status=1)
     (found,) = json.loads(said.out)
     assert (found["all_up_to"], found["largest"], found["looked_at"], found["unanswered"]) == (4, 4, 2, 1)
     assert "1 of 3 values of seq_len that were asked for have no answer" in said.err
-    assert front_door.main([*words, "model=tiny", "seq_len=5..6"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(cli.run(*words, "model=tiny", "seq_len=5..6", status=1).out)
     assert (found["largest"], found["looked_at"], found["trace_basis"]) == (None, 0, None)
 
 
-def test_the_largest_wants_a_folder_that_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_wants_a_folder_that_can_be_written(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "attempts").write_text("")
-    words = ["predict", "--largest", "seq_len", "model=tiny", "seq_len=1..4", f"results={tmp_path}", "name=taken"]
-    assert front_door.main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    words = ["--largest", "seq_len", "model=tiny", "seq_len=1..4", f"results={tmp_path}", "name=taken"]
+    (line,) = cli.refuse("predict", *words).splitlines()
     assert line.startswith("vramsweep: cannot write under")
 
 
@@ -176,6 +128,9 @@ def by_hydra(*overrides: str) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
+TWO: dict[str, tuple[Any, ...]] = {"model": ("tiny", "gpt2"), "precision": ("bf16", "fp32")}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rest", "axes"),
@@ -187,34 +142,17 @@ def by_hydra(*overrides: str) -> dict[str, Any]:
         (["model=tiny", "grad_accum=${micro_batch}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
         (["model=tiny", "lora_r=${oc.select:seq_len}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
         (["model=tiny", "allocator=custom", "allocator.conf='max_split_size_mb:64'"], {"seq_len": (8, 16)}),
-        (
-            ["seq_len=8"],
-            {
-                "model": ("tiny", "gpt2"),
-                "runner": ("torch", "trainer"),
-                "precision": ("bf16", "fp32"),
-                "allocator": ("default", "gc", "expandable"),
-            },
-        ),
-        (
-            ["runner=torch", "seq_len=8"],  # these meddle with each other
-            {
-                "model": ("tiny", "gpt2"),
-                "+model.config.attn_pdrop": (0.1, 0.2),
-                "precision": ("bf16", "fp32"),
-                "allocator": ("default", "gc"),
-            },
-        ),
+        (["seq_len=8"], {"runner": ("torch", "trainer"), "allocator": ("default", "gc", "expandable")} | TWO),
+        # these meddle with each other
+        (["runner=torch", "seq_len=8"], {"+model.config.attn_pdrop": (0.1, 0.2), "allocator": ("default", "gc")} | TWO),
         (["model=tiny", "protocol=seed"], {"seq_len": (8, "512"), "protocol.measured_steps": (1, 2)}),
     ],
 )
-def test_what_is_planned_is_what_hydra_composes(
-    rest: list[str], axes: dict[str, tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_planned_is_what_hydra_composes(rest: list[str], axes: dict[str, tuple[Any, ...]], cli: Cli) -> None:
     words = [*rest, "device=simulated"]
     swept = [f"{key}={','.join(map(str, values))}" for key, values in axes.items()]
-    assert front_door.main(["plan", "-m", *words, *swept, "predict=false", "--json"]) == 0
-    found = {one["trial_id"]: one["trial"] for one in json.loads(capsys.readouterr().out)["trials"]}
+    trials = cli.json("plan", "-m", *words, *swept, "predict=false")["trials"]
+    found = {one["trial_id"]: one["trial"] for one in trials}
     points = itertools.product(*axes.values())
     jobs = [[f"{key}={value}" for key, value in zip(axes, point, strict=True)] for point in points]
     expected = plan.expand([by_hydra(*words, *job) for job in jobs], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import merged, tiny
+from conftest import cases, merged, tiny
 
 from vramsweep.harness import launch, run, script, trial
 from vramsweep.harness.errors import UserError
@@ -46,49 +47,18 @@ def test_a_command_is_told_its_settings(command: str, over: dict[str, Any], word
     assert script.words(found, "OUT") == ["true", *words]
 
 
-@pytest.mark.parametrize(
-    ("command", "over", "text"),
-    [
-        (
-            "true {max_len}",
-            {},
-            "the command has {max_len}, which is not given: give max_len=VALUE, or write {{max_len}}",
-        ),
-        ("true {seqlen}", {}, "did you mean {seq_len}?"),
-        ("true", {"seq_len": 512}, "seq_len=512 does not reach the command: write {seq_len} where it takes it"),
-        ("true", {"optimizer": "sgd"}, "optimizer=sgd does not reach the command"),
-        ("true {seq_len:8=a:8=b}", {"seq_len": 8}, "says twice what seq_len=8 is; leave one out"),
-        ("true --token hf_1", {}, "--token would be written into the results"),
-        ("python no/such.py", {}, "there is no file no/such.py; the command runs in the folder that vramsweep"),
-        (f"{BIN}/torchrun --nproc-per-node 2 no-such.py", {"world_size": 2}, "there is no file no-such.py"),
-        ("python -u no-such.py --len {seq_len}", {}, "there is no file no-such.py"),
-        ("true {precision:fp32=}", {"precision": "bf16"}, "does not say what precision=bf16 is: add bf16=TEXT"),
-        ("true", {"runner": {"options": {"lr": 1}}}, "lr is given, but the command has no {lr}"),
-        ("true 'a", {}, "cannot be read: no closing quotation"),
-        ("", {}, "runner=script needs a command"),
-        ("no-such-program {seq_len}", {}, "there is no program no-such-program to start"),
-        ("train.py", {}, "a script starts with its interpreter: python train.py"),
-        ("true {precision}", {"precision": "fp17"}, "there is no such precision"),
-        ("true {world_size}", {"device": SIMULATED, "world_size": 2}, "a command is simulated as one process"),
-    ],
-)
-def test_what_is_wrong_with_a_command_is_said(command: str, over: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("command", "settings", "reason"), cases("wrong_commands"))
+def test_what_is_wrong_with_a_command_is_said(command: str, settings: str, reason: str) -> None:
     with pytest.raises(trial.InvalidTrial) as caught:
-        parsed(command, **over)
-    assert text in str(caught.value)
+        parsed(command.replace("{bin}", str(BIN)), **json.loads(settings))
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "python {file}.py",
-        "python -m pkg x.py",
-        "python -c pass x.py",
-        "bash -c 'python x.py'",
-        "env python x.py",
-        f"{BIN}/torchrun --log x.py",
-    ],
-)
+    ["python {file}.py", "python -m pkg x.py", "python -c pass x.py", "bash -c 'python x.py'", "env python x.py",
+     f"{BIN}/torchrun --log x.py"],
+)  # fmt: skip
 def test_a_file_is_missed_only_where_it_is_surely_run_here(command: str) -> None:
     assert parsed(command, runner={"options": {"file": "x"}} if "{file}" in command else {})
 
@@ -103,44 +73,42 @@ def test_fp16_on_a_cpu_is_the_scripts_business() -> None:
     assert parsed("true {precision}", precision="fp16").precision == "fp16"
 
 
-def test_another_script_is_another_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_script_is_another_trial(here: Path) -> None:
     """A file that the command names counts by what is in it; so does one behind an equals sign."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("1")
-    (tmp_path / "a.yaml").write_text("1")
+    (here / "train.py").write_text("1")
+    (here / "a.yaml").write_text("1")
 
     def identity() -> str:
         return trial.trial_id(parsed("python train.py --config=a.yaml").model_dump(mode="json"))
 
     first = identity()
     assert identity() == first
-    (tmp_path / "train.py").write_text("2")
+    (here / "train.py").write_text("2")
     second = identity()
-    (tmp_path / "a.yaml").write_text("2")
+    (here / "a.yaml").write_text("2")
     assert len({first, second, identity()}) == 3
 
 
-def test_what_a_command_writes_and_reads_is_no_other_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_command_writes_and_reads_is_no_other_trial(here: Path) -> None:
     """Only programs and settings count by their contents; what is large is not read at all."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train").write_text("#!/bin/sh")
-    (tmp_path / "train").chmod(0o755)
-    (tmp_path / "a.toml").write_text("1")
+    (here / "train").write_text("#!/bin/sh")
+    (here / "train").chmod(0o755)
+    (here / "a.toml").write_text("1")
     for name in ("train.log", "last.ckpt", "data.txt"):
-        (tmp_path / name).write_text("1")
-    (tmp_path / "data.json").write_bytes(b" " * (script.LARGEST + 1))
+        (here / name).write_text("1")
+    (here / "data.json").write_bytes(b" " * (script.LARGEST + 1))
     found = parsed("./train --c a.toml --log train.log --resume=last.ckpt data.json {data}", data="data.txt")
     assert set(found.fingerprints) == {"train", "a.toml"}
 
 
 def test_a_script_is_called_by_its_file() -> None:
-    names = [
-        "python a/train.py -x",
-        "torchrun --nproc-per-node 2 b/pre.py",
-        "python -m pkg.train",
-        "accelerate launch x",
-    ]
-    assert [script.program(name) for name in names] == ["train", "pre", "pkg.train", "accelerate"]
+    for command, name in (
+        ("python a/train.py -x", "train"),
+        ("torchrun --nproc-per-node 2 b/pre.py", "pre"),
+        ("python -m pkg.train", "pkg.train"),
+        ("accelerate launch x", "accelerate"),
+    ):
+        assert script.program(command) == name
 
 
 def test_the_label_says_what_the_command_is_told() -> None:
@@ -156,23 +124,10 @@ def test_own_names_before_the_dashes_are_placeholders(monkeypatch: pytest.Monkey
 
 
 def test_options_of_ones_own_reach_the_command_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    typed = {
-        "a": "12e45",
-        "b": "True",
-        "c": "1.50",
-        "d": "[1,2]",
-        "e": "x y",
-        "f": "it's",
-        "g": "",
-        "h": "null",
-        "i": "(0.9,0.95)",
-        "j": "${x}",
-        "k": "s3://b/c?d=1",
-        "l": "01",
-    }
-    words = [f"{name}={value}" for name, value in typed.items()]
-    (line,) = dry([*words, "--", "true", *(f"{{{name}}}" for name in typed)], capsys)
-    assert shlex.split(line) == ["true", *typed.values()]
+    typed = ["12e45", "True", "1.50", "[1,2]", "x y", "it's", "", "null", "(0.9,0.95)", "${x}", "s3://b/c?d=1", "01"]
+    words = [f"own{n}={text}" for n, text in enumerate(typed)]
+    (line,) = dry([*words, "--", "true", *(f"{{own{n}}}" for n in range(len(typed)))], capsys)
+    assert shlex.split(line) == ["true", *typed]
 
 
 def test_options_of_ones_own_are_axes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,123 +156,67 @@ def test_options_of_ones_own_are_axes(capsys: pytest.CaptureFixture[str]) -> Non
         (["api_key=abc", "--", "true", "{api_key}"], "api_key would be written into the results"),
     ],
 )
-def test_what_would_not_be_obeyed_is_refused(
-    words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_not_be_obeyed_is_refused(words: list[str], text: str, here: Path) -> None:
     """And nothing is written."""
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         run.main(["device=cpu", *words])
     assert text in str(caught.value) and "SECRET" not in str(caught.value)
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "--hub_token abc",
-        "--token=abc",
-        "--api-key 'abc'",
-        "HF_TOKEN=abc python t.py",
-        "bash -c 'python t.py --password abc'",
-        "x=hf_abcdefghijklmnopq",
-    ],
-)
-def test_secrets_are_seen(text: str) -> None:
-    assert script.secret(text) is not None
+SECRETS = """
+--hub_token abc
+--token=abc
+--api-key 'abc'
+HF_TOKEN=abc python t.py
+bash -c 'python t.py --password abc'
+x=hf_abcdefghijklmnopq
+"""
+HARMLESS = """
+--max_tokens 5
+--eos_token x
+--pad_token=x
+--tokenizer x
+--use_auth_token true
+--use_auth_token --x
+--hub_token $HF_TOKEN
+--hub_token={hub_token}
+TOKENIZERS_PARALLELISM=false
+--token_type x
+"""
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "--max_tokens 5",
-        "--eos_token x",
-        "--pad_token=x",
-        "--tokenizer x",
-        "--use_auth_token true",
-        "--use_auth_token --x",
-        "--hub_token $HF_TOKEN",
-        "--hub_token={hub_token}",
-        "TOKENIZERS_PARALLELISM=false",
-        "--token_type x",
-    ],
-)
-def test_what_is_no_secret_is_left_alone(text: str) -> None:
-    assert script.secret(text) is None
+def test_secrets_are_seen_and_what_is_none_is_left_alone() -> None:
+    assert [text for text in SECRETS.strip().splitlines() if script.secret(text) is None] == []
+    assert [text for text in HARMLESS.strip().splitlines() if script.secret(text) is not None] == []
 
 
 def test_a_quoted_sign_of_the_shells_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert dry(["--", "true 'a | b' {{x}}"], capsys) == ["true 'a | b' '{x}'"]
 
 
-def test_a_dry_run_shows_the_place_and_makes_none(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_shows_the_place_and_makes_none(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (line,) = dry(["name=n", "--", "true", "{output_dir}"], capsys)
     place = Path(line.split()[1])
-    assert place.relative_to(tmp_path / "results" / "n" / "attempts").parts[1:] == ("1", "output")
-    assert not list(tmp_path.iterdir())
+    assert place.relative_to(here / "results" / "n" / "attempts").parts[1:] == ("1", "output")
+    assert not list(here.iterdir())
 
 
 def test_a_dry_run_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "device=cuda",
-        "seq_len=8,16",
-        "allocator=default,expandable",
-        "--dry-run",
-        "--",
-        "true",
-        "--l",
-        "{seq_len}",
-    ]
-    assert run.main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sorted(lines) == sorted(
-        f"{variable}true --l {length}"
-        for variable in ("", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ")
-        for length in (8, 16)
-    )
+    lines = dry(["seq_len=8,16", "allocator=default,expandable", "--", "true", "--l", "{seq_len}"], capsys)
+    expandable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+    assert sorted(lines) == sorted(f"{variable}true --l {n}" for variable in ("", expandable) for n in (8, 16))
 
 
 # Of every setting that a command can be told: a value that is not the default.
-VALUES = {
-    "seq_len": "512",
-    "micro_batch": "4",
-    "grad_accum": "2",
-    "sharding": "zero3",
-    "offload_optimizer": "true",
-    "offload_param": "true",
-    "zero_init": "false",
-    "ds_config": "zero3.json",
-    "precision": "bf16",
-    "quantization": "nf4",
-    "adapter": "lora",
-    "lora_r": "8",
-    "lora_alpha": "32",
-    "lora_dropout": "0.1",
-    "lora_target_modules": "q_proj",
-    "attention": "eager",
-    "kernels": "liger",
-    "loss": "chunked",
-    "checkpointing": "full",
-    "checkpointing_every": "2",
-    "checkpointing_reentrant": "true",
-    "checkpointing_ops": "matmuls",
-    "activation_offload": "true",
-    "compile": "default",
-    "optimizer": "sgd",
-    "no_sync": "false",
-    "padding": "0.5",
-    "padding_side": "left",
-    "padding_to": "64",
-    "packing": "documents",
-    "use_cache": "off",
-    "weights": "pretrained",
-    "data": "wikitext",
-    "seed": "7",
-    "world_size": "2",
-}
+GIVEN = """
+seq_len=512 micro_batch=4 grad_accum=2 world_size=2 sharding=zero3 offload_optimizer=true offload_param=true
+zero_init=false ds_config=zero3.json no_sync=false precision=bf16 quantization=nf4 adapter=lora lora_r=8 lora_alpha=32
+lora_dropout=0.1 lora_target_modules=q_proj attention=eager kernels=liger loss=chunked checkpointing=full
+checkpointing_every=2 checkpointing_reentrant=true checkpointing_ops=matmuls activation_offload=true compile=default
+optimizer=sgd padding=0.5 padding_side=left padding_to=64 packing=documents use_cache=off weights=pretrained
+data=wikitext seed=7
+"""
 
 
 def dry(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -326,22 +225,17 @@ def dry(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_every_setting_reaches_the_command(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_setting_reaches_the_command(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     """As it is given on the command line, whatever conf/ and a file that it names have of it."""
-    monkeypatch.chdir(tmp_path)
     Path("zero3.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
-    assert set(VALUES) == {*script.UNSAID, "world_size"}
-    given = [f"{name}={value}" for name, value in VALUES.items()]
-    told = [f"--{name}={{{name}}}" for name in VALUES]
-    assert dry([*given, "--", "true", *told], capsys) == [" ".join(["true", *(f"--{one}" for one in given)])]
+    given = GIVEN.split()
+    names = [word.partition("=")[0] for word in given]
+    assert set(names) == {*script.UNSAID, "world_size"}
+    told = [f"--{name}={{{name}}}" for name in names]
+    assert dry([*given, "--", "true", *told], capsys) == [" ".join(["true", *(f"--{word}" for word in given)])]
 
 
-def test_what_a_ds_config_says_is_the_scripts_business(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_a_ds_config_says_is_the_scripts_business(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     Path("a.json").write_text(
         '{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "bf16": {"enabled": true}, '
         '"optimizer": {"type": "AdamW"}, "gradient_accumulation_steps": 4}'

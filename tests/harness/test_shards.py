@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SETTINGS, custom, tiny
+from conftest import SETTINGS, cases, custom, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from submitit.core.utils import DelayedSubmission
@@ -63,27 +63,10 @@ def test_the_only_shard_is_the_whole_sweep() -> None:
     assert shards.parse("3/16").writer == "3of16"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"name": "pbs"}, "allowed is cluster=none or cluster=slurm"),
-        ({"name": "slurm", "hours": 0}, "cluster.hours=0: allowed is null or a number of at least 0.1"),
-        ({"name": "slurm", "hours": "8h"}, "cluster.hours=8h: allowed"),
-        ({"name": "slurm", "gpus": 1.5}, "cluster.gpus=1.5: allowed is null or a whole number"),
-        ({"name": "slurm", "cpus": True}, "cluster.cpus=True: allowed"),
-        ({"name": "slurm", "partition": "a b\n#SBATCH --uid=0"}, "allowed is null or a name"),
-        ({"name": "slurm", "setup": "module load cuda"}, "cluster.setup=module load cuda: allowed is a list"),
-        ({"name": "slurm", "extra": {"--qos": "x"}}, "allowed are options of sbatch"),
-        ({"name": "slurm", "extra": ["qos"]}, "allowed are options of sbatch"),
-        ({"name": "slurm", "every": 1}, "cluster.every=1: allowed is true or false"),
-        ({"name": "slurm", "gpu": 1}, "cluster.gpu: cluster has no 'gpu'"),
-        ({"name": "none", "partition": "gpu"}, "cluster.partition=gpu needs cluster=slurm"),
-        ("slurm", "allowed is cluster=none or cluster=slurm"),
-    ],
-)
-def test_what_a_cluster_cannot_be_told(options: Any, said: str) -> None:
+@pytest.mark.parametrize(("options", "said"), cases("cluster_mistakes"))
+def test_what_a_cluster_cannot_be_told(options: str, said: str) -> None:
     with pytest.raises(UserError) as error:
-        shards.slurm(options)
+        shards.slurm(json.loads(options))
     assert said in str(error.value)
 
 

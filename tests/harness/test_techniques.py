@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
 import tomllib
 from typing import Any
 
 import pytest
-from conftest import ROOT, tiny
+from conftest import ROOT, Cli, tiny
 from omegaconf import OmegaConf
 
 from vramsweep.analysis.data import groups
-from vramsweep.harness import cli, launch, registry, row, techniques  # noqa: F401
+from vramsweep.harness import launch, registry, row, techniques  # noqa: F401
 from vramsweep.harness import trial as trials
 from vramsweep.harness.techniques import AXES, TECHNIQUES, Package, Technique
 from vramsweep.harness.techniques import entry as entry_module
@@ -133,20 +132,16 @@ def test_a_template_imports_what_the_techniques_of_its_trials_need(monkeypatch: 
 def test_unproven_names_what_no_card_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     entry_of(monkeypatch)
     asked = {"optimizer": "test", "checkpointing": "full", "attention": "sdpa_math"}
-    assert (
-        techniques._BY_AXIS["checkpointing"]["full"].proven and not techniques._BY_AXIS["attention"]["sdpa_math"].proven
-    )
+    assert techniques._BY_AXIS["checkpointing"]["full"].proven
+    assert not techniques._BY_AXIS["attention"]["sdpa_math"].proven
     assert techniques.unproven(trials.parse(tiny(**asked))) == []  # measured on a CPU, which is no card
     found = techniques.unproven(trials.parse(tiny(**asked, device={"name": "simulated", "gpu": "h100-80gb"})))
     assert found == ["attention=sdpa_math", "optimizer=test"]
 
 
-def test_the_terminal_lists_every_technique(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["techniques"]) == 0
-    shown = capsys.readouterr().out
+def test_the_terminal_lists_every_technique(cli: Cli) -> None:
+    shown = cli.run("techniques").out
     assert all(f"  {techniques.text(entry.name)}" in shown for entry in TECHNIQUES)
-    assert cli.main(["techniques", "optimizer", "--json"]) == 0
-    (optimizer,) = json.loads(capsys.readouterr().out)
+    (optimizer,) = cli.json("techniques", "optimizer")
     assert [value["name"] for value in optimizer["values"]] == list(techniques.values("optimizer"))
-    assert cli.main(["techniques", "optimiser"]) == 2
-    assert "there is no such setting; allowed: precision" in capsys.readouterr().err
+    assert "there is no such setting; allowed: precision" in cli.refuse("techniques", "optimiser")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TARGETS
+from conftest import ROOT, TARGETS, Cli, cases
 
 from vramsweep import __main__ as front_door
 from vramsweep.harness import launch, reference, validate
@@ -75,55 +75,7 @@ runs:
     assert one.place.endswith(":9") and one.readings[0].line == 14
 
 
-@pytest.mark.parametrize(
-    ("run", "said"),
-    [
-        (
-            "{name: a, measured: [{quantity: allocatd, value: 1, unit: GB}]}",
-            "5: quantity allocatd: allowed is allocated",
-        ),
-        (
-            "{name: a, measured: [{quantity: allocated, value: 1, unit: gb}]}",
-            "5: unit gb of allocated: allowed is bytes",
-        ),
-        ("{name: a, measured: [{quantity: step, value: 1, unit: GiB}]}", "5: unit GiB of step: allowed is s, ms"),
-        ("{name: a, measured: [{quantity: allocated, value: 1}]}", "5: unit is missing"),
-        ("{name: a, measured: [{quantity: allocated, value: -1, unit: GB}]}", "5: value -1: a number above 0"),
-        ("{name: a, measured: [{quantity: allocated, value: .nan, unit: GB}]}", "5: value .nan: a number above 0"),
-        ("{name: a, measured: [{quantity: allocated, value: 1:30, unit: GB}]}", "5: value 1:30: a number above 0"),
-        ("{name: a, measured: [{quantity: allocated, value: yes, unit: GB}]}", "5: value True: a number above 0"),
-        ("{name: a, measured: [{quantity: allocated, value: 1, unit: percent}]}", "5: of is missing"),
-        (
-            "{name: a, measured: [{quantity: allocated, value: 1, unit: percent, of: much}]}",
-            "5: of much: write a size above 0",
-        ),
-        (
-            "{name: a, measured: [{quantity: allocated, value: 1, unit: percent, of: 0 GiB}]}",
-            "5: of 0 GiB: write a size",
-        ),
-        ("{name: a, measured: [{quantity: allocated, value: 101, unit: percent, of: 1 GiB}]}", "5: value 101: at most"),
-        ("{name: a, measured: [{quantity: active, phase: load, value: 1, unit: GB}]}", "5: phase load: allocated and"),
-        ("{name: a, measured: [{quantity: outcome, value: died}]}", "5: outcome died: allowed is ok or oom"),
-        ("{name: a, measured: []}", "5: measured is missing, or no list"),
-        ("{name: a}", "5: measured is missing"),
-        (f"{{measured: [{READING}]}}", "5: name is missing"),
-        (f"{{name: a, grade: C, measured: [{READING}]}}", "5: grade C: allowed is A"),
-        (f"{{name: a, measurd: 1, measured: [{READING}]}}", "5: measurd is no key here"),
-        (f"{{name: a, overrides: [model], measured: [{READING}]}}", "5: overrides must be a list of KEY=VALUE"),
-        (f"{{name: a, versions: {{torch: }}, measured: [{READING}]}}", "5: versions.torch must be a version"),
-        (f"{{name: a, context: 3, measured: [{READING}]}}", "5: context 3: write a size"),
-        (f"{{name: a, context: ² MiB, measured: [{READING}]}}", "5: context ² MiB: write a size"),
-        (f"{{name: a, context: 1e308 MiB, measured: [{READING}]}}", "5: context 1e308 MiB: write a size"),
-        (f"{{name: a, measured: [{{quantity: step, value: {10**400}, unit: s}}]}}", "0: a number above 0 is needed"),
-        (f"{{name: a, context: 1e999 MiB, measured: [{READING}]}}", "5: context 1e999 MiB: write a size"),
-        (f"{{name: a, cannot: no, measured: [{READING}]}}", "5: cannot must be a text, and YAML takes"),
-        (f"{{name: a, overrides: [--json=1], measured: [{READING}]}}", "5: overrides must be a list of KEY=VALUE"),
-        (f"{{name: a, overrides: [timeout_s=9], measured: [{READING}]}}", "5: timeout_s=9 is of the whole command"),
-        (f"{{name: a, overrides: [+name=b], measured: [{READING}]}}", "5: +name=b is of the whole command"),
-        ("{name: a, measured: [7]}", "5: 7 is no mapping"),
-        ("3", "5: 3 is no mapping"),
-    ],
-)
+@pytest.mark.parametrize(("run", "said"), cases("reference_run_mistakes"))
 def test_a_mistake_is_named_with_its_line_and_the_others_run(tmp_path: Path, run: str, said: str) -> None:
     good = f"  - {{name: good, measured: [{READING}]}}\n"
     runs, (mistake,) = reference.read(file(tmp_path, f"{HEAD}  - {run}\n{good}"))
@@ -239,7 +191,7 @@ def test_what_moves_with_batch_and_length() -> None:
 
 
 @pytest.mark.slow
-def test_predictions_beside_what_was_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None:
     text = (
         HEAD
         + """\
@@ -263,9 +215,8 @@ def test_predictions_beside_what_was_published(tmp_path: Path, capsys: pytest.Ca
     measured: [{quantity: outcome, value: oom}]
 """
     )
-    command = ["validate", str(file(tmp_path, text)), f"results={tmp_path}", "--json", "timeout_s=300"]
-    assert front_door.main(command) == 1
-    told = capsys.readouterr()
+    command = ["validate", file(tmp_path, text), f"results={tmp_path}", "--json", "timeout_s=300"]
+    told = cli.run(*command, status=1)
     record = json.loads(told.out)
     assert record == json.loads((tmp_path / "validation" / "readings.json").read_text())
     lines = {(line["run"], line["quantity"]): line for line in record["readings"]}
@@ -289,16 +240,14 @@ def test_predictions_beside_what_was_published(tmp_path: Path, capsys: pytest.Ca
         assert line["mistake"] == (f": {name}: " in told.err) == (name != "theirs")
     assert lines["too much", "outcome"]["outcome"] == "oom"
 
-    assert front_door.main(command) == 1  # goes on where it was: nothing is predicted again
-    assert "4 finished before, 0 to do" in capsys.readouterr().err
+    again = cli.run(*command, status=1)  # goes on where it was: nothing is predicted again
+    assert "4 finished before, 0 to do" in again.err
 
 
-def test_status_and_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert front_door.main(["validate"]) == 2
-    assert front_door.main(["validate", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml: No such file" in capsys.readouterr().err
-    assert front_door.main(["errors", str(tmp_path / "none.json")]) == 2
-    assert "holds no readings" in capsys.readouterr().err
+def test_status_and_mistakes_of_the_command(tmp_path: Path, cli: Cli) -> None:
+    cli.refuse("validate")
+    assert "none.yaml: No such file" in cli.refuse("validate", tmp_path / "none.yaml")
+    assert "holds no readings" in cli.refuse("errors", tmp_path / "none.json")
 
 
 Said = Callable[..., tuple[int, dict[str, Any], str]]
@@ -361,12 +310,11 @@ def test_a_version_of_two_parts_is_text() -> None:
 
 
 @pytest.mark.slow
-def test_mistaken_words_of_the_command_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistaken_words_of_the_command_are_said_once(tmp_path: Path, cli: Cli) -> None:
     runs = "".join(f"  - {{name: {n}, measured: [{READING}]}}\n" for n in range(3))
     path = str(file(tmp_path, HEAD + runs))
     for word, told in (("timeuot_s=9", "did you mean timeout_s?"), ("device.gpu=gtx-9", "device.gpu is gtx-9")):
-        assert front_door.main(["validate", path, word]) == 2
-        out, err = capsys.readouterr()
+        out, err = cli.run("validate", path, word, status=2)
         assert err.count(told) == 1 and "planning" not in out
     custom = replace(RUN, overrides=("runner=custom",), cannot=None)
     target = f"runner.target={TARGETS}/none.py:build"  # a word that only some runners have
@@ -383,12 +331,9 @@ def test_a_mistake_of_several_runs_is_said_once(tmp_path: Path, said: Said) -> N
     assert len(record["mistakes"]) == 1
 
 
-def test_where_nothing_can_be_predicted_every_mistake_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_nothing_can_be_predicted_every_mistake_is_said(tmp_path: Path, cli: Cli) -> None:
     runs = f"  - {{name: theirs, cannot: closed, measured: [{READING}]}}\n  - {{name: x, measured: []}}\n"
-    assert front_door.main(["validate", str(file(tmp_path, HEAD + runs))]) == 2
-    told = capsys.readouterr().err
+    told = cli.refuse("validate", file(tmp_path, HEAD + runs))
     assert ":6: measured is missing" in told and ":5: theirs: closed" in told
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, tiny, wait_for
+from conftest import ROOT, Cli, tiny, wait_for
 
-from vramsweep import __main__ as front_door
 from vramsweep.harness import account, identity, journal, plan, status, watch
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.journal import Journal, Tail
@@ -167,12 +166,11 @@ def test_it_waits_between_batches_for_as_long_as_the_launcher_may_go_on(
     assert quiet_s == 0 or not watched.ended(seen, 1999 + quiet_s)[0]
 
 
-def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_where_there_is_no_terminal(tmp_path: Path, cli: Cli) -> None:
     written_plan(tmp_path, [row(0)], launcher={**identity.own(), "ticks": 1})
     with Journal(tmp_path) as book:
         book.append(row(0))
-    assert front_door.main(["status", "--watch", "0.1", str(tmp_path)]) == 0
-    (told,) = capsys.readouterr().out.splitlines()
+    (told,) = cli.run("status", "--watch", "0.1", tmp_path).out.splitlines()
     assert told.endswith(f"Z {tmp_path}  finished  1/1: 1 ok")
 
 
@@ -187,14 +185,10 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
         (["nowhere", "--watch"], "name a folder under results/"),
     ],
 )
-def test_mistakes(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with Journal(tmp_path / "results" / "x") as book:
+def test_mistakes(words: list[str], said: str, here: Path, cli: Cli) -> None:
+    with Journal(here / "results" / "x") as book:
         book.append(row(0))
-    assert front_door.main(["status", *words]) == 2
-    told = capsys.readouterr().err
+    told = cli.refuse("status", *words)
     assert said in told and told.count("\n") == 1
 
 

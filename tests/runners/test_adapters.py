@@ -15,70 +15,49 @@ import yaml
 from conftest import ROOT, Run, tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from traces import A100, total, trace_trial
+from traces import SIMULATED as DEVICE
 
 from vramsweep.harness import gpus, techniques, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.techniques import entry
-from vramsweep.runners import build, described, dispatch, run, torch_loop, tracing
-from vramsweep.runners import trainer as hf_trainer
+from vramsweep.runners import build, described, dispatch, run
 from vramsweep.runners.predict import replay
 from vramsweep.runners.techniques import gptq, lora, nf4
 from vramsweep.runners.trace import Trace, Tracer
 
-A100 = gpus.named("a100-80gb")
-DEVICE = {"name": "simulated", "gpu": "a100-80gb"}
 LORA = {"adapter": "lora", "lora_r": 8}
 NF4 = LORA | {"quantization": "nf4", "precision": "bf16"}
 DOUBLE = NF4 | {"quantization": "nf4_double"}
 # sizes that fill no block of 64 weights and no block of 256 scales; output weights of their own
 ODD = {
-    "name": "odd",
-    "model_type": "llama",
-    "config": {
-        "vocab_size": 130,
-        "hidden_size": 72,
-        "intermediate_size": 200,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    },
-}
+    "name": "odd", "model_type": "llama",
+    "config": {"vocab_size": 130, "hidden_size": 72, "intermediate_size": 200, "num_hidden_layers": 3,
+               "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+               "tie_word_embeddings": False},
+}  # fmt: skip
 GPT2 = {
-    "name": "gpt2",
-    "model_type": "gpt2",
+    "name": "gpt2", "model_type": "gpt2",
     "config": {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
-}
-
-
-def model(values: dict[str, Any]) -> dict[str, Any]:
-    """A model in the place of the tiny one, whose settings are laid on it otherwise."""
-    return {"parameters": None, "max_positions": None, "path": None} | values
+}  # fmt: skip
 
 
 def with_model(values: dict[str, Any] | None, **over: Any) -> dict[str, Any]:
+    """A trial with this model in the place of the tiny one, whose settings are laid on it otherwise."""
     made = tiny(**over)
     if values is not None:
-        made["model"] = model(values)
+        made["model"] = {"parameters": None, "max_positions": None, "path": None} | values
     return made
 
 
 def traced(folder: Path, values: dict[str, Any] | None = None, **over: Any) -> tuple[Trace, dict[str, Any]]:
-    chosen = trial.parse(with_model(values, device=DEVICE, **over))
-    runner = hf_trainer if chosen.runner.name == "trainer" else torch_loop
-    return tracing.trace_trial(chosen, A100, folder, runner)
-
-
-def total(trace: Trace, category: str) -> int:
-    return sum(size for size, name in zip(trace.sizes, trace.categories, strict=True) if name == category)
+    return trace_trial(with_model(values, device=DEVICE, **over), folder)
 
 
 def kept(trace: Trace, category: str) -> int:
     """The bytes of this category that are there when the last step ends."""
-    live = {abs(event) for event in trace.events[: trace.marks[-1].end] if event} - {
-        -event for event in trace.events[: trace.marks[-1].end] if event < 0
-    }
+    events = trace.events[: trace.marks[-1].end]
+    live = {event for event in events if event > 0} - {-event for event in events if event < 0}
     return sum(trace.sizes[event - 1] for event in live if trace.categories[event - 1] == category)
 
 
@@ -353,17 +332,10 @@ def built(values: Any, **over: Any) -> tuple[nn.Module, int]:
 
 
 LLAMA2 = {
-    "name": "llama2-7b",
-    "model_type": "llama",
-    "config": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 4096,
-    },
-}
+    "name": "llama2-7b", "model_type": "llama",
+    "config": {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+               "num_attention_heads": 32, "max_position_embeddings": 4096},
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -426,9 +398,8 @@ def test_gptq_s_layer_is_the_library_s() -> None:
     pytest.importorskip("gptqmodel")
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 
-    theirs = TorchLinear(
-        bits=4, group_size=128, sym=True, desc_act=False, in_features=256, out_features=200, bias=True
-    )  # fmt: skip
+    size = {"in_features": 256, "out_features": 200, "bias": True}
+    theirs = TorchLinear(bits=4, group_size=128, sym=True, desc_act=False, **size)
     theirs.post_init()
     theirs.dequantize_weight = lambda num_itr=1: TorchLinear.dequantize_weight(theirs, num_itr)  # not compiled
     ours = gptq.QuantLinear(256, 200, True, torch.device("cpu"))
@@ -568,9 +539,7 @@ def test_deepspeed_trains_the_adapters_only(run_sweep: Run) -> None:
     runner = {"runner": {"name": "deepspeed", "options": small}}
     chosen = [base | runner | {"sharding": f"zero{stage}", "precision": "bf16"}
               for base in (LORA, NF4) for stage in (0, 1, 2)]  # fmt: skip
-    on_cpu = [
-        over | ({"precision": "fp32"} if over["sharding"] == "zero0" else {}) for over in chosen
-    ]  # none else runs
+    on_cpu = [over | ({"precision": "fp32"} if over["sharding"] == "zero0" else {}) for over in chosen]
     trials = [*[tiny(**over) for over in on_cpu], *[tiny(**over, device=DEVICE) for over in chosen]]
     rows = run_sweep(*trials, isolation="warm")
     assert [row["outcome"] for row in rows] == ["ok"] * 12, [row["reason"] for row in rows]

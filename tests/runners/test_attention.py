@@ -12,12 +12,12 @@ import torch.nn.functional as F
 import yaml
 from conftest import ROOT, Run, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
+from traces import total, trace_tiny
 from transformers import modeling_flash_attention_utils as utils
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from vramsweep.harness import gpus, trial
-from vramsweep.runners import run, torch_loop, tracing
-from vramsweep.runners import trainer as hf_trainer
+from vramsweep.runners import run, tracing
 from vramsweep.runners.allocations import scratch
 from vramsweep.runners.attention import Attention, chosen_kernel
 from vramsweep.runners.dispatch import SdpaKernels
@@ -35,14 +35,11 @@ def model(kv_heads: int) -> dict[str, Any]:
 
 
 def traced(folder: Path, gpu: str = GPU, runner: str = "torch", **over: Any) -> tuple[Trace, dict[str, Any]]:
-    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": gpu}, runner={"name": runner}, **over))
-    module = hf_trainer if runner == "trainer" else torch_loop
-    return tracing.trace_trial(chosen, gpus.named(gpu), folder, module)
+    return trace_tiny(folder, device={"name": "simulated", "gpu": gpu}, runner={"name": runner}, **over)
 
 
 def activations(trace: Trace) -> int:
-    sizes = zip(trace.sizes, trace.categories, strict=True)
-    return sum(size for size, category in sizes if category == "activations") // 3  # of the three steps
+    return total(trace, "activations") // 3  # of the three steps
 
 
 @pytest.mark.slow

@@ -11,21 +11,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import TARGETS, tiny
+from traces import traced
 
-from vramsweep.harness import gpus, trial
+from vramsweep.harness import trial
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
-from vramsweep.runners import build, custom, look_worker, simulated, torch_loop, tracing
+from vramsweep.runners import build, look_worker, simulated
 from vramsweep.runners.explain import ROUNDING, Explanation, explanation
 from vramsweep.runners.predict import replay
 from vramsweep.runners.storages import CATEGORIES
 from vramsweep.runners.trace import Trace
-
-A100 = gpus.named("a100-80gb")
-
-
-def traced(folder: Path, **over: Any) -> Trace:
-    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over))
-    return tracing.trace_trial(chosen, A100, folder, torch_loop)[0]
 
 
 def of(trace: Trace, conf: str = "", limit: int | None = None) -> Explanation:
@@ -149,8 +143,7 @@ def test_a_card_that_has_no_room_for_the_model_says_so_of_loading(tmp_path: Path
 
 def test_a_step_whose_backward_pass_is_not_seen_is_one_phase(tmp_path: Path) -> None:
     runner = {"name": "custom", "target": f"{TARGETS / 'backward.py'}:by_hand"}
-    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, runner=runner))
-    trace, _ = tracing.trace_trial(chosen, A100, tmp_path, custom)
+    trace = traced(tmp_path, runner=runner)
     found = of(trace)
     assert [one.phase for one in found.phases] == ["load", "step"] and found.peak.phase == "step"
     assert found.peak.allocated == replay(trace, AllocatorConfig(), None).peak["allocated"]

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import traces
 from conftest import Run, tiny
+from traces import sizes
 
 from vramsweep.harness import gpus, trial
-from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.roofline import estimate
 from vramsweep.harness.trial import InvalidTrial
-from vramsweep.runners import build, torch_loop, trace, tracing
-from vramsweep.runners.predict import Prediction, replay
+from vramsweep.runners import build, trace
+from vramsweep.runners.predict import Prediction
 from vramsweep.runners.techniques import fp8
 from vramsweep.runners.trace import Trace
 
@@ -23,14 +24,7 @@ SIMULATED = {"device": {"name": "simulated", "gpu": "h100-80gb"}, "precision": "
 
 
 def traced(folder: Path, **over: Any) -> tuple[Trace, Prediction]:
-    found, _ = tracing.trace_trial(trial.parse(tiny(**SIMULATED | over)), H100, folder, torch_loop)
-    return found, replay(found, AllocatorConfig(), None)
-
-
-def sizes(found: Trace) -> list[tuple[int, bool]]:
-    """The bytes of each allocation and each free, in order; a scalar's are left out."""
-    events = ((found.sizes[abs(event) - 1], event > 0) for event in found.events if event)
-    return [(size, made) for size, made in events if size > 8]
+    return traces.predicted(tiny(**SIMULATED | over), folder)
 
 
 def with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

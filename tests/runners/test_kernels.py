@@ -13,14 +13,14 @@ import yaml
 from conftest import ROOT, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from traces import A100, SIMULATED, trace_trial
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.roofline import ATTENTION, Work, estimate
-from vramsweep.runners import cuda_like, kernels, simulated, torch_loop, tracing
+from vramsweep.runners import cuda_like, kernels, simulated
 from vramsweep.runners.kernels import work
 from vramsweep.runners.trace import Trace
 
-A100 = gpus.named("a100-80gb")
 CAPABILITY = (8, 0)
 
 
@@ -106,11 +106,10 @@ def test_a_formula_that_does_not_fit_leaves_the_speed_unknown(monkeypatch: pytes
 
 
 def traced(folder: Path, model: dict[str, Any] | None = None, **over: Any) -> tuple[trial.Trial, Trace, int]:
-    values = tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over)
+    values = tiny(device=SIMULATED, **over)
     values["model"] = model or values["model"]
-    chosen = trial.parse(values)
-    trace, details = tracing.trace_trial(chosen, A100, folder, torch_loop)
-    return chosen, trace, details["parameters"]
+    trace, details = trace_trial(values, folder)
+    return trial.parse(values), trace, details["parameters"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

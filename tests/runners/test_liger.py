@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import traces
 from conftest import Run, merged, tiny
+from traces import sizes
 
 from vramsweep.harness import gpus, trial
-from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.trial import InvalidTrial
-from vramsweep.runners import build, torch_loop, trace, tracing
-from vramsweep.runners.predict import Prediction, replay
+from vramsweep.runners import build, trace, tracing
+from vramsweep.runners.predict import Prediction
 from vramsweep.runners.techniques import liger, loss
 from vramsweep.runners.trace import Trace
 
@@ -36,14 +37,7 @@ ON_CUDA = {
 
 def traced(folder: Path, gpu: str = "a100-80gb", **over: Any) -> tuple[Trace, Prediction]:
     values = tiny(**merged(SMALL, {"device": {"name": "simulated", "gpu": gpu}, **over}))
-    found, _ = tracing.trace_trial(trial.parse(values), gpus.named(gpu), folder, torch_loop)
-    return found, replay(found, AllocatorConfig(), None)
-
-
-def sizes(found: Trace) -> list[tuple[int, bool]]:
-    """The bytes of each allocation and each free, in order; a scalar's are left out."""
-    events = ((found.sizes[abs(event) - 1], event > 0) for event in found.events if event)
-    return [(size, made) for size, made in events if size > 8]
+    return traces.predicted(values, folder)
 
 
 @pytest.fixture

@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import traces
 from conftest import Run, merged, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vramsweep.harness import gpus, trial
-from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness import trial
 from vramsweep.harness.trial import InvalidTrial
-from vramsweep.runners import build, run, torch_loop, tracing, trainer
-from vramsweep.runners.predict import Prediction, replay
+from vramsweep.runners import build, run
+from vramsweep.runners.predict import Prediction
 from vramsweep.runners.techniques import loss, standin
 from vramsweep.runners.trace import Trace
 
 CPU = torch.device("cpu")
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 = {"model_type": "gpt2", "config": {"n_embd": 64, "n_layer": 1, "n_head": 2, **NO_DROPOUT}}
-RUNNERS = {"torch": torch_loop, "trainer": trainer}
 
 
 def networks(**over: Any) -> tuple[Any, Any]:
@@ -115,10 +114,7 @@ BIG = {"seq_len": 256, "micro_batch": 4, "model": {"config": WIDE}}
 
 
 def traced(folder: Path, **over: Any) -> tuple[Trace, Prediction]:
-    values = tiny(**merged(BIG, {"device": {"name": "simulated", "gpu": "a100-80gb"}, **over}))
-    chosen = trial.parse(values)
-    found, _ = tracing.trace_trial(chosen, gpus.named("a100-80gb"), folder, RUNNERS[chosen.runner.name])
-    return found, replay(found, AllocatorConfig(), None)
+    return traces.predicted(tiny(**merged(BIG, {"device": traces.SIMULATED, **over})), folder)
 
 
 LOGITS = 4 * 256 * 65_536

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,13 +17,15 @@ from conftest import Run, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from traces import SIMULATED as A100
+from traces import trace_trial
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from vramsweep.harness import gpus, machine, registry, techniques, trial
+from vramsweep.harness import gpus, machine, techniques, trial
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.roofline import Work
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, described, predict, run, tracing
+from vramsweep.runners import build, described, predict, run
 from vramsweep.runners.dispatch import LiveBytes
 from vramsweep.runners.kernels import work
 from vramsweep.runners.measure import COMPILED_UNSEEN
@@ -32,7 +33,6 @@ from vramsweep.runners.shardings import zero
 from vramsweep.runners.techniques import ao, bnb
 from vramsweep.runners.trace import Trace
 
-A100 = {"name": "simulated", "gpu": "a100-80gb"}
 CPU = torch.device("cpu")
 # GPT-2 has biases, embeddings that are trained and tied, and here sizes that no block divides.
 ODD: dict[str, Any] = {
@@ -84,9 +84,7 @@ def library(name: str) -> None:
 
 
 def traced(folder: Path, which: str = "tiny", **over: Any) -> tuple[Trace, dict[str, Any]]:
-    chosen = trial.parse(values(which, device=A100, **over))
-    runner = importlib.import_module(registry.runner(chosen.runner.name).module)
-    return tracing.trace_trial(chosen, gpus.named("a100-80gb"), folder, runner)
+    return trace_trial(values(which, device=A100, **over), folder)
 
 
 def total(trace: Trace, category: str = "optimizer_state") -> int:
@@ -227,19 +225,13 @@ LARGE: dict[str, Any] = {"seq_len": 16, "micro_batch": 1, "model": {"config": {"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "over",
-    [
-        {"optimizer": "adamw_torch_foreach"},
-        {"optimizer": "adamw_torch_loop"},
-        {"optimizer": "adafactor"},
-        {"optimizer": "sgd_momentum"},
-        {"optimizer": "adamw_torch_loop", "precision": "bf16_master"},
-        {"optimizer": "adamw_torch_foreach", "precision": "bf16_master"},
-        {"optimizer": "sgd", "precision": "bf16_master"},
-    ],
-    ids=lambda over: "-".join(over.values()),
-)
-def test_temporaries_are_those_of_the_library_on_a_cpu(tmp_path: Path, over: dict[str, str]) -> None:
+    ("name", "precision"),
+    [*((name, "fp32") for name in ("adamw_torch_foreach", "adamw_torch_loop", "adafactor", "sgd_momentum")),
+     *((name, "bf16_master") for name in ("adamw_torch_loop", "adamw_torch_foreach", "sgd"))],
+)  # fmt: skip
+def test_temporaries_are_those_of_the_library_on_a_cpu(tmp_path: Path, name: str, precision: str) -> None:
     """What a step needs beside weights, gradients and state, by a watch over every operator of a real step."""
+    over = {"optimizer": name, "precision": precision}
     chosen = trial.parse(tiny(**LARGE, **over))
     net = build.model(chosen, CPU)
     optimizer = build.optimizer(chosen, net.parameters(), CPU)
@@ -389,33 +381,31 @@ def test_paged_state_is_not_the_allocator_s(tmp_path: Path) -> None:
     assert plain - paged == 2 * 4 * 131_072
 
 
+def trained(chosen: dict[str, Any], folder: Path) -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    """The trial's columns and the optimizer that took its steps."""
+    seen: list[torch.optim.Optimizer] = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
+    try:
+        row = run.run(trial.parse(chosen), folder)
+    finally:
+        hook.remove()
+    assert row is not None
+    return row, seen[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny", "odd"])
 @pytest.mark.parametrize(
     "name",
-    [
-        "adamw_torch_loop",
-        "sgd_momentum",
-        "adafactor",
-        "adamw_bnb_8bit",
-        "lion_32bit",
-        "lion_8bit",
-        "adamw_torch_8bit",
-        "adamw_torch_4bit",
-    ],
+    ["adamw_torch_loop", "sgd_momentum", "adafactor", "adamw_bnb_8bit", "lion_32bit", "lion_8bit", *COMPILED],
 )
 def test_state_through_the_trainer(tmp_path: Path, name: str, model: str) -> None:
     """Which has bitsandbytes keep 32 bits of every embedding."""
     library(name)
-    seen: list[torch.optim.Optimizer] = []
-    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
-    try:
-        row = run.run(trial.parse(values(model, optimizer=name, runner={"name": "trainer"})), tmp_path)
-    finally:
-        hook.remove()
-    assert row is not None and math.isfinite(row["loss_last"])
+    row, used = trained(values(model, optimizer=name, runner={"name": "trainer"}), tmp_path)
+    assert math.isfinite(row["loss_last"])
     trace, details = traced(tmp_path, model, optimizer=name, runner={"name": "trainer"})
-    assert total(trace) == state(seen[-1])
+    assert total(trace) == state(used)
     assert details["optimizer_effective"] == row["optimizer_effective"] == EFFECTIVE.get(name, "AdamW")
     if name == "adamw_bnb_8bit":
         assert total(trace) > total(traced(tmp_path, model, optimizer=name)[0])
@@ -423,15 +413,9 @@ def test_state_through_the_trainer(tmp_path: Path, name: str, model: str) -> Non
 
 @pytest.mark.slow
 def test_the_trainer_s_arguments_reach_optimizers_that_it_does_not_know(tmp_path: Path) -> None:
-    seen: list[torch.optim.Optimizer] = []
-    hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
     options = {"learning_rate": 0.5, "adam_beta1": 0.25, "lr_scheduler_type": "constant"}
-    try:
-        chosen = tiny(optimizer="adamw_torch_loop", runner={"name": "trainer", "options": options})
-        run.run(trial.parse(chosen), tmp_path)
-    finally:
-        hook.remove()
-    group = seen[-1].param_groups[0]
+    runner = {"name": "trainer", "options": options}
+    group = trained(tiny(optimizer="adamw_torch_loop", runner=runner), tmp_path)[1].param_groups[0]
     assert (group["lr"], group["betas"][0], group["foreach"]) == (0.5, 0.25, False)
 
 
@@ -534,7 +518,6 @@ def test_deepspeed_s_cpu_adam_really_steps_and_takes_none_of_the_card(
     ],
 )
 def test_what_deepspeed_would_ignore_is_an_error(options: dict[str, Any], said: str) -> None:
-
     chosen = trial.parse(tiny(**deepspeed("zero2")))
     config = zero.merged(zero.ds_config(chosen), options)
     with pytest.raises(InvalidTrial, match=said):
@@ -542,7 +525,6 @@ def test_what_deepspeed_would_ignore_is_an_error(options: dict[str, Any], said: 
 
 
 def test_what_deepspeed_reads_is_left_alone() -> None:
-
     options = {
         "gradient_clipping": 1.0,
         "zero_optimization": {"overlap_comm": True, "stage3_max_live_parameters": 1e6},

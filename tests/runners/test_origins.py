@@ -8,20 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny
 from torch.utils.checkpoint import checkpoint
+from traces import traced
 
-from vramsweep.harness import gpus, trial
-from vramsweep.runners import torch_loop, tracing
 from vramsweep.runners.origins import Origins
 from vramsweep.runners.trace import Trace, Tracer
-
-A100 = gpus.named("a100-80gb")
-
-
-def traced(folder: Path, **over: Any) -> Trace:
-    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over))
-    return tracing.trace_trial(chosen, A100, folder, torch_loop)[0]
 
 
 def made(trace: Trace) -> Counter[tuple[str, str]]:

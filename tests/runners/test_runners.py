@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run, custom, tiny
+from conftest import SETTINGS, Run, custom, tiny
 
 from vramsweep.analysis.data.load import load
-from vramsweep.harness import attempt, journal
+from vramsweep.harness import attempt, journal, plan, sweep
 from vramsweep.harness.row import Row
+
+pytestmark = pytest.mark.slow
 
 
 def deepspeed(stage: int, **over: Any) -> dict[str, Any]:
@@ -25,15 +27,8 @@ def deepspeed(stage: int, **over: Any) -> dict[str, Any]:
 
 def same_but_for_the_machine(row: Row) -> Row:
     """What must not depend on how the process was started: everything but time, resident sets and bookkeeping."""
-    kept = (
-        "memory_source",
-        "outcome",
-        "optimizer_effective",
-        "attention_effective",
-        "parameters",
-        "runner_config",
-        "trial_id",
-    )
+    kept = ("memory_source", "outcome", "optimizer_effective", "attention_effective", "parameters", "runner_config",
+            "trial_id")  # fmt: skip
     columns = {k: v for k, v in row.items() if "allocated" in k or "flops" in k or k.startswith("loss") or k in kept}
     return {k: v for k, v in columns.items() if v is not None}
 
@@ -41,10 +36,6 @@ def same_but_for_the_machine(row: Row) -> Row:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Row]]:
     """One row for each runner and isolation."""
-    from conftest import SETTINGS
-
-    from vramsweep.harness import plan, sweep
-
     values = {"torch": tiny(), "trainer": tiny(runner={"name": "trainer"}), "deepspeed": deepspeed(2, precision="bf16")}
     rows: dict[str, dict[str, Row]] = {}
     for isolation in ("cold", "warm"):
@@ -56,7 +47,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Row]]:
     return rows
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["torch", "trainer", "deepspeed"])
 def test_cold_and_warm_give_equal_rows(both: dict[str, dict[str, Row]], runner: str) -> None:
     cold, warm = (both[isolation][runner] for isolation in ("cold", "warm"))
@@ -70,7 +60,6 @@ def test_cold_and_warm_give_equal_rows(both: dict[str, dict[str, Row]], runner: 
     assert warm["isolation"] == "warm"
 
 
-@pytest.mark.slow
 def test_the_same_training_whoever_drives_it(both: dict[str, dict[str, Row]]) -> None:
     plain, trainer = both["cold"]["torch"], both["cold"]["trainer"]
     for name in ("parameters", "model_flops_per_token", "hardware_flops_per_token"):
@@ -79,7 +68,6 @@ def test_the_same_training_whoever_drives_it(both: dict[str, dict[str, Row]]) ->
     assert trainer["runner_config"]["max_grad_norm"] == 1.0  # the Trainer's own default, not ours
 
 
-@pytest.mark.slow
 def test_a_row_of_the_torch_runner(both: dict[str, dict[str, Row]]) -> None:
     row = both["cold"]["torch"]
     linear = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160) + 512 * 64
@@ -103,7 +91,6 @@ def test_a_row_of_the_torch_runner(both: dict[str, dict[str, Row]]) -> None:
     assert 0 < row["overhead_s"] < row["duration_s"]
 
 
-@pytest.mark.slow
 def test_throughput_agrees_with_the_target_s_own_clock(
     run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +119,6 @@ def model_states(stage: int, world: int) -> tuple[int, int]:
     return 2 * 119360 // (world if stage == 3 else 1), 12 * 119360 // (world if stage else 1)
 
 
-@pytest.mark.slow
 def test_deepspeed_stages_offload_and_two_ranks_real_and_predicted(run_sweep: Run) -> None:
     simulated = {"device": {"name": "simulated", "gpu": "a100-80gb"}, "precision": "bf16"}
     *rows, two, eight, offloaded = run_sweep(
@@ -172,7 +158,6 @@ def test_deepspeed_stages_offload_and_two_ranks_real_and_predicted(run_sweep: Ru
     assert "offload_optimizer" in rows[3]["runner_config"]["zero_optimization"]
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_trial_at_once(run_sweep: Run) -> None:
     broken = deepspeed(2, precision="bf16", runner={"world_size": 2, "options": {"optimizer": {"type": "NoSuch"}}})
     (row,) = run_sweep(broken, isolation="warm", timeout_s=60)
@@ -180,7 +165,6 @@ def test_a_rank_that_fails_ends_the_trial_at_once(run_sweep: Run) -> None:
     assert "DeepSpeed" in row["reason"] and "no NoSuch" in row["reason"]
 
 
-@pytest.mark.slow
 def test_what_fails_after_the_measured_steps_leaves_the_measurement(run_sweep: Run, tmp_path: Path) -> None:
     """An out of memory there would be a false frontier."""
     whole, oom, killed = run_sweep(
@@ -199,7 +183,6 @@ def test_what_fails_after_the_measured_steps_leaves_the_measurement(run_sweep: R
         assert values["loss_last"] == whole["loss_last"]
 
 
-@pytest.mark.slow
 def test_checkpointing_recomputes_and_precisions_run(run_sweep: Run) -> None:
     plain, saved, autocast, pure, eager, sgd = run_sweep(
         tiny(seq_len=128),
@@ -220,7 +203,6 @@ def test_checkpointing_recomputes_and_precisions_run(run_sweep: Run) -> None:
     assert sgd["optimizer_effective"] == "SGD"
 
 
-@pytest.mark.slow
 def test_bad_custom_targets_and_trainer_options(run_sweep: Run, tmp_path: Path) -> None:
     target = tmp_path / "mine.py"
     target.write_text("def build(trial):\n    return 5\n")
@@ -236,7 +218,6 @@ def test_bad_custom_targets_and_trainer_options(run_sweep: Run, tmp_path: Path) 
     assert "no_such_argument" in rows[2]["reason"]
 
 
-@pytest.mark.slow
 def test_attempts_leave_their_evidence(run_sweep: Run, tmp_path: Path) -> None:
     (row,) = run_sweep(custom("raises"), isolation="warm")
     folder = tmp_path / "t" / "attempts" / row["trial_id"] / "1"
@@ -245,7 +226,6 @@ def test_attempts_leave_their_evidence(run_sweep: Run, tmp_path: Path) -> None:
     assert journal.read(tmp_path / "t")[0] == [row]
 
 
-@pytest.mark.slow
 def test_what_targets_say_reaches_the_row(run_sweep: Run, tmp_path: Path) -> None:
     names = ("says_half_a_character", "gives_up", "no_model", "aborts")
     rows = run_sweep(*(custom(name) for name in names), isolation="warm")

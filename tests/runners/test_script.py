@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import signal
 import subprocess
@@ -22,13 +21,14 @@ from vramsweep.analysis.data import parts
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import load
 from vramsweep.harness.row import Row
-from vramsweep.runners import script
 
+pytestmark = pytest.mark.slow
 SCRIPTS = ROOT / "tests" / "scripts"
 PYTHON = sys.executable
 BIN = Path(sys.executable).parent
 MEMORY = tuple(f"{phase}_peak_allocated_bytes" for phase in ("load", "forward", "backward", "optimizer"))
 SAME = ("peak_allocated_bytes", *MEMORY[1:], "model_flops_per_token", "hardware_flops_per_token", "parameters")
+OURS = {"name": "custom", "target": f"{TARGETS / 'scripted.py'}:plain"}
 NOTHING = {"seq_len": 1, "micro_batch": 1, "model": {"model_type": None, "config": {}, "parameters": None}}
 
 
@@ -44,12 +44,10 @@ def alike(row: Row, other: Row) -> None:
     assert row["peak_allocated_bytes"] is not None and row["model_flops_per_token"] is not None
 
 
-@pytest.mark.slow
 def test_a_plain_loop_is_measured_as_our_own_runner_measures_it(run_sweep: Run) -> None:
     words = "PYTHON SCRIPTS/plain.py --max_len {seq_len} --bs {micro_batch}"
     told = {"seq_len": 48, "micro_batch": 3}
-    target = {"name": "custom", "target": f"{TARGETS / 'scripted.py'}:plain"}
-    row, again, ours, _ = run_sweep(command(words, **told), tiny(**told, runner=target), repeats=2)
+    row, again, ours, _ = run_sweep(command(words, **told), tiny(**told, runner=OURS), repeats=2)
     assert (row["outcome"], row["reason"], row["notes"]) == ("ok", None, None)
     alike(row, ours)
     alike(row, again)
@@ -61,7 +59,6 @@ def test_a_plain_loop_is_measured_as_our_own_runner_measures_it(run_sweep: Run) 
     assert (row["seq_len"], row["micro_batch"], row["grad_accum"], row["world_size"]) == (48, 3, 1, 1)
 
 
-@pytest.mark.slow
 def test_the_trainer_is_measured_as_our_own_runner_measures_it(run_sweep: Run) -> None:
     words = (
         "PYTHON SCRIPTS/clm.py --block_size {seq_len} --per_device_train_batch_size {micro_batch} --use_cpu true "
@@ -72,25 +69,16 @@ def test_the_trainer_is_measured_as_our_own_runner_measures_it(run_sweep: Run) -
     alike(row, ours)
 
 
-@pytest.mark.slow
 def test_ranks_of_torchrun_are_measured_as_our_own(run_sweep: Run) -> None:
     words = f"{BIN / 'torchrun'} --nproc-per-node {{world_size}} SCRIPTS/ddp.py --max_len {{seq_len}}"
-    ours = tiny(
-        seq_len=32,
-        micro_batch=2,
-        grad_accum=2,
-        world_size=2,
-        sharding="ddp",
-        runner={"name": "custom", "target": f"{TARGETS / 'scripted.py'}:plain"},
-    )
-    row, other = run_sweep(command(words, seq_len=32, world_size=2), ours)
+    shape = {"seq_len": 32, "micro_batch": 2, "grad_accum": 2, "world_size": 2, "sharding": "ddp"}
+    row, other = run_sweep(command(words, seq_len=32, world_size=2), tiny(**shape, runner=OURS))
     alike(row, other)
     assert row["rank_peak_allocated_bytes"] == other["rank_peak_allocated_bytes"]
     assert row["tokens_per_s"] * row["elapsed_s"] == pytest.approx(2 * 2 * 2 * 32 * 2)
     assert (row["world_size"], row["grad_accum"], row["micro_batch"]) == (2, 2, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "outcome", "reason"),
     [
@@ -106,14 +94,12 @@ def test_the_rank_that_fails_first_is_named(run_sweep: Run, fault: str, outcome:
     assert row["reason"].startswith(reason)
 
 
-@pytest.mark.slow
 def test_more_ranks_than_cards_are_noted(run_sweep: Run) -> None:
     (row,) = run_sweep(command(f"{BIN / 'torchrun'} --nproc-per-node 2 SCRIPTS/ddp.py"))
     assert row["notes"] == ["the training had 2 ranks, where the trial has world_size=1"]
     assert row["world_size"] == 2
 
 
-@pytest.mark.slow
 def test_accelerate_launch(run_sweep: Run) -> None:
     launch = f"{BIN / 'accelerate'} launch --cpu --num_processes 1 --num_machines 1 --dynamo_backend no"
     (row,) = run_sweep(command(f"{launch} --mixed_precision no SCRIPTS/accelerated.py"))
@@ -122,7 +108,6 @@ def test_accelerate_launch(run_sweep: Run) -> None:
     assert row["tokens_per_s"] * row["elapsed_s"] == pytest.approx(48 * 2 * 2)
 
 
-@pytest.mark.slow
 def test_lightning(run_sweep: Run) -> None:
     """Its optimizers run the whole step in a closure, and it looks at validation data before the first."""
     pytest.importorskip("lightning")
@@ -136,7 +121,6 @@ def test_lightning(run_sweep: Run) -> None:
     assert one["model_flops_per_token"] == pytest.approx(6 * parameters, rel=0.1)  # (Kaplan et al. 2020)
 
 
-@pytest.mark.slow
 def test_lengths_that_vary_are_counted(run_sweep: Run) -> None:
     """TRL pads each batch to its longest text."""
     pytest.importorskip("trl")
@@ -161,7 +145,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_its_outcome(run_sweep: Run, fault: str) -> None:
     (row,) = run_sweep(command(f"PYTHON SCRIPTS/faults.py {fault}"), timeout_s=25)
@@ -174,33 +157,20 @@ def test_each_fault_is_its_outcome(run_sweep: Run, fault: str) -> None:
         assert row["exit_code"] == -signal.SIGKILL
 
 
-@pytest.mark.slow
 def test_what_fails_after_the_measured_steps_is_a_note(run_sweep: Run) -> None:
     (row,) = run_sweep(command("PYTHON SCRIPTS/faults.py late 9", runner={"stop": False}), isolation="warm")
     assert row["outcome"] == "ok"
-    assert (
-        row["notes"][-1]
-        == "after the measured steps the script ended with exit status 1; its last words: ValueError: saving failed"
-    )
+    said = "after the measured steps the script ended with exit status 1; its last words: ValueError: saving failed"
+    assert row["notes"][-1] == said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (
-            "PYTHON SCRIPTS/plain.py --length {seq_len}",
-            "plain.py does not take these options: plain.py: error: ",
-        ),
-        (
-            "PYTHON SCRIPTS/faults.py fine 2",
-            "faults.py ended after 2 optimizer steps, and protocol=brief takes 5",
-        ),
+        ("PYTHON SCRIPTS/plain.py --length {seq_len}", "plain.py does not take these options: plain.py: error: "),
+        ("PYTHON SCRIPTS/faults.py fine 2", "faults.py ended after 2 optimizer steps, and protocol=brief takes 5"),
         ("PYTHON -c 'import os'", f"{PYTHON} ended well, but no Python process of it imported torch"),
-        (
-            "PYTHON -I SCRIPTS/faults.py fine",
-            "faults.py ended well, but no Python process of it imported torch",
-        ),
+        ("PYTHON -I SCRIPTS/faults.py fine", "faults.py ended well, but no Python process of it imported torch"),
     ],
 )
 def test_what_cannot_be_measured_says_why(run_sweep: Run, words: str, reason: str) -> None:
@@ -226,26 +196,24 @@ print(sorted(vars(w)), len(torch.nn.modules.module._global_forward_pre_hooks))
 """
 
 
-@pytest.mark.slow
-def test_the_script_notices_nothing(run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_notices_nothing(run_sweep: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it prints, finds and imports is what it does alone; the user's own sitecustomize is imported, too."""
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "sitecustomize.py").write_text("MINE = 1\n")
-    (tmp_path / "peek.py").write_text(PEEK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
-    monkeypatch.chdir(tmp_path)
+    (here / "own").mkdir()
+    (here / "own" / "sitecustomize.py").write_text("MINE = 1\n")
+    (here / "peek.py").write_text(PEEK)
+    monkeypatch.setenv("PYTHONPATH", str(here / "own"))
     bare = subprocess.run([PYTHON, "peek.py"], capture_output=True, text=True, check=True)
-    before = {path.name for path in tmp_path.iterdir()}
+    before = {path.name for path in here.iterdir()}
     (row,) = run_sweep(command("PYTHON peek.py", runner={"stop": False}))
     assert row["outcome"] == "ok"
-    (place,) = tmp_path.glob("t/attempts/*/1")
+    (place,) = here.glob("t/attempts/*/1")
     assert (place / "stderr.log").read_text() == bare.stderr
     told, alone = (text.splitlines() for text in ((place / "stdout.log").read_text(), bare.stdout))
     assert told[1:] == alone[1:]
     watched, free = json.loads(told[0]), json.loads(alone[0])
     assert watched.pop("finders") == [*free.pop("finders"), "Lent"]
     assert watched == free and free["own"] == 1
-    assert {path.name for path in tmp_path.iterdir()} - before == {"t"}
+    assert {path.name for path in here.iterdir()} - before == {"t"}
 
 
 SHAPES = """
@@ -281,7 +249,6 @@ for step in range(30):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "functional", "compiled", "in_place", "scaled", "groups", "fork"])
 def test_steps_are_seen_however_they_are_made(run_sweep: Run, tmp_path: Path, kind: str) -> None:
     (tmp_path / "shapes.py").write_text(SHAPES)
@@ -299,22 +266,11 @@ def test_steps_are_seen_however_they_are_made(run_sweep: Run, tmp_path: Path, ki
     assert row["skipped_steps"] == (6 if kind == "scaled" else 0)  # 2 to the 127 overflows until it is halved often
 
 
-@pytest.mark.slow
 def test_what_is_called_beside_the_trained_model_counts_for_nothing(run_sweep: Run) -> None:
     """Every row is that of the plain one but in what its name says."""
     protocol = {"name": "x", "warmup_steps": 2, "measured_steps": 8}
-    kinds = (
-        "plain",
-        "big",
-        "teacher",
-        "transform",
-        "retry",
-        "modes",
-        "siamese",
-        "closure",
-        "evaluation",
-        "with_gradients",
-    )
+    kinds = ("plain", "big", "teacher", "transform", "retry", "modes", "siamese", "closure", "evaluation",
+             "with_gradients")  # fmt: skip
     rows = run_sweep(*(command(f"PYTHON SCRIPTS/models.py {kind}", protocol=protocol) for kind in kinds))
     by = dict(zip(kinds, rows, strict=True))
     assert {row["outcome"] for row in rows} == {"ok"}
@@ -332,34 +288,11 @@ def test_what_is_called_beside_the_trained_model_counts_for_nothing(run_sweep: R
     assert [row["grad_accum"] for row in rows] == [1] * 7 + [None, 1, 1]
 
 
-def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
-    hook = script.HOOK / "sitecustomize.py"
-    code = "import sys; sys.version_info = (3, 8, 1); sys.path.insert(0, sys.argv[1]); import sitecustomize"
-    environ = os.environ | {"VRAMSWEEP_ATTEMPT": str(tmp_path)}
-    words = [PYTHON, "-I", "-S", "-c", code, str(hook.parent)]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    (problem,) = tmp_path.glob("problem-*.txt")
-    assert problem.read_text() == "RuntimeError: the script's Python is 3.8.1, and it can be watched from 3.11 on"
-
-
 # What torch itself imports: a script's environment need not have more.
-TORCH_ALONE = [
-    "torch",
-    "torchgen",
-    "functorch",
-    "sympy",
-    "mpmath",
-    "networkx",
-    "jinja2",
-    "markupsafe",
-    "filelock",
-    "fsspec",
-    "typing_extensions.py",
-]
+TORCH_ALONE = ["torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock",
+               "fsspec", "typing_extensions.py"]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_another_environment_needs_nothing_of_ours(run_sweep: Run, tmp_path: Path) -> None:
     """No psutil, no pydantic, no numpy there; its torch is the row's, and the row finishes the trial."""
     venv.create(tmp_path / "other")
@@ -382,7 +315,6 @@ def test_another_environment_needs_nothing_of_ours(run_sweep: Run, tmp_path: Pat
 MIB = 1 << 20
 
 
-@pytest.mark.slow
 def test_a_whole_job_has_a_peak_for_each_of_its_parts(run_sweep: Run, tmp_path: Path) -> None:
     """Counted by hand: the layer has 1 MiB of weights, as much momentum and gradients."""
     protocol = {"name": "job", "warmup_steps": 1, "measured_steps": 1, "job": True}
@@ -407,7 +339,6 @@ def test_a_whole_job_has_a_peak_for_each_of_its_parts(run_sweep: Run, tmp_path: 
     )
 
 
-@pytest.mark.slow
 def test_a_job_of_the_trainer(run_sweep: Run, tmp_path: Path) -> None:
     """It evaluates a batch four times as large, saves, and a second one goes on from there."""
     words = (
@@ -434,7 +365,6 @@ def test_a_job_of_the_trainer(run_sweep: Run, tmp_path: Path) -> None:
     assert peaks["steps"] == first["peak_allocated_bytes"]
 
 
-@pytest.mark.slow
 def test_a_job_of_our_own_trainer(run_sweep: Run) -> None:
     options = {"per_device_eval_batch_size": 16}
     protocol = {"name": "job", "warmup_steps": 1, "measured_steps": 2, "job": True}
@@ -460,11 +390,10 @@ def test_a_job_of_our_own_trainer(run_sweep: Run) -> None:
 SIMULATED = {"name": "simulated", "gpu": "l4-24gb"}
 
 
-@pytest.mark.slow
 def test_a_plain_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep: Run) -> None:
     words = "PYTHON SCRIPTS/plain.py --max_len {seq_len} --bs {micro_batch} {precision:bf16=--bf16:fp32=}"
     told = {"seq_len": 48, "micro_batch": 3, "device": SIMULATED}
-    ours = tiny(**told, runner={"name": "custom", "target": f"{TARGETS / 'scripted.py'}:plain"})
+    ours = tiny(**told, runner=OURS)
     row, half, longer, other = run_sweep(
         command(words, **told),
         command(words, **told, precision="bf16"),
@@ -482,7 +411,6 @@ def test_a_plain_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep: Run)
     assert any("it was nan" in note for note in row["notes"])  # it prints its loss
 
 
-@pytest.mark.slow
 def test_the_trainers_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep: Run) -> None:
     words = (
         "PYTHON SCRIPTS/clm.py --block_size {seq_len} --per_device_train_batch_size {micro_batch} "
@@ -497,7 +425,6 @@ def test_the_trainers_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep:
         assert row[name] == ours[name] + batch
 
 
-@pytest.mark.slow
 def test_lightning_is_predicted(run_sweep: Run) -> None:
     pytest.importorskip("lightning")
     told = {"seq_len": 40, "micro_batch": 2, "device": SIMULATED}
@@ -511,7 +438,6 @@ def test_lightning_is_predicted(run_sweep: Run) -> None:
     assert row["peak_activations_bytes"] == pytest.approx(plain["peak_activations_bytes"], rel=0.01)
 
 
-@pytest.mark.slow
 def test_trl_is_predicted_with_its_kernel(run_sweep: Run) -> None:
     pytest.importorskip("trl")
     pytest.importorskip("triton")
@@ -523,7 +449,6 @@ def test_trl_is_predicted_with_its_kernel(run_sweep: Run) -> None:
     assert "launches of Triton kernels" in notes and "batches are of several shapes (4 x " in notes
 
 
-@pytest.mark.slow
 def test_what_a_script_decides_by_value_is_as_it_is_without_us(run_sweep: Run, tmp_path: Path) -> None:
     alone, watched = tmp_path / "alone", tmp_path / "watched"
     subprocess.run([PYTHON, SCRIPTS / "valued.py", "--said", alone], check=True)
@@ -539,25 +464,15 @@ def test_what_a_script_decides_by_value_is_as_it_is_without_us(run_sweep: Run, t
         assert parameters <= row["load_peak_allocated_bytes"] <= parameters + 100_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (f"{BIN / 'torchrun'} SCRIPTS/ddp.py", "torchrun starts other processes; give the script itself"),
         ("PYTHON SCRIPTS/faults.py never", "the script ended after 0 optimizer steps, and a prediction takes 4"),
         ("PYTHON -c 'import torch'", "the command runs no Python file and no module"),
-        (
-            "PYTHON -X faulthandler SCRIPTS/plain.py --steps 3",
-            "ended after 3 optimizer steps, and a prediction takes 4",
-        ),
-        (
-            "PYTHON SCRIPTS/plain.py --length 3",
-            "plain.py does not take these options: unrecognized arguments: --length 3",
-        ),
-        (
-            "PYTHON SCRIPTS/faults.py decide",
-            "ended with 1 after 3 optimizer steps, and a prediction takes 4; the script asked once",
-        ),
+        ("PYTHON -X faulthandler SCRIPTS/plain.py --steps 3", "after 3 optimizer steps, and a prediction takes 4"),
+        ("PYTHON SCRIPTS/plain.py --length 3", "does not take these options: unrecognized arguments: --length 3"),
+        ("PYTHON SCRIPTS/faults.py decide", "after 3 optimizer steps, and a prediction takes 4; the script asked once"),
     ],
 )
 def test_what_cannot_be_predicted_says_why(run_sweep: Run, words: str, reason: str) -> None:

@@ -148,6 +148,17 @@ def hooked(tmp_path: Path, code: str, version: str) -> str:
     return "".join(path.read_text() for path in tmp_path.glob("problem-*.txt"))
 
 
+def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
+    hook = script.HOOK / "sitecustomize.py"
+    code = "import sys; sys.version_info = (3, 8, 1); sys.path.insert(0, sys.argv[1]); import sitecustomize"
+    environ = os.environ | {"VRAMSWEEP_ATTEMPT": str(tmp_path)}
+    words = [PYTHON, "-I", "-S", "-c", code, str(hook.parent)]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (problem,) = tmp_path.glob("problem-*.txt")
+    assert problem.read_text() == "RuntimeError: the script's Python is 3.8.1, and it can be watched from 3.11 on"
+
+
 def test_a_torch_that_is_too_old_is_said(tmp_path: Path) -> None:
     said = hooked(tmp_path, "import torch", "2.5.1+cu121")
     assert said == "RuntimeError: the script's torch is 2.5.1+cu121, and it can be watched from 2.6 on"
@@ -199,29 +210,24 @@ def left(folder: Path, seconds: float, said: dict[str, Any], **over: Any) -> str
 
 
 @pytest.mark.parametrize("over", [{}, JOB], ids=["ordinary", "job"])
-def test_a_training_that_cannot_be_watched_any_further_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, Any]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert left(tmp_path, 60, seen(**BROKE), **over) == (
+def test_a_training_that_cannot_be_watched_any_further_is_ended(here: Path, over: dict[str, Any]) -> None:
+    assert left(here, 60, seen(**BROKE), **over) == (
         "the script could not be watched any further: TypeError: probe failed"
     )
 
 
-def test_what_was_measured_before_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert left(tmp_path, 60, seen(**BROKE, **MEASURED)) == (
+def test_what_was_measured_before_that_is_kept(here: Path) -> None:
+    assert left(here, 60, seen(**BROKE, **MEASURED)) == (
         "the step that counts FLOPs is missing: after the measured steps the script could not be watched any further: "
         "TypeError: probe failed"
     )
-    values = json.loads((tmp_path / "attempt" / "result.json").read_text())["values"]
+    values = json.loads((here / "attempt" / "result.json").read_text())["values"]
     assert (values["tokens_per_s"], values["seq_len"]) == (50.0, 50)
 
 
-def test_a_command_that_is_to_run_to_its_end_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "could not be watched" in left(tmp_path, 0.4, seen(**BROKE), runner={"stop": False})
-    assert (tmp_path / "after.txt").exists()
+def test_a_command_that_is_to_run_to_its_end_does(here: Path) -> None:
+    assert "could not be watched" in left(here, 0.4, seen(**BROKE), runner={"stop": False})
+    assert (here / "after.txt").exists()
 
 
 def test_a_training_is_over_once_no_rank_has_more_to_tell() -> None:
@@ -255,10 +261,7 @@ for step in range(9):
         ("bash -c 'PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 PYTHON t.py'", ""),
     ],
 )
-def test_an_allocator_of_its_own_is_seen_however_it_is_set(
-    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_allocator_of_its_own_is_seen_however_it_is_set(run_sweep: Run, here: Path, words: str, code: str) -> None:
     Path("t.py").write_text(code + LOOP)
     (row,) = run_sweep(command(words))
     assert row["outcome"] == "invalid"
@@ -266,10 +269,7 @@ def test_an_allocator_of_its_own_is_seen_however_it_is_set(
 
 
 @pytest.mark.slow
-def test_the_whole_command_ends_once_it_is_measured(
-    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_whole_command_ends_once_it_is_measured(run_sweep: Run, here: Path) -> None:
     Path("t.py").write_text(LOOP)
     (row,) = run_sweep(command("bash -c 'PYTHON t.py; sleep 8; echo after > after.txt'"))
     assert row["outcome"] == "ok" and not any("after the measured steps" in note for note in row["notes"])
@@ -277,10 +277,7 @@ def test_the_whole_command_ends_once_it_is_measured(
 
 
 @pytest.mark.slow
-def test_a_job_that_leaves_and_a_training_that_breaks_what_watches_it(
-    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_job_that_leaves_and_a_training_that_breaks_what_watches_it(run_sweep: Run, here: Path) -> None:
     Path("left.py").write_text(f"{LOOP}os._exit(0)")
     Path("broke.py").write_text(LOOP.replace("w =", "torch.cuda.device_count = None; w =").replace("(9)", "(10**9)"))
     left, broke = run_sweep(command("PYTHON left.py", **JOB), command("PYTHON broke.py"))
@@ -299,14 +296,11 @@ def test_ranks_end_well_once_they_are_measured(run_sweep: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_folder_for_what_it_writes_is_where_it_goes_elsewhere(
-    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_folder_for_what_it_writes_is_where_it_goes_elsewhere(run_sweep: Run, here: Path) -> None:
     Path("t.py").write_text(f"import os, sys; os.chdir('/'); open(sys.argv[1] + '/x', 'w').close()\n{LOOP}")
     (row,) = run_sweep(command("PYTHON t.py {output_dir}"))
     assert row["outcome"] == "ok", row["reason"]
-    assert len(list(tmp_path.glob("t/attempts/*/1/output/x"))) == 1
+    assert len(list(here.glob("t/attempts/*/1/output/x"))) == 1
 
 
 HYDRA = f"""
@@ -337,12 +331,11 @@ ARGUMENTS = "import argparse, torch; argparse.ArgumentParser().parse_args()"
     ],
 )
 def test_a_failing_command_says_its_own_cause(
-    run_sweep: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: str, kind: str, reason: str
+    run_sweep: Run, here: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: str, kind: str, reason: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     Path("t.py").write_text(code)
     (row,) = run_sweep(command(words))
     assert (row["outcome"], row["reason"][: len(reason)]) == (kind, reason), row["reason"]
     if kind == "oom":
-        assert json.loads(next(tmp_path.glob("t/attempts/*/1/seen-*.json")).read_text())["forwards"] == 1
+        assert json.loads(next(here.glob("t/attempts/*/1/seen-*.json")).read_text())["forwards"] == 1

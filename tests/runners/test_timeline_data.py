@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import TARGETS, tiny
+from conftest import TARGETS
+from traces import traced
 
-from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
-from vramsweep.runners import custom, timeline, torch_loop, tracing
+from vramsweep.runners import timeline
 from vramsweep.runners.predict import replay
 from vramsweep.runners.timeline import Timeline
 from vramsweep.runners.trace import Trace
-
-A100 = gpus.named("a100-80gb")
-
-
-def traced(folder: Path, **over: Any) -> Trace:
-    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over))
-    return tracing.trace_trial(chosen, A100, folder, torch_loop)[0]
 
 
 def of(trace: Trace, conf: str = "", limit: int | None = None) -> Timeline:
@@ -127,8 +119,7 @@ def test_a_long_step_keeps_its_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_step_whose_backward_pass_is_not_seen_is_one_phase(tmp_path: Path) -> None:
     runner = {"name": "custom", "target": f"{TARGETS / 'backward.py'}:by_hand"}
-    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, runner=runner))
-    trace, _ = tracing.trace_trial(chosen, A100, tmp_path, custom)
+    trace = traced(tmp_path, runner=runner)
     found = of(trace)
     assert [phase.phase for phase in found.phases] == ["step"] and found.peak.phase == "step"
 

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from conftest import ROOT, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from traces import A100, total
+from traces import trace_tiny as traced
 
 from vramsweep.harness import gpus, trial
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
@@ -24,18 +26,7 @@ from vramsweep.runners import cuda_like, torch_loop, tracing
 from vramsweep.runners.allocations import cublas_workspace
 from vramsweep.runners.predict import replay
 from vramsweep.runners.storages import CATEGORIES
-from vramsweep.runners.trace import Trace, Tracer, on
-
-A100 = gpus.named("a100-80gb")
-
-
-def traced(folder: Path, **over: Any) -> tuple[Trace, dict[str, Any]]:
-    chosen = trial.parse(tiny(device={"name": "simulated", "gpu": "a100-80gb"}, **over))
-    return tracing.trace_trial(chosen, A100, folder, torch_loop)
-
-
-def total(trace: Trace, category: str) -> int:
-    return sum(size for size, name in zip(trace.sizes, trace.categories, strict=True) if name == category)
+from vramsweep.runners.trace import Tracer, on
 
 
 @pytest.mark.slow

@@ -186,22 +186,18 @@ def test_a_key_that_nobody_heeds_is_refused_and_one_that_the_trainer_fills_in_is
     ]
     filled, plain, *refused = run_sweep(*values, isolation="warm")
     assert filled["outcome"] == plain["outcome"] == "ok", (filled["reason"], plain["reason"])
-    assert (
-        filled["runner_config"]["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == 64 * 64
-    )  # hidden_size squared
+    zero = filled["runner_config"]["deepspeed"]["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 64 * 64  # hidden_size squared
     assert "reduce_bucket_size" not in plain["runner_config"]["zero_optimization"]  # the engine knows no "auto"
     for row in (filled, plain):
         assert row["optimizer_effective"] == "DeepSpeedZeroOptimizer_Stage3(FusedAdam)"
-    for row, text in zip(
-        refused,
-        (
-            "gradient_cliping: DeepSpeed",
-            "does not take stage3_prefetch_bucket",
-            "gradient_clipping=0.5 vs hf max_grad_norm=1.0",
-            "does not take overlap_com: .*the closest is overlap_comm",
-            "has no kernel for a CPU",
-            "has no Foo; it has adagrad, adam",
-        ),
-        strict=True,
-    ):
+    reasons = (
+        "gradient_cliping: DeepSpeed",
+        "does not take stage3_prefetch_bucket",
+        "gradient_clipping=0.5 vs hf max_grad_norm=1.0",
+        "does not take overlap_com: .*the closest is overlap_comm",
+        "has no kernel for a CPU",
+        "has no Foo; it has adagrad, adam",
+    )
+    for row, text in zip(refused, reasons, strict=True):
         assert row["outcome"] == "invalid" and re.search(text, row["reason"]), row["reason"]
