@@ -6,12 +6,13 @@ Not covered: running it (attempt.py), when it is tried again (sweep.py), the sch
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import credentials, interpreter, machine, outcome, plan, registry, variables
+from vramsweep.harness import credentials, interpreter, machine, outcome, plan, registry, techniques, variables
 from vramsweep.harness.attempt import ENDED, Attempted
 from vramsweep.harness.flags import flags
 from vramsweep.harness.plan import Planned
@@ -69,6 +70,7 @@ def judged(row: Row, trial: Trial, evidence: outcome.Evidence, phase: str | None
         "reason": reason,
         "terminal": outcome.is_verdict(kind) and (final or not outcome.transient(kind, evidence)),
         "phase": None if kind is Outcome.OK else phase,
+        "failed_rank": None if kind is Outcome.OK else outcome.failed_rank(evidence),
         "foreign_processes": sorted({*foreign, *(after or [])}) if foreign or after is not None else None,
     }
     measured_here = kind in (Outcome.OK, Outcome.OOM) and trial.device.name != "simulated"
@@ -103,6 +105,36 @@ def system_here(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tuple
     return system(known | {"device": device, "runner": runner})
 
 
+def outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[str, tuple[str, str]]:
+    """Of the trials that a process called invalid, those for which it had other versions than there are now.
+
+    By id: in words, these versions and those of now. What either of them does not know is not compared.
+    """
+    found, facts = {}, machine.facts()
+    for item in planned:
+        row = rows.get(item.trial_id, {})
+        if item.trial is None or row.get("outcome") != Outcome.INVALID or row.get("attempt") == 0:
+            continue
+        before, now = _versions(row), _versions(facts | _facts(item.trial) | _provenance(item.trial, []))
+        if changed := [name for name in before if before[name] != now.get(name, before[name])]:
+            olds, news = ([f"{name} {of[name]}" for name in changed] for of in (before, now))
+            found[item.trial_id] = ", ".join(olds), ", ".join(news)
+    return found
+
+
+def said(outdated: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Say of outdated trials how many run again, and why."""
+    counts = Counter(outdated.values()).items()
+    return [f"{n} trial{'s were' if n != 1 else ' was'} invalid with {a}, run again with {b}" for (a, b), n in counts]
+
+
+def _versions(row: Row) -> dict[str, str]:
+    """The versions that a verdict of a row may depend on, by name; edits of a checkout have none."""
+    own = {"vramsweep's commit": str(row.get("git_commit") or "").removesuffix("+dirty")}
+    own |= {name: row.get(f"{name}_version") for name in ("vramsweep", "torch", "transformers", "deepspeed")}
+    return {name: text for name, text in (own | (row.get("package_versions") or {})).items() if text}
+
+
 def attempts(folder: Path) -> int:
     """The highest number of an attempt so far; a killed parent leaves attempts without a row."""
     return max((int(p.name) for p in folder.glob("*") if p.name.isdigit()), default=0)
@@ -126,9 +158,11 @@ def _facts(trial: Trial) -> Row:
 
 def _provenance(trial: Trial, seen: Sequence[machine.Gpu]) -> Row:
     """What the parent knows of the system under test, so that rows whose worker died say it too."""
+    packages = [package.name for entry in techniques.chosen(trial) for package in entry.packages]
     return {
         "gpu_name": seen[0].name if seen else None,
         "gpu_uuid": seen[0].uuid if seen else None,
         "driver_version": seen[0].driver if seen else None,
         "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
+        "package_versions": {name: found for name in packages if (found := machine.version(name)) is not None} or None,
     }

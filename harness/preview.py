@@ -27,7 +27,7 @@ from vramsweep.harness.labels import Labels
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import duration
 from vramsweep.harness.row import Outcome
-from vramsweep.harness.sweep import known, other_systems, placed
+from vramsweep.harness.sweep import left, placed
 
 PREDICTIONS = 8  # configurations whose largest trial is predicted, the largest first
 PREDICTION_S = 180.0  # for all of them together; a trace takes 1 to 30 s
@@ -56,8 +56,7 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     """Print the configurations (output=all: every trial), what cannot run and why, what the largest are predicted to
     need, and a time."""
     rows = read(folder)[0] if any(file.exists() for file in files(folder)) else []
-    finished, others = known(rows, planned, settings.any_system)
-    pending = placed(plan.pending(planned, finished, settings.retry_failed))
+    pending, finished, notes = left(rows, planned, settings)
     here = {p.trial_id: p for p in pending}
     planned = [here.get(p.trial_id, p) for p in planned]
     todo = {p.trial_id for p in pending}
@@ -109,8 +108,8 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     unproven = sorted({name for p in pending if p.trial for name in techniques.unproven(p.trial)})
     if unproven:
         print(f"unproven, as no card has run it as predicted yet: {', '.join(unproven)}")
-    if others:
-        print(f"{other_systems(others)}; any_system=true counts them")
+    for line in notes:
+        print(line)
     time_s = "unknown" if total.seconds is None else duration(total.seconds)
     priced = "" if cost is None else f", cost: {cost:,.2f} at {settings.price_per_hour:g} an hour"
     print(f"estimated time: {time_s}{priced} ({total.basis})", flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from rich import box
@@ -33,9 +33,11 @@ COLOURS = {"ok": "green", "oom": "yellow", "invalid": "dim", "skipped": "dim"}
 
 
 class Progress(Protocol):
-    """Is told what a sweep does. `total` is how many trials there are to do."""
+    """Is told what a sweep does. `total` is how many trials there are to do; `cards` are those that fail trial after
+    trial, each in short and in a sentence."""
 
     total: int
+    cards: Mapping[str, str]
 
     def began(self, text: str) -> None:
         """How many trials there are, how many were finished before, and where."""
@@ -70,6 +72,7 @@ class Counts:
 
     def __init__(self, total: int, of: Sequence[Planned] = ()) -> None:
         self.total, self.done = total, 0
+        self.cards: Mapping[str, str] = {}
         self.label = Labels(of)
         self._began = time.monotonic()
         self._since = (self._began, 0)  # of what the time left is reckoned from, and how many were done by then
@@ -106,10 +109,13 @@ class Counts:
 
     def text(self) -> str:
         """In words."""
-        return f"oom {self.counts['oom']} · failed {self.counts['failed']} · ETA {self.left()}"
+        counts = f"oom {self.counts['oom']} · failed {self.counts['failed']} · ETA {self.left()}"
+        return " · ".join([counts, *self.cards])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Say of each card that fails what to do."""
+        for text in self.cards.values():
+            print(text, flush=True)
 
 
 class Lines(Counts):
@@ -198,6 +204,7 @@ class Region(Counts):
         if self.done:
             came = " · ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
             print(f"{self.done} of {self.total} in {duration(time.monotonic() - self._began)}: {came}", flush=True)
+        super().close()
 
     def drawn(self) -> RenderableType:
         """What there is to see now."""
@@ -210,6 +217,7 @@ class Region(Counts):
         parts: list[RenderableType] = [head]
         if self._card is not None and (state := self._card.text()):
             parts.append(Text(state, style="dim"))
+        parts += [Text(short, style="red") for short in self.cards]
         if self._traced:
             parts.append(self._traced)
         now = time.monotonic()
