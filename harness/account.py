@@ -117,8 +117,8 @@ def outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[str, t
             continue
         before, now = _versions(row), _versions(facts | _facts(item.trial) | _provenance(item.trial, []))
         if changed := [name for name in before if before[name] != now.get(name, before[name])]:
-            olds, news = ([f"{name} {of[name]}" for name in changed] for of in (before, now))
-            found[item.trial_id] = ", ".join(olds), ", ".join(news)
+            old = ", ".join(f"{name} {before[name]}" for name in changed)
+            found[item.trial_id] = old, ", ".join(now[name] for name in changed)
     return found
 
 

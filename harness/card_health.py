@@ -1,12 +1,14 @@
 """Which of a sweep's cards fail trial after trial: these rest beside cards that work, and are tried again now and then.
 
 A card is blamed for a fault of the machine, or of CUDA, that ended a trial on it alone; of several ranks, only where it
-is known which one failed. A trial that works there takes the blame away, and a trial that fails on a second card, which
-worked before, is itself to blame. Where every card fails so, none rests, and the breaker decides (sweep.py).
+is known which one failed. A trial that works there takes the blame away. A trial with an error of CUDA on several cards
+is itself to blame until it works somewhere: it counts a third. Where every card fails so, none rests, and the breaker
+decides (sweep.py).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from vramsweep.harness.machine import Gpu
@@ -23,28 +25,21 @@ class CardHealth:
     def __init__(self, cards: Iterable[Gpu | None]) -> None:
         self._cards = {card.uuid: card for card in cards if card and card.uuid}
         self._failed: dict[str, list[tuple[Row, float]]] = {uuid: [] for uuid in self._cards}
-        self._working = set[str]()  # cards whose last trial worked
-        self._bad_trials = set[str]()
+        self._failed_on = defaultdict[str, set[str]](set)  # the cards of each trial that has met errors of CUDA alone
 
     def add(self, row: Row, cards: Sequence[Gpu], now_s: float) -> None:
         """Count the end of a trial on these cards, the first of them rank 0's, for or against them."""
         uuids = [card.uuid for card in cards if card.uuid in self._cards]
         if row.get("outcome") in (Outcome.OK, Outcome.OOM):
-            self._working.update(uuids)
+            self._failed_on.pop(row["trial_id"], None)
             for uuid in uuids:
                 self._failed[uuid].clear()
-        if row.get("outcome") not in FAULTS or row["trial_id"] in self._bad_trials:
-            return
-        rank = row.get("failed_rank")
-        blamed = uuids if len(uuids) == 1 else uuids[rank : rank + 1] if rank is not None else []
-        if row["outcome"] == Outcome.CUDA_ERROR and self._working.intersection(blamed) and self._blamed(row):
-            self._bad_trials.add(row["trial_id"])
-            for failed in self._failed.values():
-                failed[:] = [one for one in failed if one[0]["trial_id"] != row["trial_id"]]
-        else:
-            for uuid in blamed:
+        if row.get("outcome") in FAULTS:
+            rank = row.get("failed_rank")
+            for uuid in uuids if len(uuids) == 1 else uuids[rank : rank + 1] if rank is not None else []:
                 self._failed[uuid].append((row, now_s))
-        self._working.difference_update(blamed)
+                if row["outcome"] == Outcome.CUDA_ERROR:
+                    self._failed_on[row["trial_id"]].add(uuid)
 
     def failures(self, trial_id: str, card: Gpu | None) -> int:
         """Count how often a trial has failed on a card since another one worked there."""
@@ -53,18 +48,20 @@ class CardHealth:
 
     def explains(self, row: Row) -> bool:
         """Whether one of the cards, beside others that may work, is to blame for how this trial ended."""
-        return self._blamed(row) and any(len(failed) < IN_A_ROW for failed in self._failed.values())
+        failed = any(self.failures(row["trial_id"], card) for card in self._cards.values())
+        return failed and not self._is_bad(row) and any(self._count(uuid) < IN_A_ROW for uuid in self._cards)
 
     def resting(self, now_s: float) -> set[str]:
         """Find the cards, by uuid, that get no trial now."""
-        rest = {uuid: failed[-1][1] + REST_S * 2 ** (len(failed) - IN_A_ROW) for uuid, failed in self._failing().items()}
-        return {uuid for uuid, until in rest.items() if now_s < until}
+        wait = {uuid: REST_S * 2 ** (self._count(uuid) - IN_A_ROW) for uuid in self._failing()}
+        return {uuid for uuid, seconds in wait.items() if now_s < self._failed[uuid][-1][1] + seconds}
 
     def warnings(self) -> dict[str, str]:
         """Say which cards fail beside others that work: in short, and in a sentence with what to do."""
         found = {}
-        for uuid, failed in self._failing().items():
-            card, row = self._cards[uuid], failed[-1][0]
+        for uuid in self._failing():
+            card, failed = self._cards[uuid], self._failed[uuid]
+            row = failed[-1][0]
             number = card.index if card.index >= 0 else uuid
             found[f"GPU {number} failed {len(failed)} in a row"] = (
                 f"GPU {number} ({uuid[:12]}, {card.name}) failed {len(failed)} times in a row and gets no more trials "
@@ -72,9 +69,13 @@ class CardHealth:
             )
         return found
 
-    def _failing(self) -> dict[str, list[tuple[Row, float]]]:
-        found = {uuid: failed for uuid, failed in self._failed.items() if len(failed) >= IN_A_ROW}
-        return found if len(found) < len(self._failed) else {}
+    def _failing(self) -> list[str]:
+        found = [uuid for uuid in self._cards if self._count(uuid) >= IN_A_ROW]
+        return found if len(found) < len(self._cards) else []
 
-    def _blamed(self, row: Row) -> bool:
-        return any(self.failures(row["trial_id"], card) for card in self._cards.values())
+    def _count(self, uuid: str) -> int:
+        bad = sum(self._is_bad(row) for row, _ in self._failed[uuid])
+        return len(self._failed[uuid]) - bad + bad // 3
+
+    def _is_bad(self, row: Row) -> bool:
+        return len(self._failed_on.get(row["trial_id"], ())) > 1

@@ -280,7 +280,7 @@ def _again(planned: Planned, row: Row, retry_failed: bool) -> bool:
     """Whether a finished trial runs anew. One that was called impossible without a try is decided anew: it is to do
     where it is possible now, or impossible for another reason."""
     if row["outcome"] == Outcome.INVALID and row.get("attempt") == 0:
-        return planned.trial is not None or row["reason"] != encodable(planned.reason)
+        return planned.trial is not None or row.get("reason") not in (None, encodable(planned.reason))
     return outcome.runs_again(row["outcome"], retry_failed)
 
 
