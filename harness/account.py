@@ -6,7 +6,6 @@ Not covered: running it (attempt.py), when it is tried again (sweep.py), the sch
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,7 +69,6 @@ def judged(row: Row, trial: Trial, evidence: outcome.Evidence, phase: str | None
         "reason": reason,
         "terminal": outcome.is_verdict(kind) and (final or not outcome.transient(kind, evidence)),
         "phase": None if kind is Outcome.OK else phase,
-        "failed_rank": None if kind is Outcome.OK else outcome.failed_rank(evidence),
         "foreign_processes": sorted({*foreign, *(after or [])}) if foreign or after is not None else None,
     }
     measured_here = kind in (Outcome.OK, Outcome.OOM) and trial.device.name != "simulated"
@@ -105,11 +103,9 @@ def system_here(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tuple
     return system(known | {"device": device, "runner": runner})
 
 
-def outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[str, tuple[str, str]]:
-    """Of the trials that a process called invalid, those for which it had other versions than there are now.
-
-    By id: in words, these versions and those of now. What either of them does not know is not compared.
-    """
+def outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[str, str]:
+    """Of the trials that a process called invalid, by id, those for which it had other versions than there are now,
+    and which these are, in words. What either of them does not know is not compared."""
     found, facts = {}, machine.facts()
     for item in planned:
         row = rows.get(item.trial_id, {})
@@ -118,18 +114,12 @@ def outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[str, t
         before, now = _versions(row), _versions(facts | _facts(item.trial) | _provenance(item.trial, []))
         if changed := [name for name in before if before[name] != now.get(name, before[name])]:
             old = ", ".join(f"{name} {before[name]}" for name in changed)
-            found[item.trial_id] = old, ", ".join(now[name] for name in changed)
+            found[item.trial_id] = f"invalid with {old}, run again with {', '.join(now[name] for name in changed)}"
     return found
 
 
-def said(outdated: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Say of outdated trials how many run again, and why."""
-    counts = Counter(outdated.values()).items()
-    return [f"{n} trial{'s were' if n != 1 else ' was'} invalid with {a}, run again with {b}" for (a, b), n in counts]
-
-
 def _versions(row: Row) -> dict[str, str]:
-    """The versions that a verdict of a row may depend on, by name; edits of a checkout have none."""
+    """The versions that a verdict may depend on, by name. Edits of a checkout have none."""
     own = {"vramsweep's commit": str(row.get("git_commit") or "").removesuffix("+dirty")}
     own |= {name: row.get(f"{name}_version") for name in ("vramsweep", "torch", "transformers", "deepspeed")}
     return {name: text for name, text in (own | (row.get("package_versions") or {})).items() if text}

@@ -22,14 +22,13 @@ class Kind:
 
     `answer`: the trial's question is answered; else it is shown as failed. `now`: another attempt follows at once, as
     it may well end differently. `later`: whether a later run of the sweep tries again: never, asked (with
-    retry_failed=true), changed (that, or with other versions than it had), unasked (without skip_dominated=true), or
-    always, since it said nothing about the trial.
+    retry_failed=true), unasked (without skip_dominated=true), or always, since it said nothing about the trial.
     """
 
     outcome: Outcome
     answer: bool
     now: bool
-    later: Literal["never", "asked", "changed", "unasked", "always"]
+    later: Literal["never", "asked", "unasked", "always"]
     meaning: str
 
 
@@ -38,7 +37,7 @@ OUTCOMES = (
     Kind(Outcome.OK, True, False, "never", "measured, or predicted"),
     Kind(Outcome.OOM, True, False, "never", "the GPU's memory is too small"),
     Kind(Outcome.HOST_OOM, True, False, "never", "the host's memory is too small; simulated: a node's, as given"),
-    Kind(Outcome.INVALID, True, False, "changed", "cannot run; the reason says why and what would"),
+    Kind(Outcome.INVALID, True, False, "asked", "cannot run; the reason says why; again with other versions, too"),
     Kind(Outcome.TIMEOUT, False, False, "asked", "no result within the deadline"),
     Kind(Outcome.CRASH, False, True, "asked", "the worker raised (not tried at once again), was killed, did not start"),
     Kind(Outcome.CUDA_ERROR, False, True, "asked", "the driver or a CUDA library failed"),
@@ -72,7 +71,7 @@ def runs_again(outcome: str, asked: bool) -> bool:
     One that was skipped is looked at again: it may be dominated still.
     """
     later = _kind(outcome).later
-    return later in ("always", "unasked") or (asked and later in ("asked", "changed"))
+    return later in ("always", "unasked") or (asked and later == "asked")
 
 
 REASON_LENGTH = 400  # characters of a line that becomes a row's reason
@@ -142,7 +141,7 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
     error = (evidence.result or {}).get("error")
     if error is not None and evidence.rank is None:
         kind, reason = _from_error(error["type"], error["message"])
-        rank = failed_rank(evidence)
+        rank = error.get("rank")
         return kind, reason if rank is None or kind is Outcome.INVALID else f"rank {rank}: {reason}"
     if published(evidence):
         return Outcome.OK, None
@@ -152,12 +151,6 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
     if evidence.result is None:
         return Outcome.BAD_RESULT, evidence.result_error or "exit status 0 without a result"
     return Outcome.OK, None
-
-
-def failed_rank(evidence: Evidence) -> int | None:
-    """The rank that failed first, as far as it is known; None where there is but one, or nothing failed."""
-    told = ((evidence.result or {}).get("error") or {}).get("rank") if evidence.rank is None else evidence.rank
-    return int(told) if str(told).isdecimal() else None
 
 
 def of_the_machine(text: str) -> bool:
@@ -254,7 +247,7 @@ def markdown_table() -> str:
         "|---|---|---|---|---|",
     ]
     later = {"never": "", "asked": "with `retry_failed=true`", "unasked": "without `skip_dominated=true`"}
-    later |= {"always": "yes", "changed": "where a version has changed, and with `retry_failed=true`"}
+    later |= {"always": "yes"}
     for kind in OUTCOMES:
         cells = ("yes" if kind.answer else "", "yes" if kind.now else "", later[kind.later])
         lines.append(f"| `{kind.outcome}` | {kind.meaning} | {' | '.join(cells)} |")

@@ -2,7 +2,7 @@
 
 A place is a card; without cards, a share of the machine's CPUs. A trial takes as many as it has ranks, and gives them
 back. One that does not fit yet is passed by: those behind it that do fit go first. A card that fails trial after trial
-rests, and a trial that failed on one card goes to another (card_health.py).
+rests, and a trial that has failed on one card waits for another (card_health.py).
 
 Not covered: cards that are not alike, of which only those of the first one's name have places, unless a trial needs all
 of them; which CPUs are near to which card.
@@ -43,14 +43,11 @@ class Place:
 @dataclass
 class Slot:
     """Where a trial runs. `beside` are the ids of the trials that ran at the same time, so far; `check` raises once it
-    is to stop, and `sleep` waits as long as it is not. `elsewhere`: if the card fails, another one can have the trial;
-    `again`: the trial has failed here before."""
+    is to stop, and `sleep` waits as long as it is not."""
 
     cards: Sequence[machine.Gpu] = ()
     cpus: tuple[int, ...] = ()
     beside: set[str] = field(default_factory=set)
-    elsewhere: bool = False
-    again: bool = False
     sleep: Callable[[float], None] = time.sleep
     check: Callable[[], None] = lambda: None
 
@@ -77,12 +74,6 @@ def _shares(cpus: Sequence[int], count: int) -> list[tuple[int, ...]]:
     if count == 1 or len(cpus) < count:
         return [()] * count
     return [tuple(cpus[n * len(cpus) // count : (n + 1) * len(cpus) // count]) for n in range(count)]
-
-
-def alike(places: Sequence[Place]) -> list[Place]:
-    """Those whose cards are as the first."""
-    names = [place.card.name if place.card else None for place in places]
-    return [place for place, name in zip(places, names, strict=True) if name == names[0]]
 
 
 def need(item: Planned, count: int) -> int:
@@ -114,12 +105,11 @@ class Pool:
         health: CardHealth | None = None,
     ) -> None:
         self._threads, self._places, self._free, self._count = threads, places, list(places), len(places)
+        self._health = health or CardHealth(place.card for place in places)
         self._exclusive, self._asked = exclusive, asked
         self._running: dict[Future[Row], _Running] = {}
         self._ended: SimpleQueue[Future[Row]] = SimpleQueue()
         self._stopped = False
-        self._alike = alike(places)
-        self._health = health or CardHealth(place.card for place in self._alike)
 
     def __enter__(self) -> Pool:
         return self
@@ -182,29 +172,22 @@ class Pool:
         self._health.add(row, over.slot.cards, time.monotonic())
         return over.item, row
 
-    def elsewhere(self, item: Planned) -> bool:
-        """Whether there are more cards than a trial takes, so that another one can have it."""
-        on_cards = item.trial is not None and item.trial.device.name == "cuda" and self._places[0].card is not None
-        return on_cards and need(item, self._count) < len(self._alike)
-
     def _fitting(self, item: Planned) -> list[Place] | None:
-        """Free places for a trial, None where there are too few. Cards that rest are for trials alone that need them,
-        and so are those that are not as the first: another card is another system. It waits for the cards that it has
-        failed on least."""
-        taking = need(item, self._count)
-        if taking == 0:
-            return []
+        """Free places for a trial, None where there are too few. It waits for those that it should have. Cards that are
+        not as the first are for trials alone that need them, as another card is another system; then come those that
+        rest, and those that it has failed on."""
         resting = self._health.resting(time.monotonic())
-        rest = [one for one in self._alike if one.card and one.card.uuid in resting]
-        working = [one for one in self._alike if one not in rest]
-        usable = next(some for some in (working, self._alike, self._places) if len(some) >= taking)
-        most = sorted(self._failures(item, one) for one in usable)[taking - 1]
-        free = [one for one in self._free if one in usable and self._failures(item, one) <= most]
-        free.sort(key=lambda one: (one not in self._alike, one in rest, self._failures(item, one)))
-        return free[:taking] if len(free) >= taking else None
 
-    def _failures(self, item: Planned, place: Place) -> int:
-        return self._health.failures(item.trial_id, place.card)
+        def avoided(place: Place) -> tuple[bool, bool, int]:
+            card, first = place.card, self._places[0].card
+            if card is None or first is None:
+                return False, False, 0
+            return card.name != first.name, card.uuid in resting, self._health.failures(item.trial_id, card)
+
+        taking = need(item, self._count)
+        wanted = sorted(map(avoided, self._places))[:taking]
+        free = sorted((one for one in self._free if avoided(one) <= wanted[-1]), key=avoided) if wanted else []
+        return free[:taking] if len(free) >= taking else None
 
     def _slot(self, item: Planned, taken: Sequence[Place]) -> Slot:
         cards = [place.card for place in taken if place.card]
@@ -214,8 +197,7 @@ class Pool:
             cards = account.cards(item.trial)
         shared = self._count > 1 and not self._exclusive
         cpus = tuple(cpu for place in taken for cpu in place.cpus) if shared else ()
-        again = any(self._failures(item, place) for place in taken)
-        return Slot(cards, cpus, elsewhere=self.elsewhere(item), again=again, sleep=self._sleep, check=self._check)
+        return Slot(cards, cpus, sleep=self._sleep, check=self._check)
 
     def _check(self) -> None:
         if self._stopped:

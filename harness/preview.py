@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import gpus, machine, outcome, outline, plan, pool, registry, techniques
+from vramsweep.harness import gpus, machine, outcome, outline, pool, registry, techniques
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import Launcher, environment
 from vramsweep.harness.budget import Budget, Expected, words
@@ -57,7 +57,8 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     need, and a time."""
     rows = read(folder)[0] if any(file.exists() for file in files(folder)) else []
     pending, finished, notes = left(rows, planned, settings)
-    here = {p.trial_id: p for p in pending}
+    unmeasured = [p for p in planned if not finished.get(p.trial_id, {}).get("attempt")]
+    here = {p.trial_id: p for p in [*placed(unmeasured), *pending]}
     planned = [here.get(p.trial_id, p) for p in planned]
     todo = {p.trial_id for p in pending}
     largest = largest_trials(pending) if settings.predict else []

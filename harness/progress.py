@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rich import box
@@ -33,11 +33,10 @@ COLOURS = {"ok": "green", "oom": "yellow", "invalid": "dim", "skipped": "dim"}
 
 
 class Progress(Protocol):
-    """Is told what a sweep does. `total` is how many trials there are to do; `cards` are those that fail trial after
-    trial, each in short and in a sentence."""
+    """Is told what a sweep does. `total` is how many trials there are to do, `cards` says which of them fail."""
 
     total: int
-    cards: Mapping[str, str]
+    cards: Sequence[str]
 
     def began(self, text: str) -> None:
         """How many trials there are, how many were finished before, and where."""
@@ -72,7 +71,7 @@ class Counts:
 
     def __init__(self, total: int, of: Sequence[Planned] = ()) -> None:
         self.total, self.done = total, 0
-        self.cards: Mapping[str, str] = {}
+        self.cards: Sequence[str] = ()
         self.label = Labels(of)
         self._began = time.monotonic()
         self._since = (self._began, 0)  # of what the time left is reckoned from, and how many were done by then
@@ -110,12 +109,12 @@ class Counts:
     def text(self) -> str:
         """In words."""
         counts = f"oom {self.counts['oom']} · failed {self.counts['failed']} · ETA {self.left()}"
-        return " · ".join([counts, *self.cards])
+        return " · ".join([counts, *(said.partition(" and ")[0] for said in self.cards)])
 
     def close(self) -> None:
         """Say of each card that fails what to do."""
-        for text in self.cards.values():
-            print(text, flush=True)
+        for said in self.cards:
+            print(said, flush=True)
 
 
 class Lines(Counts):
@@ -217,7 +216,7 @@ class Region(Counts):
         parts: list[RenderableType] = [head]
         if self._card is not None and (state := self._card.text()):
             parts.append(Text(state, style="dim"))
-        parts += [Text(short, style="red") for short in self.cards]
+        parts += [Text(said, style="red") for said in self.cards]
         if self._traced:
             parts.append(self._traced)
         now = time.monotonic()

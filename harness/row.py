@@ -76,7 +76,6 @@ COLUMNS: tuple[Column, ...] = (
         ("reason", str, "", "why, in one line; null when ok"),
         ("phase", str, "", "the phase the attempt was in when it ended, if it did not finish: load, or the step (from 0) and, where memory ran out, its phase"),
         ("exit_code", int, "", "the worker's exit status, negative for the signal that killed it; null where the attempt had no worker of its own"),
-        ("failed_rank", int, "", "of several ranks, the one that failed, which had that one of the visible GPUs; null where it is not known"),
         ("isolation", str, "", "cold: a fresh process; warm: forked from a template that has never touched the GPU; shared: one of many predictions that processes forked from one worker made"),
         ("duration_s", float, "s", "wall time of the attempt, from before the start to after the reaping; shared: of this prediction alone, without the trace that it shares"),
         ("overhead_s", float, "s", "duration_s minus the time spent in training steps of any kind"),

@@ -198,7 +198,7 @@ def left(
     """The trials to do, as they can run here; the rows that count, by id; and what to say of rows that do not."""
     mine, others = known(rows, planned, settings.any_system)
     outdated = account.outdated(planned, others | mine)
-    notes = account.said(outdated)
+    notes = [f"{n} trial{'s were' if n > 1 else ' was'} {why}" for why, n in Counter(outdated.values()).items()]
     if others := {trial_id: row for trial_id, row in others.items() if trial_id not in outdated}:
         notes.append(f"{other_systems(others)}; any_system=true counts them")
     todo = placed(plan.pending(planned, mine, settings.retry_failed, outdated))
@@ -248,8 +248,9 @@ def _run_all(
 
     Simulated ones are first predicted together, as many as share a template. Only what the budget allows is started,
     and with `dominators` what neither they nor others that run out of memory here dominate: that is skipped, unless it
-    is predicted. A trial that a card may have failed is tried again on another one. Raises UserError once `settings.breaker` trials in a row have failed the same way, and Finished or
-    KeyboardInterrupt; what runs then comes to its end before, but for KeyboardInterrupt.
+    is predicted. One that failed and may not again is tried again at once, on another card where there is one. Raises
+    UserError once `settings.breaker` trials in a row have failed the same way, and Finished or KeyboardInterrupt; what
+    runs then comes to its end before, but for KeyboardInterrupt.
     """
     done: dict[str, Row] = {}
 
@@ -277,11 +278,11 @@ def _run_all(
     budget.learn_all(done.values())
     todo = [item for item in todo if item.trial_id not in done]
     room = pool.places(todo, settings.slots)
-    health = card_health.CardHealth(place.card for place in pool.alike(room))
+    health = card_health.CardHealth(place.card for place in room)
 
     def run(item: Planned, slot: Slot) -> Row:
         progress.starts(item)
-        return run_trial(item, settings, folder, journal, launcher, slot, tried[item.trial_id], tries)
+        return run_trial(item, settings, folder, journal, launcher, slot, tried[item.trial_id], tries[item.trial_id])
 
     while todo:
         lengths = {p.trial.seq_len for p in todo if p.trial}
@@ -299,9 +300,9 @@ def _run_all(
                 if row is None:
                     continue
                 done[item.trial_id] = row
-                tried[item.trial_id] = row["attempt"]
-                _warn(progress, health.warnings())
-                if _goes_on(row, running.elsewhere(item), tries[item.trial_id], settings):
+                tried[item.trial_id], progress.cards = row["attempt"], health.warnings()
+                tries[item.trial_id] += 1
+                if not row["terminal"] and tries[item.trial_id] <= settings.retries:
                     waiting.insert(0, item)
                     continue
                 budget.learn(row, item)
@@ -309,9 +310,8 @@ def _run_all(
                 if dominators is not None:
                     dominators.add(row)
                 streak = _streak(streak, row)
-                of_a_card = running.elsewhere(item) and health.explains(row)
                 long = settings.breaker and len(streak) >= settings.breaker and _beyond_one_length(streak, lengths)
-                if long and not of_a_card:
+                if long and not health.explains(row):
                     mistake = mistake or UserError(_broken(row, len(streak)))
         if mistake is not None:
             raise mistake
@@ -319,18 +319,6 @@ def _run_all(
         todo = faults if len(faults) < len(todo) else []
         progress.total += len(todo)
     return done
-
-
-def _goes_on(row: Row, elsewhere: bool, tries: int, settings: Settings) -> bool:
-    """Whether a trial has a try left, and takes it on another card than the one that may be at fault."""
-    return elsewhere and row["outcome"] in card_health.FAULTS and tries <= settings.retries
-
-
-def _warn(progress: Progress, cards: Mapping[str, str]) -> None:
-    """Have the progress name the cards that fail, and say in full of each that is new what to do."""
-    for short in cards.keys() - progress.cards.keys():
-        progress.note(cards[short])
-    progress.cards = cards
 
 
 def _streak(before: list[Row], row: Row) -> list[Row]:
@@ -373,54 +361,41 @@ def run_trial(
     launcher: Launcher,
     slot: Slot,
     tried: int = 0,
-    tries: Counter[str] | None = None,
+    tries: int = 0,
 ) -> Row:
-    """Attempt a trial until it has an answer or no retry is left; each attempt is a row, the last one terminal.
+    """Attempt a trial once; the row is terminal if it has an answer or no retry is left.
 
-    A fault of the machine is no verdict, so its row is not terminal; where the card may be at fault and another one can
-    have the trial, the next try is left to that. `tried` attempts have a row already; `tries` counts those of this
-    round, by trial.
+    A fault of the machine is no verdict, so its row is not terminal. `tried` attempts have a row already, `tries` of
+    them in this round.
     """
     trial = item.trial
     if trial is None:
         return journal.append({"sweep": folder.name} | account.impossible(item))
     base: Row = {"sweep": folder.name, "isolation": launcher.isolation} | account.before(item, slot.cards)
     environ = environment(plan.worker_conf(trial), trial.device.name, os.environ, machine.uuids(slot.cards))
-    number = max(tried, account.attempts(folder / "attempts" / item.trial_id))
-    tries = Counter() if tries is None else tries
-    again = slot.again and tries[item.trial_id] > 0
-    while True:
-        if again:
-            slot.sleep(settings.backoff_s * 2 ** (tries[item.trial_id] - 1))
-        number, again = number + 1, True
-        tries[item.trial_id] += 1
-        final = tries[item.trial_id] > settings.retries
-        place = folder / "attempts" / item.trial_id / str(number)
-        row = base | account.begun(number)
-        with card_lock.held(slot.cards, slot.sleep, settings.timeout_s) as others:
-            taken = (
-                Taken(held=others) if others else launcher.occupancy.taken(slot.cards, launcher.own_pids, slot.sleep)
-            )
-            if taken:
-                evidence = outcome.Evidence(foreign=taken.processes, held=taken.held)
-            else:
-                spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number, "cpus": slot.cpus}
-                template = registry.template(trial)
-                done = launcher.attempt(spec, place, environ, template, settings.timeout_s, slot.check)
-                evidence = done.evidence
-                if evidence.result is None and (evidence.exit_code or -1) < 0:
-                    time.sleep(SETTLE_S)  # who ends workers and launcher at once ends no trial
-                    slot.check()
-                row |= account.ended(done, environ, base["gpu_name"])
-        if (place / RECORDING).exists():
-            row["recording"] = str((place / RECORDING).relative_to(folder))
-        row["node_trials"] = sorted(slot.beside)
-        row = account.judged(row, trial, evidence, account.phase(steps(place)), final)
-        row = journal.append(row)
-        if final or not outcome.transient(row["outcome"], evidence):
-            return row
-        if _goes_on(row, slot.elsewhere, tries[item.trial_id], settings):
-            return row
+    if tries:
+        slot.sleep(settings.backoff_s * 2 ** (tries - 1))
+    number = max(tried, account.attempts(folder / "attempts" / item.trial_id)) + 1
+    place = folder / "attempts" / item.trial_id / str(number)
+    row = base | account.begun(number)
+    with card_lock.held(slot.cards, slot.sleep, settings.timeout_s) as others:
+        taken = Taken(held=others) if others else launcher.occupancy.taken(slot.cards, launcher.own_pids, slot.sleep)
+        if taken:
+            evidence = outcome.Evidence(foreign=taken.processes, held=taken.held)
+        else:
+            spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number, "cpus": slot.cpus}
+            template = registry.template(trial)
+            done = launcher.attempt(spec, place, environ, template, settings.timeout_s, slot.check)
+            evidence = done.evidence
+            if evidence.result is None and (evidence.exit_code or -1) < 0:
+                time.sleep(SETTLE_S)  # who ends workers and launcher at once ends no trial
+                slot.check()
+            row |= account.ended(done, environ, base["gpu_name"])
+    if (place / RECORDING).exists():
+        row["recording"] = str((place / RECORDING).relative_to(folder))
+    row["node_trials"] = sorted(slot.beside)
+    final = tries == settings.retries
+    return journal.append(account.judged(row, trial, evidence, account.phase(steps(place)), final))
 
 
 def _end_leftovers(folder: Path, run: str) -> None:

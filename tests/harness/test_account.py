@@ -58,7 +58,9 @@ def test_an_optional_package_and_the_file_of_a_target_count_too(
     row = account.before(lora) | {"outcome": "invalid", "attempt": 1}
     assert row["package_versions"] == {"peft": "0.19.0"} and not account.outdated([lora], {lora.trial_id: row})
     monkeypatch.setattr(machine, "version", {"peft": "0.20.0"}.get)
-    assert account.outdated([lora], {lora.trial_id: row}) == {lora.trial_id: ("peft 0.19.0", "0.20.0")}
+    assert account.outdated([lora], {lora.trial_id: row}) == {
+        lora.trial_id: "invalid with peft 0.19.0, run again with 0.20.0"
+    }
     assert not account.outdated([lora], {lora.trial_id: {"outcome": "invalid", "attempt": 1}})  # an old row
     target = tmp_path / "own.py"
     found = []
