@@ -120,9 +120,9 @@ def outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[str, s
 
 def _versions(row: Row) -> dict[str, str]:
     """The versions that a verdict may depend on, by name. Edits of a checkout have none."""
-    own = {"vramsweep's commit": str(row.get("git_commit") or "").removesuffix("+dirty")}
+    own: Row = {"vramsweep's commit": str(row.get("git_commit") or "").removesuffix("+dirty")}
     own |= {name: row.get(f"{name}_version") for name in ("vramsweep", "torch", "transformers", "deepspeed")}
-    return {name: text for name, text in (own | (row.get("package_versions") or {})).items() if text}
+    return {name: str(text) for name, text in (own | (row.get("package_versions") or {})).items() if text}
 
 
 def attempts(folder: Path) -> int:
