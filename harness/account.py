@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import credentials, interpreter, machine, outcome, plan, registry, variables
+from vramsweep.harness import credentials, interpreter, machine, outcome, plan, registry, techniques, variables
 from vramsweep.harness.attempt import ENDED, Attempted
 from vramsweep.harness.flags import flags
 from vramsweep.harness.plan import Planned
@@ -103,6 +103,28 @@ def system_here(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tuple
     return system(known | {"device": device, "runner": runner})
 
 
+def outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[str, str]:
+    """Of the trials that a process called invalid, by id, those for which it had other versions than there are now,
+    and which these are, in words. What either of them does not know is not compared."""
+    found, facts = {}, machine.facts()
+    for item in planned:
+        row = rows.get(item.trial_id, {})
+        if item.trial is None or row.get("outcome") != Outcome.INVALID or row.get("attempt") == 0:
+            continue
+        before, now = _versions(row), _versions(facts | _facts(item.trial) | _provenance(item.trial, []))
+        if changed := [name for name in before if before[name] != now.get(name, before[name])]:
+            old = ", ".join(f"{name} {before[name]}" for name in changed)
+            found[item.trial_id] = f"invalid with {old}, run again with {', '.join(now[name] for name in changed)}"
+    return found
+
+
+def _versions(row: Row) -> dict[str, str]:
+    """The versions that a verdict may depend on, by name. Edits of a checkout have none."""
+    own: Row = {"vramsweep's commit": str(row.get("git_commit") or "").removesuffix("+dirty")}
+    own |= {name: row.get(f"{name}_version") for name in ("vramsweep", "torch", "transformers", "deepspeed")}
+    return {name: str(text) for name, text in (own | (row.get("package_versions") or {})).items() if text}
+
+
 def attempts(folder: Path) -> int:
     """The highest number of an attempt so far; a killed parent leaves attempts without a row."""
     return max((int(p.name) for p in folder.glob("*") if p.name.isdigit()), default=0)
@@ -126,9 +148,11 @@ def _facts(trial: Trial) -> Row:
 
 def _provenance(trial: Trial, seen: Sequence[machine.Gpu]) -> Row:
     """What the parent knows of the system under test, so that rows whose worker died say it too."""
+    packages = [package.name for entry in techniques.chosen(trial) for package in entry.packages]
     return {
         "gpu_name": seen[0].name if seen else None,
         "gpu_uuid": seen[0].uuid if seen else None,
         "driver_version": seen[0].driver if seen else None,
         "deepspeed_version": machine.version("deepspeed") if trial.sharding in registry.ZERO else None,
+        "package_versions": {name: found for name in packages if (found := machine.version(name)) is not None} or None,
     }

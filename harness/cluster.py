@@ -53,7 +53,9 @@ def submit(
         )
     rows = journal.read(folder)[0] if any(file.exists() for file in journal.files(folder)) else []
     shards.alone(folder, Shard(1, settings.shards))
-    todo = {p.trial_id for p in plan.pending(planned, journal.terminal(rows), settings.retry_failed)}
+    finished = journal.terminal(rows)
+    outdated = account.outdated(planned, finished)
+    todo = {p.trial_id for p in plan.pending(planned, finished, settings.retry_failed, outdated)}
     every = auto or slurm.every
     wanted = [
         shard for n in range(1, settings.shards + 1) if (shard := Shard(n, settings.shards)) not in queued.values()

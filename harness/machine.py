@@ -157,7 +157,8 @@ def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
     """The GPUs and MIG slices that CUDA_VISIBLE_DEVICES leaves to a process, in its order.
 
     Of a card in MIG mode CUDA sees its first slice, or the one that is named "MIG-<uuid>". A slice that NVML may not be
-    asked about is there all the same, its values None: what is named is meant to be used.
+    asked about is there all the same, its values None: what is named is meant to be used. A card that has no uuid
+    beside others that do is lost, and left out.
     """
     found = gpus()
     value = environ.get("CUDA_VISIBLE_DEVICES")
@@ -174,7 +175,8 @@ def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
 
 def _one_slice(cards: list[Gpu]) -> list[Gpu]:
     """A CUDA process sees one MIG slice at most, and then nothing else."""
-    return next(([card] for card in cards if str(card.uuid).startswith("MIG-")), cards)
+    whole = [card for card in cards if card.uuid is not None] or cards
+    return next(([card] for card in whole if str(card.uuid).startswith("MIG-")), whole)
 
 
 def _named(entry: str, cards: Sequence[Gpu]) -> Gpu | None:
@@ -283,8 +285,11 @@ def cpu_name() -> str | None:
 def git_commit() -> str | None:
     """The commit of this checkout, with "+dirty" if tracked files were changed; None outside one."""
 
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():  # installed, perhaps within a checkout of the user's own
+        return None
+
     def git(*arguments: str) -> str | None:
-        root = Path(__file__).resolve().parents[1]
         try:
             done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
         except OSError:

@@ -37,7 +37,7 @@ OUTCOMES = (
     Kind(Outcome.OK, True, False, "never", "measured, or predicted"),
     Kind(Outcome.OOM, True, False, "never", "the GPU's memory is too small"),
     Kind(Outcome.HOST_OOM, True, False, "never", "the host's memory is too small; simulated: a node's, as given"),
-    Kind(Outcome.INVALID, True, False, "never", "cannot run; the reason says why and what would"),
+    Kind(Outcome.INVALID, True, False, "asked", "cannot run; the reason says why; again with other versions, too"),
     Kind(Outcome.TIMEOUT, False, False, "asked", "no result within the deadline"),
     Kind(Outcome.CRASH, False, True, "asked", "the worker raised (not tried at once again), was killed, did not start"),
     Kind(Outcome.CUDA_ERROR, False, True, "asked", "the driver or a CUDA library failed"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from vramsweep.harness import (
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
-from vramsweep.harness.row import BY_NAME, COLUMNS, Outcome, Row
+from vramsweep.harness.row import BY_NAME, COLUMNS, Outcome, Row, encodable
 
 MOST_SLOTS = 512  # places for trials on one node
 
@@ -265,15 +265,22 @@ def halving(count: int) -> list[int]:
     return order
 
 
-def pending(planned: Iterable[Planned], finished: Mapping[str, Row], retry_failed: bool) -> list[Planned]:
-    """The trials without an answer that still counts; with `retry_failed` also those that failed."""
-    return [p for p in planned if p.trial_id not in finished or _again(p, finished[p.trial_id], retry_failed)]
+def pending(
+    planned: Iterable[Planned], finished: Mapping[str, Row], retry_failed: bool, outdated: Container[str] = ()
+) -> list[Planned]:
+    """The trials without an answer that still counts: of the finished ones those that are `outdated`, by id; with
+    `retry_failed` also those that failed."""
+    return [
+        p for p in planned
+        if p.trial_id not in finished or p.trial_id in outdated or _again(p, finished[p.trial_id], retry_failed)
+    ]  # fmt: skip
 
 
 def _again(planned: Planned, row: Row, retry_failed: bool) -> bool:
-    """Whether a finished trial runs anew: rules may have changed since it was called impossible without a try."""
-    if planned.trial is not None and row["outcome"] == Outcome.INVALID and row.get("attempt") == 0:
-        return True
+    """Whether a finished trial runs anew. One that was called impossible without a try is decided anew: it is to do
+    where it is possible now, or impossible for another reason."""
+    if row["outcome"] == Outcome.INVALID and row.get("attempt") == 0:
+        return planned.trial is not None or row.get("reason") not in (None, encodable(planned.reason))
     return outcome.runs_again(row["outcome"], retry_failed)
 
 

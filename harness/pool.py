@@ -1,7 +1,8 @@
 """Places for trials: which of them may start now, on which cards and CPUs, and the threads that see them through.
 
 A place is a card; without cards, a share of the machine's CPUs. A trial takes as many as it has ranks, and gives them
-back. One that does not fit yet is passed by: those behind it that do fit go first.
+back. One that does not fit yet is passed by: those behind it that do fit go first. A card that fails trial after trial
+rests, and a trial that has failed on one card waits for another (card_health.py).
 
 Not covered: cards that are not alike, of which only those of the first one's name have places, unless a trial needs all
 of them; which CPUs are near to which card.
@@ -19,6 +20,7 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from vramsweep.harness import account, machine
+from vramsweep.harness.card_health import CardHealth
 from vramsweep.harness.interrupts import Finished
 from vramsweep.harness.plan import Planned
 from vramsweep.harness.row import Row
@@ -91,19 +93,23 @@ class _Running:
 class Pool:
     """Runs trials in `threads` on `places`. Use it as a context manager: where the block is left by an exception,
     what still runs is stopped first. `exclusive`: never two at a time. `asked` raises when no trial is to be tried
-    again.
+    again. `health` is that of the cards, which outlives it.
     """
 
     def __init__(
-        self, threads: Executor, places: Sequence[Place], exclusive: bool, asked: Callable[[], None] = lambda: None
+        self,
+        threads: Executor,
+        places: Sequence[Place],
+        exclusive: bool,
+        asked: Callable[[], None] = lambda: None,
+        health: CardHealth | None = None,
     ) -> None:
-        self._threads, self._free, self._count = threads, list(places), len(places)
+        self._threads, self._places, self._free, self._count = threads, places, list(places), len(places)
+        self._health = health or CardHealth(place.card for place in places)
         self._exclusive, self._asked = exclusive, asked
         self._running: dict[Future[Row], _Running] = {}
         self._ended: SimpleQueue[Future[Row]] = SimpleQueue()
         self._stopped = False
-        names = [place.card.name if place.card else None for place in places]
-        self._alike = [place for place, name in zip(places, names, strict=True) if name == names[0]]
 
     def __enter__(self) -> Pool:
         return self
@@ -160,17 +166,27 @@ class Pool:
         over = self._running.pop(future)
         self._free += over.places
         try:
-            return over.item, future.result()
+            row = future.result()
         except Finished:
             return over.item, None
+        self._health.add(row, over.slot.cards, time.monotonic())
+        return over.item, row
 
     def _fitting(self, item: Planned) -> list[Place] | None:
-        """Free places for a trial, None where there are too few. Cards that are not as the first are for trials alone
-        that need them: another card is another system."""
+        """Free places for a trial, None where there are too few. It waits for those that it should have. Cards that are
+        not as the first are for trials alone that need them, as another card is another system; then come those that
+        rest, and those that it has failed on."""
+        resting = self._health.resting(time.monotonic())
+
+        def avoided(place: Place) -> tuple[bool, bool, int]:
+            card, first = place.card, self._places[0].card
+            if card is None or first is None:
+                return False, False, 0
+            return card.name != first.name, card.uuid in resting, self._health.failures(item.trial_id, card)
+
         taking = need(item, self._count)
-        free = [one for one in self._free if one in self._alike]
-        if taking > len(self._alike):
-            free += [one for one in self._free if one not in self._alike]
+        wanted = sorted(map(avoided, self._places))[:taking]
+        free = sorted((one for one in self._free if avoided(one) <= wanted[-1]), key=avoided) if wanted else []
         return free[:taking] if len(free) >= taking else None
 
     def _slot(self, item: Planned, taken: Sequence[Place]) -> Slot:

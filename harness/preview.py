@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import gpus, machine, outcome, outline, plan, pool, registry, techniques
+from vramsweep.harness import gpus, machine, outcome, outline, pool, registry, techniques
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import Launcher, environment
 from vramsweep.harness.budget import Budget, Expected, words
@@ -27,7 +27,7 @@ from vramsweep.harness.labels import Labels
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import duration
 from vramsweep.harness.row import Outcome
-from vramsweep.harness.sweep import known, other_systems, placed
+from vramsweep.harness.sweep import left, placed
 
 PREDICTIONS = 8  # configurations whose largest trial is predicted, the largest first
 PREDICTION_S = 180.0  # for all of them together; a trace takes 1 to 30 s
@@ -56,9 +56,9 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     """Print the configurations (output=all: every trial), what cannot run and why, what the largest are predicted to
     need, and a time."""
     rows = read(folder)[0] if any(file.exists() for file in files(folder)) else []
-    finished, others = known(rows, planned, settings.any_system)
-    pending = placed(plan.pending(planned, finished, settings.retry_failed))
-    here = {p.trial_id: p for p in pending}
+    pending, finished, notes = left(rows, planned, settings)
+    unmeasured = [p for p in planned if not finished.get(p.trial_id, {}).get("attempt")]
+    here = {p.trial_id: p for p in [*placed(unmeasured), *pending]}
     planned = [here.get(p.trial_id, p) for p in planned]
     todo = {p.trial_id for p in pending}
     largest = largest_trials(pending) if settings.predict else []
@@ -109,8 +109,8 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     unproven = sorted({name for p in pending if p.trial for name in techniques.unproven(p.trial)})
     if unproven:
         print(f"unproven, as no card has run it as predicted yet: {', '.join(unproven)}")
-    if others:
-        print(f"{other_systems(others)}; any_system=true counts them")
+    for line in notes:
+        print(line)
     time_s = "unknown" if total.seconds is None else duration(total.seconds)
     priced = "" if cost is None else f", cost: {cost:,.2f} at {settings.price_per_hour:g} an hour"
     print(f"estimated time: {time_s}{priced} ({total.basis})", flush=True)

@@ -33,9 +33,10 @@ COLOURS = {"ok": "green", "oom": "yellow", "invalid": "dim", "skipped": "dim"}
 
 
 class Progress(Protocol):
-    """Is told what a sweep does. `total` is how many trials there are to do."""
+    """Is told what a sweep does. `total` is how many trials there are to do, `cards` says which of them fail."""
 
     total: int
+    cards: Sequence[str]
 
     def began(self, text: str) -> None:
         """How many trials there are, how many were finished before, and where."""
@@ -70,6 +71,7 @@ class Counts:
 
     def __init__(self, total: int, of: Sequence[Planned] = ()) -> None:
         self.total, self.done = total, 0
+        self.cards: Sequence[str] = ()
         self.label = Labels(of)
         self._began = time.monotonic()
         self._since = (self._began, 0)  # of what the time left is reckoned from, and how many were done by then
@@ -106,10 +108,13 @@ class Counts:
 
     def text(self) -> str:
         """In words."""
-        return f"oom {self.counts['oom']} · failed {self.counts['failed']} · ETA {self.left()}"
+        counts = f"oom {self.counts['oom']} · failed {self.counts['failed']} · ETA {self.left()}"
+        return " · ".join([counts, *(said.partition(" and ")[0] for said in self.cards)])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Say of each card that fails what to do."""
+        for said in self.cards:
+            print(said, flush=True)
 
 
 class Lines(Counts):
@@ -198,6 +203,7 @@ class Region(Counts):
         if self.done:
             came = " · ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
             print(f"{self.done} of {self.total} in {duration(time.monotonic() - self._began)}: {came}", flush=True)
+        super().close()
 
     def drawn(self) -> RenderableType:
         """What there is to see now."""
@@ -210,6 +216,7 @@ class Region(Counts):
         parts: list[RenderableType] = [head]
         if self._card is not None and (state := self._card.text()):
             parts.append(Text(state, style="dim"))
+        parts += [Text(said, style="red") for said in self.cards]
         if self._traced:
             parts.append(self._traced)
         now = time.monotonic()

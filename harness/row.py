@@ -260,6 +260,7 @@ COLUMNS: tuple[Column, ...] = (
         ("torch_version", str, "", ""),
         ("transformers_version", str, "", ""),
         ("deepspeed_version", str, "", "null where deepspeed was not used"),
+        ("package_versions", dict, "", "versions of the optional packages of the trial's techniques, as installed; null where it needs none"),
         ("python_version", str, "", ""),
         ("cpu_name", str, "", ""),
         ("cpu_threads", int, "", "intra-op threads of torch in the worker; null where it only predicts"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from vramsweep.harness import (
     account,
     ask_others,
+    card_health,
     card_lock,
     dominated,
     identity,
@@ -146,8 +147,7 @@ def _resumed(
     rows, unreadable = read(folder)
     if unreadable:
         print(f"{folder}: {unreadable} unreadable line(s) of its journals skipped", file=sys.stderr)
-    mine, others = known(rows, planned, settings.any_system)
-    todo = placed(plan.pending(planned, mine, settings.retry_failed))
+    todo, mine, notes = left(rows, planned, settings)
     dominators = None
     if settings.skip_dominated:
         dominators = Dominators(known(rows, whole, settings.any_system)[0].values())
@@ -157,9 +157,7 @@ def _resumed(
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
     shown = progress(len(todo), whole)
     shown.began(f"{_of(settings)}{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
-    if others:
-        print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
-    for line in variables.dropped(os.environ) if todo else ():
+    for line in [*notes, *(variables.dropped(os.environ) if todo else ())]:
         print(line, file=sys.stderr)
     tried = Counter[str]()
     for row in rows:
@@ -195,6 +193,19 @@ def _on_cuda(item: Planned) -> bool:
     return item.trial is not None and item.trial.device.name == "cuda"
 
 
+def left(
+    rows: Sequence[Row], planned: Sequence[Planned], settings: Settings
+) -> tuple[list[Planned], dict[str, Row], list[str]]:
+    """The trials to do, as they can run here; the rows that count, by id; and what to say of rows that do not."""
+    mine, others = known(rows, planned, settings.any_system)
+    outdated = account.outdated(planned, others | mine)
+    notes = [f"{n} trial{'s were' if n > 1 else ' was'} {why}" for why, n in Counter(outdated.values()).items()]
+    if others := {trial_id: row for trial_id, row in others.items() if trial_id not in outdated}:
+        notes.append(f"{other_systems(others)}; any_system=true counts them")
+    todo = placed(plan.pending(planned, mine, settings.retry_failed, outdated))
+    return plan.pending(todo, mine, settings.retry_failed, outdated), mine, notes  # some cannot run here, as before
+
+
 def known(rows: Sequence[Row], planned: Sequence[Planned], any_system: bool) -> tuple[dict[str, Row], dict[str, Row]]:
     """The rows that count for planned trials, by id, and those of other systems, which do not (any_system: they do)."""
     return counted(rows, _systems(planned), any_system)
@@ -224,7 +235,7 @@ def other_systems(rows: Mapping[str, Row]) -> str:
 
 def _run_all(
     todo: Sequence[Planned],
-    tried: Mapping[str, int],
+    tried: Counter[str],
     settings: Settings,
     folder: Path,
     journal: Journal,
@@ -238,8 +249,9 @@ def _run_all(
 
     Simulated ones are first predicted together, as many as share a template. Only what the budget allows is started,
     and with `dominators` what neither they nor others that run out of memory here dominate: that is skipped, unless it
-    is predicted. Raises UserError once `settings.breaker` trials in a row have failed the same way, and Finished or
-    KeyboardInterrupt; what runs then comes to its end before, but for KeyboardInterrupt.
+    is predicted. One that failed and may not again is tried again at once, on another card where there is one. Raises
+    UserError once `settings.breaker` trials in a row have failed the same way, and Finished or KeyboardInterrupt; what
+    runs then comes to its end before, but for KeyboardInterrupt.
     """
     done: dict[str, Row] = {}
 
@@ -267,15 +279,19 @@ def _run_all(
     budget.learn_all(done.values())
     todo = [item for item in todo if item.trial_id not in done]
     room = pool.places(todo, settings.slots)
+    health = card_health.CardHealth(place.card for place in room)
 
     def run(item: Planned, slot: Slot) -> Row:
         progress.starts(item)
-        return run_trial(item, settings, folder, journal, launcher, slot, tried.get(item.trial_id, 0))
+        return run_trial(item, settings, folder, journal, launcher, slot, tried[item.trial_id], tries[item.trial_id])
 
     while todo:
         lengths = {p.trial.seq_len for p in todo if p.trial}
-        waiting, streak, mistake = list(todo), list[Row](), None
-        with interrupts.finishing(), Pool(launcher.threads, room, settings.exclusive, interrupts.check) as running:
+        waiting, streak, mistake, tries = list(todo), list[Row](), None, Counter[str]()
+        with (
+            interrupts.finishing(),
+            Pool(launcher.threads, room, settings.exclusive, interrupts.check, health) as running,
+        ):
             while True:
                 while mistake is None and not interrupts.asked and running.start(waiting, run, refused):
                     pass
@@ -285,12 +301,18 @@ def _run_all(
                 if row is None:
                     continue
                 done[item.trial_id] = row
+                tried[item.trial_id], progress.cards = row["attempt"], health.warnings()
+                tries[item.trial_id] += 1
+                if not row["terminal"] and tries[item.trial_id] <= settings.retries:
+                    waiting.insert(0, item)
+                    continue
                 budget.learn(row, item)
                 progress.show(row, item)
                 if dominators is not None:
                     dominators.add(row)
                 streak = _streak(streak, row)
-                if settings.breaker and len(streak) >= settings.breaker and _beyond_one_length(streak, lengths):
+                long = settings.breaker and len(streak) >= settings.breaker and _beyond_one_length(streak, lengths)
+                if long and not health.explains(row):
                     mistake = mistake or UserError(_broken(row, len(streak)))
         if mistake is not None:
             raise mistake
@@ -340,45 +362,41 @@ def run_trial(
     launcher: Launcher,
     slot: Slot,
     tried: int = 0,
+    tries: int = 0,
 ) -> Row:
-    """Attempt a trial until it has an answer or no retry is left; each attempt is a row, the last one terminal.
+    """Attempt a trial once; the row is terminal if it has an answer or no retry is left.
 
-    A fault of the machine is no verdict, so its row is not terminal. `tried` attempts have a row already.
+    A fault of the machine is no verdict, so its row is not terminal. `tried` attempts have a row already, `tries` of
+    them in this round.
     """
     trial = item.trial
     if trial is None:
         return journal.append({"sweep": folder.name} | account.impossible(item))
     base: Row = {"sweep": folder.name, "isolation": launcher.isolation} | account.before(item, slot.cards)
     environ = environment(plan.worker_conf(trial), trial.device.name, os.environ, machine.uuids(slot.cards))
-    number = max(tried, account.attempts(folder / "attempts" / item.trial_id))
-    for tries in range(settings.retries + 1):
-        number += 1
-        place = folder / "attempts" / item.trial_id / str(number)
-        row = base | account.begun(number)
-        with card_lock.held(slot.cards, slot.sleep, settings.timeout_s) as others:
-            taken = (
-                Taken(held=others) if others else launcher.occupancy.taken(slot.cards, launcher.own_pids, slot.sleep)
-            )
-            if taken:
-                evidence = outcome.Evidence(foreign=taken.processes, held=taken.held)
-            else:
-                spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number, "cpus": slot.cpus}
-                template = registry.template(trial)
-                done = launcher.attempt(spec, place, environ, template, settings.timeout_s, slot.check)
-                evidence = done.evidence
-                if evidence.result is None and (evidence.exit_code or -1) < 0:
-                    time.sleep(SETTLE_S)  # who ends workers and launcher at once ends no trial
-                    slot.check()
-                row |= account.ended(done, environ, base["gpu_name"])
-        if (place / RECORDING).exists():
-            row["recording"] = str((place / RECORDING).relative_to(folder))
-        row["node_trials"] = sorted(slot.beside)
-        row = account.judged(row, trial, evidence, account.phase(steps(place)), final=tries == settings.retries)
-        row = journal.append(row)
-        if tries == settings.retries or not outcome.transient(row["outcome"], evidence):
-            break
-        slot.sleep(settings.backoff_s * 2**tries)
-    return row
+    if tries:
+        slot.sleep(settings.backoff_s * 2 ** (tries - 1))
+    number = max(tried, account.attempts(folder / "attempts" / item.trial_id)) + 1
+    place = folder / "attempts" / item.trial_id / str(number)
+    row = base | account.begun(number)
+    with card_lock.held(slot.cards, slot.sleep, settings.timeout_s) as others:
+        taken = Taken(held=others) if others else launcher.occupancy.taken(slot.cards, launcher.own_pids, slot.sleep)
+        if taken:
+            evidence = outcome.Evidence(foreign=taken.processes, held=taken.held)
+        else:
+            spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number, "cpus": slot.cpus}
+            template = registry.template(trial)
+            done = launcher.attempt(spec, place, environ, template, settings.timeout_s, slot.check)
+            evidence = done.evidence
+            if evidence.result is None and (evidence.exit_code or -1) < 0:
+                time.sleep(SETTLE_S)  # who ends workers and launcher at once ends no trial
+                slot.check()
+            row |= account.ended(done, environ, base["gpu_name"])
+    if (place / RECORDING).exists():
+        row["recording"] = str((place / RECORDING).relative_to(folder))
+    row["node_trials"] = sorted(slot.beside)
+    final = tries == settings.retries
+    return journal.append(account.judged(row, trial, evidence, account.phase(steps(place)), final))
 
 
 def _end_leftovers(folder: Path, run: str) -> None:

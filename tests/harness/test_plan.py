@@ -156,7 +156,9 @@ def test_a_fault_of_the_machine_runs_again_and_so_does_what_was_impossible_and_n
     ):
         assert bool(plan.pending([one], {one.trial_id: row}, retry_failed=False)) is again, row
     (impossible,) = plan.order(plan.expand([tiny(seq_len=0)], 1))
-    assert not plan.pending([impossible], {impossible.trial_id: {"outcome": "invalid", "attempt": 0}}, False)
+    row = {"outcome": "invalid", "attempt": 0}
+    for more, again in (({}, False), ({"reason": impossible.reason}, False), ({"reason": "another"}, True)):
+        assert bool(plan.pending([impossible], {impossible.trial_id: row | more}, retry_failed=True)) is again
 
 
 def test_old_names_of_the_runner_s_settings_are_understood() -> None:

@@ -111,8 +111,12 @@ def run_fake(folder: Path, evidence: list[Evidence], retries: int, **over: Any) 
     chosen = plan.Settings(**(SETTINGS | {"retries": retries, "backoff_s": 5}))
     assert item.trial
     slot = Slot(account.cards(item.trial), sleep=slept.append)
+    launcher: Any = FakeLauncher(*evidence)
     with Journal(folder) as book:
-        row = sweep.run_trial(item, chosen, folder, book, FakeLauncher(*evidence), slot)  # type: ignore[arg-type]
+        for tries in range(retries + 1):
+            row = sweep.run_trial(item, chosen, folder, book, launcher, slot, tries, tries)
+            if row["terminal"]:
+                break
     return row, slept, journal.read(folder)[0]
 
 

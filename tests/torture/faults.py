@@ -364,6 +364,26 @@ def clock_jumps(arena: Arena, times: int) -> Count:
     return count
 
 
+def card_lost(arena: Arena, times: int) -> Count:
+    """One card of four, stand-ins, is lost at a random moment: it gets two trials more, and all are answered."""
+    count, stand_ins = Count(), str(Path(__file__).parent / "four_cards")
+    for _ in range(times):
+        sweep = arena.sweep(count, "device=cuda", "retries=2", "backoff_s=0.1", "breaker=10", trials=40)
+        lost, card = sweep.place.parent / "lost", f"GPU-{arena.random.randrange(4)}"
+        path = os.pathsep.join(filter(None, [stand_ins, os.environ.get("PYTHONPATH")]))
+        sweep.start(environ={"PYTHONPATH": path, "LOST": str(lost), "LOST_CARD": card})
+        _at_a_random_moment(arena, sweep, "template")
+        lost.touch()
+        sweep.inject()
+        code = sweep.wait()
+        attempts = sum(row["gpu_uuid"] == card and row["outcome"] == "environment" for row in sweep.rows())
+        if code or attempts > 2 or not sweep.done():
+            count.lost += 1
+            count.say(f"exit status {code}, {attempts} attempts on the lost card: {sweep.said()[-300:]}")
+        sweep.finish()
+    return count
+
+
 def two_launchers(*words: str, without_locks: bool = False) -> Callable[[Arena, int], Count]:
     """Two start on one sweep at the same time; one of them is refused, or finds all done."""
 
@@ -487,6 +507,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("the disk is read-only", _on_a_disk(_remount("ro"), _remount("rw")), 6, 1),
     Fault("the folder is moved away", folder_gone, 8, 1),
     Fault("the time of day jumps", clock_jumps, 3, 1),
+    Fault("one card of four is lost", card_lost, 10, 1),
     Fault("two launchers", two_launchers(), 10, 1),
     Fault("two launchers, no locks", two_launchers(without_locks=True), 10, 1),
     Fault("the journal cut at each byte", journal_damaged(lambda data, at: data[:at], 0), 1 << 30, 2000),
