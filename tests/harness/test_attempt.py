@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import os
 import shutil
 import signal
@@ -18,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import ROOT, TARGETS, Run, custom, tiny
+from conftest import ROOT, TARGETS, Run, custom, tiny, wait_for
 
-from vramsweep.harness import attempt, leftovers, machine, plan, techniques, templates, waiting, warm
+from vramsweep.harness import attempt, identity, leftovers, machine, plan, sweep, techniques, templates, waiting, warm
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.outcome import classify, transient
 from vramsweep.runners import template
@@ -141,6 +142,70 @@ def test_a_worker_that_outlives_being_killed_does_not_hold_up_the_trials_after_i
     assert made.starts() == 2
     kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+LEAVES = """
+import os, sys, time
+for number in range(int(sys.argv[1])):
+    if os.fork() == 0:
+        if number % 11 == 0:
+            os.setsid()
+            time.sleep(600)
+        os._exit(0)
+"""
+# Two at a time, each in a session of its own, for 20 s should nobody end them.
+FORKS = """
+import os, time
+end = time.monotonic() + 20
+os.fork()
+while time.monotonic() < end:
+    os.fork() and os._exit(0)
+    os.setsid()
+"""
+
+
+@pytest.mark.parametrize(("code", "listings"), [(LEAVES, 20), (FORKS, None)])
+def test_orphans_are_ended_by_a_few_listings_of_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, listings: int | None
+) -> None:
+    """1,000 zombies and 100 daemons; and what forks for ever."""
+    listed, listdir = [], os.listdir
+    with attempt.Launcher("cold", tmp_path) as launcher:
+        environ = os.environ | {leftovers.MARK: launcher.run}
+        subprocess.run([sys.executable, "-S", "-c", code, "1100"], start_new_session=True, check=True, env=environ)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                os, "listdir", lambda at: (str(at) in ("/proc", "b'/proc'") and listed.append(at), listdir(at))[1]
+            )
+            launcher._end()
+        assert not launcher._stuck and not set(launcher._leftovers()) and not set(leftovers.marked(launcher.run))
+    assert listings is None or len(listed) < listings
+
+
+def test_what_cannot_be_ended_in_time_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(leftovers, "END_S", 0.05)
+    none = itertools.count(1 << 23)  # no process has such a number
+    for ended in (True, False):
+        assert leftovers.end(lambda ended=ended: [(next(none), ended)])  # type: ignore[misc] # another one each time
+    assert leftovers.end(lambda: ((pid, True) for pid in none))  # more than can be listed in time
+    monkeypatch.setattr(leftovers, "marked", lambda run: [(next(none), False)])
+    monkeypatch.setattr(sweep, "plans", lambda folder: [{"run": "earlier", "launcher": {}}])
+    monkeypatch.setattr(identity, "alive", lambda launcher: False)
+    sweep._end_leftovers(tmp_path, "own")
+    said = capsys.readouterr().err
+    assert "forks for ever" in said and "were ended" not in said
+
+
+def test_a_process_whose_first_thread_has_ended_runs() -> None:
+    code = (
+        "import ctypes, threading as t; t.Thread(target=t.Event().wait).start(); ctypes.CDLL(None).pthread_exit(None)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        wait_for(lambda: "\nState:\tZ" in Path(f"/proc/{process.pid}/status").read_text())
+        assert not dict(leftovers.listed())[process.pid].ended
+        process.kill()
 
 
 def test_a_broken_template_is_one_crash_for_each_trial_with_the_end_of_its_own_log(fakes: Any, tmp_path: Path) -> None:
