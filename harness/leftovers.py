@@ -104,7 +104,7 @@ def describe_stuck(pids: Iterable[int]) -> str:
 
 def end_marked(run: str) -> set[int]:
     """The same of the processes that carry a mark, of which one that forks and ends at once escapes many a pass."""
-    return end(partial(marked, run), passes=20)
+    return end(partial(marked, run), passes=10)
 
 
 def _pids() -> list[int]:
