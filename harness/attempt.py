@@ -316,24 +316,26 @@ class Launcher:
         """What has outlived its attempt, and whether it has ended: our own children that are nothing of what runs, and
         what lies below them. Of our own children those that have ended are let go of.
 
-        What is in our session is a program that we ask something: the lock is held where processes are started in
-        sessions of their own.
+        What is in our session is a program that we ask something. Looked at with the lock that is held where processes
+        are started in sessions of their own, and after each has been listed: so one that was just started is noted.
         """
         own, session = os.getpid(), os.getsid(0)
         there: dict[int, leftovers.Process] = {}
         top = set[int]()
-        with self._lock:
-            waited_for = self._kept | self._roots | self._stuck | self.templates.pids()
-            for pid, one in leftovers.listed():
-                there[pid] = one
-                if one.parent == own and one.session != session and pid not in waited_for:
-                    top.add(pid)
-                    yield pid, one.ended  # at once, as it may have forked and ended when all are listed
+        for pid, one in leftovers.listed():
+            there[pid] = one
+            if one.parent == own and one.session != session and pid not in self._waited_for():
+                top.add(pid)
+                yield pid, one.ended  # at once, as it may have forked and ended when all are listed
         for pid in leftovers.below(top, there) - self._stuck:
             yield pid, there[pid].ended
         for pid in top:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
+
+    def _waited_for(self) -> set[int]:
+        with self._lock:
+            return self._kept | self._roots | self._stuck | self.templates.pids()
 
     def _reap(self) -> None:
         """Let go of what was adopted and has ended: a night's would fill the table of processes."""

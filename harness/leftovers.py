@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 MARK = "VRAMSWEEP_RUN"  # the variable that holds the mark
@@ -36,7 +37,7 @@ def listed() -> Iterator[tuple[int, Process]]:
     """All processes of the machine, in one pass, the newest first. Source: proc_pid_stat(5)."""
     for pid in _pids():
         with contextlib.suppress(OSError):
-            fields = _read(pid, "stat").rpartition(b") ")[2].split()  # from its third on
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()  # from its third on
             threads = int(fields[17])  # of which the first may have ended, and others run
             yield pid, Process(int(fields[1]), fields[0] in b"ZX" and threads < 2, int(fields[3]))
 
@@ -65,7 +66,7 @@ def marked(run: str) -> Iterator[tuple[int, bool]]:
     mark = f"{MARK}={run}".encode()
     for pid in _pids():
         with contextlib.suppress(OSError):
-            if mark in _read(pid, "environ").split(b"\0"):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 yield pid, False
 
 
@@ -109,12 +110,7 @@ def end_marked(run: str) -> set[int]:
 
 def _pids() -> list[int]:
     """The newest first: of what forks and ends, that is the one which is still there."""
-    return sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
-
-
-def _read(pid: int, name: str) -> bytes:
-    with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
-        return file.readall()
+    return sorted((int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit()), reverse=True)
 
 
 class Guard:

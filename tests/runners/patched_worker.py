@@ -4,8 +4,8 @@ more: rank 1 holds 64 MiB more than rank 0. fail: it runs out of memory in the s
 rank 0 would wait for it for ever. killed, raises, exits, leaves (with status 0): rank 1 ends so before its first step,
 where rank 0 waits for it too. fp16: DeepSpeed takes any CPU for one with half precision. averages: rank 0 writes a line
 to the folder's file `averages` for each bucket of gradients that is averaged. late: rank 1 comes half a second late to
-the measured steps; a line in the file `order` for each rank that is there, and for each mark of its clock. A test cannot fork ranks itself: its
-process has run tensor operations.
+the measured steps; a line in the file `order` for each rank that is there, and for each mark of its clock. A test
+cannot fork ranks itself: its process has run tensor operations.
 """
 
 from __future__ import annotations

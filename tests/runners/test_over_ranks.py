@@ -70,7 +70,7 @@ def test_energy_is_that_of_all_cards_each_once() -> None:
 def test_that_all_is_well_is_said_where_it_is_known_of_all() -> None:
     """One that is not shows, whatever is known of the others."""
     well = {"skipped_steps": 0, "alloc_retries": 0, "throttle_reasons": [], "foreign_processes": [], "plateau": True}
-    ill = {"skipped_steps": 1, "alloc_retries": 2, "throttle_reasons": ["x"], "foreign_processes": [7], "plateau": False}
+    ill = dict(zip(well, (1, 2, ["sw_power_cap"], [7], False), strict=True))
     unknown = rank(**dict.fromkeys(well))
     for known, expected in ((well, dict.fromkeys(well)), (ill, ill)):
         row = over_ranks([rank(**known), unknown])
