@@ -30,14 +30,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
-
-import psutil
 
 from vramsweep.harness import leftovers, machine, row, starving, variables
 from vramsweep.harness.interpreter import build_command
@@ -174,7 +172,7 @@ class Launcher:
         self.templates = Templates(logs, self._bounds, self._lock)
         self.cold_reasons = self.templates.cold_reasons
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._kept = leftovers.descendants(os.getpid())
+        (self._kept,) = leftovers.trees(os.getpid())
         self._stuck: set[int] = set()
         self._roots: set[int] = set()  # of the attempts that run
         self._relief_until = 0.0  # by the monotonic clock: an attempt was ended for the host's memory, which comes back
@@ -236,7 +234,9 @@ class Launcher:
         ended, code = False, None
         starved: HostMemory | None = None
 
-        memory = starving.Watch(lambda: _tree(worker.pid), lambda: map(_tree, self._roots - {worker.pid}))
+        memory = starving.Watch(
+            lambda: leftovers.trees(worker.pid)[0], lambda: leftovers.trees(*self._roots - {worker.pid})
+        )
 
         def all_four() -> float:
             relieved = time.monotonic() < self._relief_until
@@ -302,7 +302,7 @@ class Launcher:
 
         Not in a container that NVML does not see into: the driver may give process ids that do not exist here.
         """
-        return {os.getpid()} | leftovers.descendants(os.getpid()) - self._kept - self._stuck
+        return {os.getpid()} | leftovers.trees(os.getpid())[0] - self._kept - self._stuck
 
     def _warm(self, runner: str) -> bool:
         return self.isolation == "warm" and runner not in self.cold_reasons
@@ -313,56 +313,42 @@ class Launcher:
         reason = self.cold_reasons.get(runner)
         return Attempted(evidence, time.monotonic() - began, "warm" if warm else "cold", reason, notes)
 
-    def _leftovers(self) -> set[int]:
-        """What has outlived its attempt: our own children that are nothing of what runs, and what lies below them.
+    def _leftovers(self) -> Iterator[tuple[int, bool]]:
+        """What has outlived its attempt, and whether it has ended: our own children that are nothing of what runs, and
+        what lies below them. Of our own children those that have ended are let go of.
 
-        What is in our session is a program that we ask something: the lock is held where processes are started in
-        sessions of their own.
+        What is in our session is a program that we ask something. Looked at with the lock that is held where processes
+        are started in sessions of their own, and after each has been listed: so one that was just started is noted.
         """
+        own, session = os.getpid(), os.getsid(0)
+        there: dict[int, leftovers.Process] = {}
+        top = set[int]()
+        for pid, one in leftovers.listed():
+            there[pid] = one
+            if one.parent == own and one.session != session and pid not in self._waited_for():
+                top.add(pid)
+                yield pid, one.ended  # at once, as it may have forked and ended when all are listed
+        for pid in leftovers.below(top, there) - self._stuck:
+            yield pid, there[pid].ended
+        for pid in top:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _waited_for(self) -> set[int]:
         with self._lock:
-            waited_for = self._kept | self._roots | self._stuck
-            waited_for |= self.templates.pids()
-            own = {child for child in _children() - waited_for if _session(child) != os.getsid(0)}
-        return own.union(*map(leftovers.descendants, own)) - self._stuck
+            return self._kept | self._roots | self._stuck | self.templates.pids()
 
     def _reap(self) -> None:
         """Let go of what was adopted and has ended: a night's would fill the table of processes."""
         with contextlib.suppress(ChildProcessError):
-            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                return
-        for pid in self._leftovers():
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                set(self._leftovers())
 
     def _end(self) -> None:
         """End whatever is left of attempts that are over."""
-
-        def left() -> set[int]:
-            self._reap()
-            return self._leftovers()
-
-        stuck = leftovers.end(left)
-        self._reap()  # those that ended while it was looked whether they had
-        if stuck:
-            pids = ", ".join(map(str, sorted(stuck)))
-            print(f"killed, but does not end (a driver may hold it): process {pids}", file=sys.stderr)
+        if stuck := leftovers.end(self._leftovers):
+            print(leftovers.describe_stuck(stuck), file=sys.stderr)
             self._stuck |= stuck
-
-
-def _tree(root: int) -> set[int]:
-    """The processes of an attempt."""
-    return {root} | leftovers.descendants(root)
-
-
-def _children() -> set[int]:
-    """Our own children, those too that have ended."""
-    return {child.pid for child in psutil.Process().children()}
-
-
-def _session(pid: int) -> int | None:
-    with contextlib.suppress(ProcessLookupError):
-        return os.getsid(pid)
-    return None
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:

@@ -14,9 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-
-import psutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from vramsweep.harness.interpreter import build_command
 
@@ -24,50 +26,93 @@ MARK = "VRAMSWEEP_RUN"  # the variable that holds the mark
 END_S = 10.0  # for killed processes to end
 
 
-def end(find: Callable[[], set[int]]) -> set[int]:
-    """Kill the processes that `find` finds until it finds none; returns those that do not end in time.
+class Process(NamedTuple):
+    """What the kernel lists of a process: its parent, whether it has ended and only waits for that to notice, and its
+    session."""
+
+    parent: int
+    ended: bool
+    session: int
+
+
+def listed() -> Iterator[tuple[int, Process]]:
+    """All processes of the machine, in one pass, the newest first. Source: proc_pid_stat(5)."""
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()  # from its third on
+            threads = int(fields[17])  # of which the first may have ended, and others run
+            yield pid, Process(int(fields[1]), fields[0] in b"ZX" and threads < 2, int(fields[3]))
+
+
+def below(pids: Iterable[int], processes: Mapping[int, Process]) -> set[int]:
+    """The processes below some, all generations, those too that have ended."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for pid, process in processes.items():
+        children[process.parent].append(pid)
+    found, parents = set[int](), list(pids)
+    while parents:
+        new = set(children[parents.pop()]) - found
+        found |= new
+        parents += new
+    return found
+
+
+def trees(*roots: int) -> list[set[int]]:
+    """Each of some processes with those below it."""
+    processes = dict(listed())
+    return [{root} | below([root], processes) for root in roots]
+
+
+def marked(run: str) -> Iterator[tuple[int, bool]]:
+    """The processes that carry a launcher's mark, as far as this user may see; none of them has ended."""
+    mark = f"{MARK}={run}".encode()
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                yield pid, False
+
+
+def end(find: Callable[[], Iterable[tuple[int, bool]]], passes: int = 2) -> set[int]:
+    """Kill the processes that `find` finds, of which it says whether they have ended, until it has found none that
+    runs in so many passes; returns those that are still there after END_S: they do not end, or fork for ever.
 
     At once and again, as what forks and ends faster than it is looked for would never be met.
     """
     until = time.monotonic() + END_S
     tried: set[int] = set()
-    quiet = 0  # times that there was nothing but what had ended, and waits for a parent of its own
-    while (found := find()) and quiet < 2:
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > until:
-            return set(filter(runs, found))
-        if found <= tried:  # nothing new: they only need time
+    quiet = 0
+    while quiet < passes:
+        found, running = set[int](), set[int]()
+        for pid, ended in find():
+            found.add(pid)
+            if not ended:
+                running.add(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > until:
+                return running or found
+        new = found - tried
+        if running and not new:  # they only need time
             time.sleep(0.005)
-        quiet = quiet + 1 if found <= tried and not any(map(runs, found)) else 0
-        tried |= found
+        quiet = 0 if running or new else quiet + 1
+        tried |= new
     return set()
 
 
-def descendants(pid: int) -> set[int]:
-    """The processes below one, all generations, those too that have ended and wait for their parents: what has ended
-    since it was listed may have left another."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
-    return set()
+def describe_stuck(pids: Iterable[int]) -> str:
+    """Say of processes that could not be ended why that may be."""
+    every = ", ".join(map(str, sorted(pids)))
+    return f"killed, but still there after {END_S:g} s (a driver may hold it, or it forks for ever): process {every}"
 
 
-def runs(pid: int) -> bool:
-    """Whether a process has not ended; one that has may still wait for its parent to notice."""
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
+def end_marked(run: str) -> set[int]:
+    """The same of the processes that carry a mark, of which one that forks and ends at once escapes many a pass."""
+    return end(partial(marked, run), passes=10)
 
 
-def marked(run: str) -> set[int]:
-    """The processes that carry a launcher's mark, as far as this user may see."""
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == run and runs(process.pid):
-                found.add(process.pid)
-    return found
+def _pids() -> list[int]:
+    """The newest first: of what forks and ends, that is the one which is still there."""
+    return sorted((int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit()), reverse=True)
 
 
 class Guard:
@@ -94,4 +139,4 @@ class Guard:
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()  # until the other end is closed, which the kernel does for a process that is killed
-    end(lambda: marked(sys.argv[1]))
+    end_marked(sys.argv[1])

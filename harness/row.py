@@ -240,8 +240,8 @@ COLUMNS: tuple[Column, ...] = (
     *_columns(
         "health",
         ("gpu_temperature_c", int, "°C", "temperature after the measured steps; of several ranks the worst value of any device, as in the columns below"),
-        ("gpu_power_w", float, "W", "mean power over the measured steps: energy / elapsed"),
-        ("gpu_energy_j", float, "J", "energy of the device over the measured steps"),
+        ("gpu_power_w", float, "W", "mean power of the device over the measured steps: its energy / elapsed"),
+        ("gpu_energy_j", float, "J", "energy of the device over the measured steps; of several ranks the sum of their devices', null where one is not known"),
         ("gpu_sm_clock_before_mhz", int, "MHz", "SM clock right before the measured steps"),
         ("gpu_sm_clock_mhz", int, "MHz", "SM clock right after the measured steps"),
         ("gpu_sm_clock_max_mhz", int, "MHz", "the highest SM clock of the card; of several ranks the highest of any"),

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from vramsweep.harness import (
@@ -405,15 +404,13 @@ def _end_leftovers(folder: Path, run: str) -> None:
         last, launcher = earlier.get("run"), earlier.get("launcher")
         # a copied folder, or another node's shard, names one that runs elsewhere
         gone = isinstance(launcher, dict) and identity.alive(launcher) is False
-        left = leftovers.marked(last) if gone and isinstance(last, str) and last != run else set()
+        left = dict(leftovers.marked(last)) if gone and isinstance(last, str) and last != run else {}
         if not left:
             continue
-        leftovers.end(partial(leftovers.marked, str(last)))
+        stuck = leftovers.end_marked(str(last))
         pids = ", ".join(map(str, sorted(left)))
-        print(
-            f"{folder}: the sweep before was killed and had left processes behind, which were ended: {pids}",
-            file=sys.stderr,
-        )
+        came = leftovers.describe_stuck(stuck) if stuck else f"which were ended: {pids}"
+        print(f"{folder}: the sweep before was killed and had left processes behind, {came}", file=sys.stderr)
 
 
 def _write_plan(folder: Path, planned: Sequence[Planned], settings: Settings, run: str, own: Collection[str]) -> None:

@@ -5,8 +5,10 @@ Not covered: each instrument (instruments.py), when it is read (measure.py).
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +33,9 @@ from vramsweep.runners.instruments import (
 )
 from vramsweep.runners.over_ranks import Columns
 from vramsweep.runners.shared_peaks import SHARED
+
+MET = "vramsweep: ranks before the measured steps"
+MEETING_S = 10.0  # a stage of a pipeline may only come once the one before it has gone on
 
 
 class Gauges:
@@ -145,6 +150,26 @@ class Gauges:
         """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
+
+
+def meet_ranks() -> list[str]:
+    """Wait until every rank of the process group is here; a note where one did not come within MEETING_S.
+
+    They meet in the group's store, as NCCL's barrier would allocate on the card.
+    """
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized()) or group.get_world_size() == 1:
+        return []
+    store: Any = group.distributed_c10d._get_default_store()
+    if store is None:  # of MPI
+        return []
+    try:
+        if store.add(MET, 1) == group.get_world_size():
+            store.set(f"{MET} all", "")
+        store.wait([f"{MET} all"], datetime.timedelta(seconds=MEETING_S))
+    except RuntimeError:
+        return [f"the ranks did not begin the measured steps together: one came more than {MEETING_S:g} s later"]
+    return []
 
 
 def _begin(device: torch.device) -> None:

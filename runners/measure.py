@@ -33,7 +33,7 @@ from vramsweep.harness import lengths
 from vramsweep.harness.attempt import RECORDING, STEPS
 from vramsweep.runners.count import NO_BACKWARD, Count
 from vramsweep.runners.dispatch import LiveBytes
-from vramsweep.runners.gauges import Gauges, larger
+from vramsweep.runners.gauges import Gauges, larger, meet_ranks
 from vramsweep.runners.instruments import COUNTERS, HostMemory, Peaks, backward_boundaries
 from vramsweep.runners.over_ranks import Columns, over_ranks
 
@@ -213,7 +213,6 @@ class Measured:
         self.reserved: list[int | None] = []  # at the end of each step, as `held`
         self.tokens: list[int | None] = []
         self.elapsed = 0.0
-        self.notes: list[str] = []
         self._columns: Columns = {}
 
     def start(self) -> None:
@@ -222,9 +221,10 @@ class Measured:
         self._skipped = self.skipped()
         self._graphs = self.gauges.compiler.graphs()
         self.gauges.synchronize()
-        self._energy = self.gauges.nvml.energy_j()
         self._reasons = self.gauges.nvml.throttle_reasons()
         self._clock_mhz = self.gauges.nvml.sm_clock_mhz()
+        self.notes = [] if self.asked.measured_steps is None else meet_ranks()  # else not every rank may be watched
+        self._energy = self.gauges.nvml.energy_j()
         self.gauges.clock.mark()
 
     def enter(self) -> None:
@@ -255,7 +255,7 @@ class Measured:
         if self.asked.tokens_per_step is not None:
             tokens = self.asked.tokens_per_step * len(times)
         samples = None if self.asked.samples_per_step is None else self.asked.samples_per_step * len(times)
-        self.notes = [RECOMPILED.format(recompiled)] if recompiled else []
+        self.notes += [RECOMPILED.format(recompiled)] * bool(recompiled)
         self._columns = {
             **self.gauges.memory.summary(),
             **nvml.facts(),

@@ -2,7 +2,7 @@
 
 Memory is the worst rank's, whose peak reserved is largest: all of it, so that a row's numbers belong together. Speed is
 the slowest rank's. What tells of the devices' health, of retries and of peaks that still rose is the worst of all,
-as one that waits makes all wait. Host memory is that of all together. Everything else is rank 0's.
+as one that waits makes all wait. Host memory is that of all together, and so is energy. Everything else is rank 0's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "device_baseline_bytes": max,
     "gpu_temperature_c": max,
     "gpu_power_w": max,
-    "gpu_energy_j": max,
     "gpu_sm_clock_before_mhz": min,
     "gpu_sm_clock_mhz": min,
     "gpu_sm_clock_max_mhz": max,
@@ -77,6 +76,12 @@ def over_ranks(ranks: Sequence[Columns]) -> Columns:
         if name in COMBINED:
             known = [columns[name] for columns in ranks if columns.get(name) is not None]
             row[name] = COMBINED[name](known) if known else None
+            well = row[name] if name == "plateau" else not row[name]
+            if well and len(known) < len(ranks):  # as far as is known
+                row[name] = None
+        if name == "gpu_energy_j":  # each rank's is its card's, which several may share
+            cards = {columns.get("gpu_uuid") or rank: columns.get(name) for rank, columns in enumerate(ranks)}
+            row[name] = None if None in cards.values() else sum(cards.values())
     fed = [sum(columns["step_tokens"]) for columns in ranks if columns.get("step_tokens")]
     if len(fed) == len(ranks) > 1:  # each rank has lengths of its own
         row["tokens_per_s"] = sum(fed) / row["elapsed_s"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
+import math
 import os
 import shutil
 import signal
@@ -14,13 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, TARGETS, Run, custom, tiny
+from conftest import ROOT, TARGETS, Run, custom, tiny, wait_for
 
-from vramsweep.harness import attempt, leftovers, machine, plan, techniques, templates, waiting, warm
+from vramsweep.harness import attempt, identity, leftovers, machine, plan, sweep, techniques, templates, waiting, warm
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.outcome import classify, transient
 from vramsweep.runners import template
@@ -141,6 +144,54 @@ def test_a_worker_that_outlives_being_killed_does_not_hold_up_the_trials_after_i
     assert made.starts() == 2
     kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+LEAVES = """
+import os, time
+for number in range(1100):
+    if os.fork() == 0: number % 11 or os.setsid() or time.sleep(600); os._exit(0)
+"""
+FORKS = """
+import os, time
+end = time.monotonic() + 20  # should nobody end them
+os.fork()
+while time.monotonic() < end: os.fork() and os._exit(0); os.setsid()
+"""
+
+
+def test_orphans_are_ended_by_a_few_listings_of_all_processes(tmp_path: Path) -> None:
+    """1,000 zombies and 100 daemons. Two that fork for ever, each time in a session of its own, may be too fast."""
+    with attempt.Launcher("cold", tmp_path) as launcher:
+        for code, most in ((LEAVES, 20), (FORKS, math.inf)):
+            environ = os.environ | {leftovers.MARK: launcher.run}
+            subprocess.run([sys.executable, "-S", "-c", code], start_new_session=True, check=True, env=environ)
+            with mock.patch.object(leftovers, "listed", wraps=leftovers.listed) as listed:
+                launcher._end()
+            assert listed.call_count < most
+            assert (launcher._stuck and code == FORKS) or not dict(leftovers.marked(launcher.run))
+
+
+def test_what_cannot_be_ended_in_time_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(leftovers, "END_S", 0.05)
+    none = itertools.count(1 << 23)  # no process has such a number
+    for ended in (True, False):
+        assert leftovers.end(lambda ended=ended: [(next(none), ended)])  # type: ignore[misc] # another one each time
+    assert leftovers.end(lambda: ((pid, True) for pid in none))  # more than can be listed in time
+    monkeypatch.setattr(leftovers, "marked", lambda run: [(next(none), False)])
+    monkeypatch.setattr(sweep, "plans", lambda folder: [{"run": "earlier", "launcher": {}}])
+    monkeypatch.setattr(identity, "alive", lambda launcher: False)
+    sweep._end_leftovers(tmp_path, "own")
+    said = capsys.readouterr().err
+    assert "forks for ever" in said and "were ended" not in said
+
+
+def test_a_process_whose_first_thread_has_ended_runs() -> None:
+    code = "import ctypes, threading; threading.Thread(target=input).start(); ctypes.CDLL(None).pthread_exit(None)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        wait_for(lambda: "\nState:\tZ" in Path(f"/proc/{process.pid}/status").read_text())
+        assert not dict(leftovers.listed())[process.pid].ended
 
 
 def test_a_broken_template_is_one_crash_for_each_trial_with_the_end_of_its_own_log(fakes: Any, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 more: rank 1 holds 64 MiB more than rank 0. fail: it runs out of memory in the step whose FLOPs are counted, where
 rank 0 would wait for it for ever. killed, raises, exits, leaves (with status 0): rank 1 ends so before its first step,
 where rank 0 waits for it too. fp16: DeepSpeed takes any CPU for one with half precision. averages: rank 0 writes a line
-to the folder's file `averages` for each bucket of gradients that is averaged. A test cannot fork ranks itself: its
-process has run tensor operations.
+to the folder's file `averages` for each bucket of gradients that is averaged. late: rank 1 comes half a second late to
+the measured steps; a line in the file `order` for each rank that is there, and for each mark of its clock. A test
+cannot fork ranks itself: its process has run tensor operations.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vramsweep.runners import build, worker
 from vramsweep.runners.count import Count
+from vramsweep.runners.instruments import Clock
+from vramsweep.runners.measure import Measured
 
 HELD: list[torch.Tensor] = []
 
@@ -64,6 +68,17 @@ def averaged(state: Any, bucket: Any) -> Any:
     return allreduce_hook(None, bucket)
 
 
+def telling(what: str, original: Any) -> Any:
+    def tell(self: Any) -> None:
+        if what == "there" and os.environ["RANK"] == "1":
+            time.sleep(0.5)
+        with (Path(sys.argv[1]) / "order").open("a") as file:
+            file.write(f"{what}\n")
+        original(self)
+
+    return tell
+
+
 averaged.__annotations__.clear()  # which torch compares with its own types, and these are texts
 
 if __name__ == "__main__":
@@ -76,6 +91,9 @@ if __name__ == "__main__":
         build.data = data
     if "fail" in what:
         Count.enter = enter  # type: ignore[method-assign]
+    if "late" in what:
+        Measured.start = telling("there", Measured.start)  # type: ignore[method-assign]
+        Clock.mark = telling("mark", Clock.mark)  # type: ignore[method-assign]
     if "fp16" in what:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 

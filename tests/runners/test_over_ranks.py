@@ -61,6 +61,23 @@ def test_speed_is_the_slowest_rank_s_and_health_the_worst_of_all() -> None:
     assert row["loss_last"] == 3.0 and row["optimizer_effective"] == "AdamW"  # rank 0's
 
 
+def test_energy_is_that_of_all_cards_each_once() -> None:
+    ranks = [rank(gpu_energy_j=joules, gpu_uuid=card) for joules, card in ((5.0, "a"), (7.0, "b"), (7.0, "b"))]
+    assert over_ranks(ranks)["gpu_energy_j"] == 12.0
+    assert over_ranks([*ranks, rank(gpu_energy_j=None, gpu_uuid="c")])["gpu_energy_j"] is None
+
+
+def test_that_all_is_well_is_said_where_it_is_known_of_all() -> None:
+    """One that is not shows, whatever is known of the others."""
+    well = {"skipped_steps": 0, "alloc_retries": 0, "throttle_reasons": [], "foreign_processes": [], "plateau": True}
+    ill = dict(zip(well, (1, 2, ["sw_power_cap"], [7], False), strict=True))
+    unknown = rank(**dict.fromkeys(well))
+    for known, expected in ((well, dict.fromkeys(well)), (ill, ill)):
+        row = over_ranks([rank(**known), unknown])
+        assert {name: row[name] for name in well} == expected
+    assert {name: over_ranks([rank(**well)] * 2)[name] for name in well} == well
+
+
 def test_where_reserved_is_unknown_allocated_tells_the_worst() -> None:
     row = over_ranks([{**columns, "peak_reserved_bytes": None} for columns in ROWS])
     assert row["worst_rank"] == 2 and row["peak_allocated_bytes"] == 95

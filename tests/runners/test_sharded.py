@@ -140,6 +140,12 @@ def test_the_row_is_of_the_worst_rank_and_outlives_one_that_fails_afterwards(tmp
         assert row["notes"] is None and row["model_flops_per_token"] == pytest.approx(761_856, rel=1e-3)
 
 
+def test_no_rank_begins_the_measured_steps_before_all_are_there(tmp_path: Path) -> None:
+    row = patched(tmp_path, tiny(sharding="ddp", world_size=2), "late")
+    assert (tmp_path / "order").read_text().split() == ["there"] * 2 + ["mark"] * 6
+    assert row["notes"] is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("power", "skipped"), [(40, 2), (8, 0)])
 def test_steps_that_deepspeed_skips_for_an_overflow_are_counted(tmp_path: Path, power: int, skipped: int) -> None:

@@ -156,10 +156,10 @@ def neighbour(trial: Any) -> Any:
 def forks_for_ever(trial: Any) -> Any:
     """Each of the processes that it starts starts another, in a session of its own, and ends: all are always new.
 
-    For two minutes, should nobody end them: a test that fails must not take the machine from all others.
+    For 20 s, should nobody end them: a test that fails must not take the machine from all others.
     """
     code = (
-        "import os, time\nend = time.monotonic() + 120\nwhile time.monotonic() < end:\n os.fork() and os._exit(0)\n"
+        "import os, time\nend = time.monotonic() + 20\nwhile time.monotonic() < end:\n os.fork() and os._exit(0)\n"
         " os.setsid()\n time.sleep(0.05)"
     )
     for _ in range(4):
