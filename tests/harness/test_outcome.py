@@ -80,6 +80,14 @@ CASES = [
     (Evidence(expired=True, deadline_s=3), "timeout", False, "no end within 3 s; raise timeout_s"),
     (Evidence(exit_code=-9), "crash", True, "SIGKILL"),
     (Evidence(exit_code=-9, host_oom_kills=1), "host_oom", False, "kernel"),
+    (
+        replace(
+            failed("builtins.RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed. "), host_oom_kills=1
+        ),
+        "host_oom",
+        False,
+        "by the kernel",
+    ),
     (  # another rank's collective failed for it
         replace(failed("builtins.RuntimeError", "Connection closed by peer"), exit_code=-9, host_oom_kills=1, rank=1),
         "host_oom",
