@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -76,8 +77,8 @@ def _auto(environ: Mapping[str, str]) -> list[Check]:
 
 def _card(card: Gpu) -> list[Check]:
     name = f"gpu {card.index}"
-    size = "unknown memory" if card.memory_total is None else f"{card.memory_total / GIB:.1f} GiB"
-    checks = [Check(name, "ok", f"{card.name or 'unknown card'}, {size}, driver {card.driver or 'unknown'}")]
+    size, driver = _gib(card.memory_total), card.driver or "unknown"
+    checks = [Check(name, "ok", f"{card.name or 'unknown card'}, {size}, driver {driver}")]
     if card.problem is not None:
         if "permission" in card.problem.lower():
             said = f"not all of it may be read here ({card.problem}), as in a container that has a MIG slice"
@@ -85,8 +86,11 @@ def _card(card: Gpu) -> list[Check]:
         else:
             said = f"NVML says: {card.problem}; leave it out with CUDA_VISIBLE_DEVICES, or reset it or reboot the node"
             checks = [Check(name, "problem", f"{checks[0].text}; {said}")]
+    if card.uuid is not None:
+        checks.append(_condition(f"{name} state", machine.condition(card)))
     if card.slices is not None:
-        said = f"in MIG mode with {len(card.slices)} slice(s)"
+        parts = [f"{one.name or one.uuid} of {_gib(one.memory_total)}" for one in machine.layout(card)]
+        said = f"in MIG mode with {len(card.slices)} slice(s){': ' * bool(parts)}{', '.join(parts)}"
         how = f"choose one with CUDA_VISIBLE_DEVICES={card.slices[0]}" if card.slices else "it has none: nvidia-smi mig"
         checks.append(Check(name, "note", f"{said}; {how}"))
     elif card.processes:
@@ -98,19 +102,55 @@ def _card(card: Gpu) -> list[Check]:
     return checks
 
 
+def _gib(size: int | None) -> str:
+    return "unknown memory" if size is None else f"{size / GIB:.1f} GiB"
+
+
+def _condition(name: str, of: Mapping[str, Any]) -> Check:
+    """What may spoil a night: errors of the card's memory, a driver that is loaded again and again; and where it sits.
+
+    What NVML does not say is not known, which is no fault.
+    """
+    switch = {0: "off", 1: "on", None: "not known"}
+    ecc, rows = of["ecc"] or (None, None), of["rows"] or (None, None, None, None)
+    said = [f"persistence mode {switch.get(of['persistence'], 'not known')}", f"ECC {switch.get(ecc[0], 'not known')}"]
+    said[1] += f" ({switch.get(ecc[1], 'not known')} after a reboot)" if ecc[0] != ecc[1] else ""
+    said.append(f"uncorrected errors {'not known' if of['errors'] is None else of['errors']}")
+    said.append(
+        "row remaps not known" if rows[2] is None else "a row remap is pending" if rows[2] else "no row remap pending"
+    )
+    said += ["a row remap has failed"] if rows[3] else []
+    said.append(f"NUMA node {_listed(of['nodes'])}, CPUs {_listed(of['cpus'])}")
+    level = "note" if of["persistence"] == 0 or ecc[0] != ecc[1] else "ok"
+    cure = "; sudo nvidia-smi -pm 1 keeps the driver loaded" if of["persistence"] == 0 else ""
+    if rows[2] or rows[3] or of["errors"]:
+        level, cure = "problem", f"{cure}; reset the card or reboot the node, and have a card that goes on so replaced"
+    return Check(name, level, ", ".join(said) + cure)
+
+
+def _listed(numbers: Sequence[int] | None) -> str:
+    """Numbers as `0-31,64-95`."""
+    if not numbers:
+        return "not known"
+    ends = [n for n in numbers if n + 1 not in numbers]
+    begins = [n for n in numbers if n - 1 not in numbers]
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+
+
 def _visible(environ: Mapping[str, str]) -> list[Check]:
     """What CUDA_VISIBLE_DEVICES leaves, where it is set."""
-    value = environ.get("CUDA_VISIBLE_DEVICES")
+    value, otherwise = environ.get("CUDA_VISIBLE_DEVICES"), machine.counted_otherwise(environ)
+    notes = [Check("order", "note", otherwise)] if otherwise else []
     if value is None:
-        return []
+        return notes
     seen = machine.visible_gpus(environ)
     if not seen:
         text = f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU: unset it, or name one by index or uuid"
-        return [Check("visible", "problem", text)]
+        return [*notes, Check("visible", "problem", text)]
     names = ", ".join(
         (card.name or card.uuid or "unknown card") + (f" ({card.problem})" if card.problem else "") for card in seen
     )
-    return [Check("visible", "ok", f"CUDA_VISIBLE_DEVICES leaves {names}")]
+    return [*notes, Check("visible", "ok", f"CUDA_VISIBLE_DEVICES leaves {names}")]
 
 
 def compatible(

@@ -158,7 +158,8 @@ def _resumed(
     shown.began(f"{_of(settings)}{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
     if others:
         print(f"{other_systems(others)}; any_system=true counts them", file=sys.stderr)
-    for line in variables.dropped(os.environ) if todo else ():
+    otherwise = machine.counted_otherwise(os.environ) if any(map(_on_cuda, todo)) else None
+    for line in [*variables.dropped(os.environ), *filter(None, [otherwise])] if todo else ():
         print(line, file=sys.stderr)
     tried = Counter[str]()
     for row in rows:

@@ -100,7 +100,7 @@ SYMPTOMS = (
         r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use",
     ),
     Symptom(  # torch asks NVML who holds the card's memory once it ran out, and stops where NVML may not say
-        "no room on the card, in disguise: of torch's report, of what a library takes for itself when it starts, NCCL's",
+        "no room on the card, in disguise: of torch's report, of what a library takes when it starts, NCCL's",
         Outcome.OOM,
         r"NVML_SUCCESS == .*INTERNAL ASSERT FAILED|NCCL[^\n]*unhandled cuda error(?![\s\S]*Cuda failure)|"
         r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)",

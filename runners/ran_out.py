@@ -49,7 +49,7 @@ def card_memory(device: torch.device | None) -> list[int] | None:
     """
     try:
         return list(torch.cuda.mem_get_info(device)) if device is not None and device.type == "cuda" else None
-    except RuntimeError:
+    except Exception:  # the error that is told of is another
         return None
 
 

@@ -74,7 +74,7 @@ TEXTS = {
     ),
 }  # fmt: skip
 # fmt: on
-# Of public threads and documents, each with its source; `nearly_full`: what the worker is taken to have seen of its card.
+# Of public threads and documents, each with its source; `nearly_full` is what the worker is taken to have seen.
 PUBLIC = [line.split("\t") for line in (Path(__file__).parent / "public_errors.tsv").read_text().splitlines()[1:]]
 CASES = [(kind, text, "unknown") for kind, texts in TEXTS.items() for text in texts]
 CASES += [(kind, text.replace("\\n", "\n"), full) for kind, full, _, text in PUBLIC]
