@@ -11,9 +11,8 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -43,16 +42,16 @@ def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check
     shadowed = machine.nvml_problem()
     if shadowed:
         checks.append(Check("nvml", "problem", shadowed))
-    cards = machine.gpus()
-    if not cards:
-        checks.append(Check("gpu", "note", "no NVIDIA driver or GPU"))
-    for card in cards:
-        checks += _card(card)
-    if cards:
-        checks += _visible(environ)
-        with machine.nvml():
+    with machine.nvml():  # once: without persistence mode each opening loads the driver anew
+        cards = machine.gpus()
+        if not cards:
+            checks.append(Check("gpu", "note", "no NVIDIA driver or GPU"))
+        for card in cards:
+            checks += _card(card)
+        if cards:
+            checks += _visible(environ)
             driver_cuda, _ = machine.ask("nvmlSystemGetCudaDriverVersion_v2")
-        checks += compatible(cards[0].driver, driver_cuda, machine.torch_version(), machine.torch_cuda(), cards)
+            checks += compatible(cards[0].driver, driver_cuda, machine.torch_version(), machine.torch_cuda(), cards)
     checks += _auto(environ)
     checks += [Check("environment", "note", line) for line in variables.dropped(environ)]
     checks.append(_disk(results))
@@ -77,19 +76,22 @@ def _auto(environ: Mapping[str, str]) -> list[Check]:
 
 def _card(card: Gpu) -> list[Check]:
     name = f"gpu {card.index}"
-    size, driver = _gib(card.memory_total), card.driver or "unknown"
-    checks = [Check(name, "ok", f"{card.name or 'unknown card'}, {size}, driver {driver}")]
-    if card.problem is not None:
-        if "permission" in card.problem.lower():
-            said = f"not all of it may be read here ({card.problem}), as in a container that has a MIG slice"
-            checks = [Check(name, "note", f"{checks[0].text}; {said}")]
-        else:
-            said = f"NVML says: {card.problem}; leave it out with CUDA_VISIBLE_DEVICES, or reset it or reboot the node"
-            checks = [Check(name, "problem", f"{checks[0].text}; {said}")]
+    size, driver = _size(card), card.driver or "unknown"
+    level, said = "ok", ""
+    if card.problem is not None and "permission" in card.problem.lower():
+        level, said = (
+            "note",
+            f"; not all of it may be read here ({card.problem}), as in a container that has a MIG slice",
+        )
+    elif card.problem is not None:
+        cure = "leave it out with CUDA_VISIBLE_DEVICES, or reset it or reboot the node"
+        level, said = "problem", f"; NVML says: {card.problem}; {cure}"
+    checks = [Check(name, level, f"{card.name or 'unknown card'}, {size}, driver {driver}{said}")]
     if card.uuid is not None:
-        checks.append(_condition(f"{name} state", machine.condition(card)))
+        checks.append(_state(card))
     if card.slices is not None:
-        parts = [f"{one.name or one.uuid} of {_gib(one.memory_total)}" for one in machine.layout(card)]
+        slices = machine.again([replace(card, uuid=uuid) for uuid in card.slices])
+        parts = [f"{one.name or one.uuid} of {_size(one)}" for one in slices]
         said = f"in MIG mode with {len(card.slices)} slice(s){': ' * bool(parts)}{', '.join(parts)}"
         how = f"choose one with CUDA_VISIBLE_DEVICES={card.slices[0]}" if card.slices else "it has none: nvidia-smi mig"
         checks.append(Check(name, "note", f"{said}; {how}"))
@@ -102,39 +104,29 @@ def _card(card: Gpu) -> list[Check]:
     return checks
 
 
-def _gib(size: int | None) -> str:
-    return "unknown memory" if size is None else f"{size / GIB:.1f} GiB"
+def _state(card: Gpu) -> Check:
+    """What may spoil a night: a driver that is loaded again and again, a memory with errors. What NVML does not say is
+    not known, which is no fault."""
+    queries = (("PersistenceMode",), ("EccMode",), ("TotalEccErrors", 1, 0), ("RemappedRows",))
+    kept, ecc, errors, rows = (machine.asked(card, *query) for query in queries)
+    mode, nodes = {0: "off", 1: "on"}, ",".join(map(str, machine.near(card, "MemoryAffinity", 0)))
+    state = {
+        "persistence mode": mode.get(kept),
+        "ECC": ecc and mode[ecc[0]] + (f" ({mode[ecc[1]]} after a reboot)" if ecc[0] != ecc[1] else ""),
+        "uncorrected errors": errors,
+        "row remaps pending": rows and ("no", "yes")[rows[2]],
+        "failed": rows and ("no", "yes")[rows[3]],
+        "NUMA node": nodes or None,
+    }
+    said = ", ".join(f"{name} {'not known' if value is None else value}" for name, value in state.items())
+    if errors or (rows and (rows[2] or rows[3])):
+        return Check(f"gpu {card.index} state", "problem", f"{said}; reset the card, or have it replaced")
+    cure = "; sudo nvidia-smi -pm 1 keeps the driver loaded" if kept == 0 else ""
+    return Check(f"gpu {card.index} state", "note" if cure or (ecc and ecc[0] != ecc[1]) else "ok", said + cure)
 
 
-def _condition(name: str, of: Mapping[str, Any]) -> Check:
-    """What may spoil a night: errors of the card's memory, a driver that is loaded again and again; and where it sits.
-
-    What NVML does not say is not known, which is no fault.
-    """
-    switch = {0: "off", 1: "on", None: "not known"}
-    ecc, rows = of["ecc"] or (None, None), of["rows"] or (None, None, None, None)
-    said = [f"persistence mode {switch.get(of['persistence'], 'not known')}", f"ECC {switch.get(ecc[0], 'not known')}"]
-    said[1] += f" ({switch.get(ecc[1], 'not known')} after a reboot)" if ecc[0] != ecc[1] else ""
-    said.append(f"uncorrected errors {'not known' if of['errors'] is None else of['errors']}")
-    said.append(
-        "row remaps not known" if rows[2] is None else "a row remap is pending" if rows[2] else "no row remap pending"
-    )
-    said += ["a row remap has failed"] if rows[3] else []
-    said.append(f"NUMA node {_listed(of['nodes'])}, CPUs {_listed(of['cpus'])}")
-    level = "note" if of["persistence"] == 0 or ecc[0] != ecc[1] else "ok"
-    cure = "; sudo nvidia-smi -pm 1 keeps the driver loaded" if of["persistence"] == 0 else ""
-    if rows[2] or rows[3] or of["errors"]:
-        level, cure = "problem", f"{cure}; reset the card or reboot the node, and have a card that goes on so replaced"
-    return Check(name, level, ", ".join(said) + cure)
-
-
-def _listed(numbers: Sequence[int] | None) -> str:
-    """Numbers as `0-31,64-95`."""
-    if not numbers:
-        return "not known"
-    ends = [n for n in numbers if n + 1 not in numbers]
-    begins = [n for n in numbers if n - 1 not in numbers]
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+def _size(card: Gpu) -> str:
+    return "unknown memory" if card.memory_total is None else f"{card.memory_total / GIB:.1f} GiB"
 
 
 def _visible(environ: Mapping[str, str]) -> list[Check]:

@@ -125,20 +125,15 @@ def _slices(handle: Any) -> tuple[str, ...] | None:
 
 
 def _gpu(index: int, handle: Any, driver: str | None) -> Gpu:
-    answers = {
-        name: ask(f"nvmlDeviceGet{name}", handle)
-        for name in ("Name", "UUID", "MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability")
-    }
-    value = {name: answer for name, (answer, _) in answers.items()}
+    queries = ("Name", "UUID", "MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability")
+    answers, reasons = zip(*(ask(f"nvmlDeviceGet{query}", handle) for query in queries), strict=True)
     # a card without a compute capability or a list of processes can still be used; one without a memory is not whole
-    problem = next((why for name in ("Name", "UUID", "MemoryInfo") if (why := answers[name][1])), None)
-    memory, processes, capability = (
-        value[n] for n in ("MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability")
-    )
+    problem = next(filter(None, reasons[:3]), None)
+    name, uuid, memory, processes, capability = answers
     return Gpu(
         index,
-        _text(value["Name"]),
-        _text(value["UUID"]),
+        _text(name),
+        _text(uuid),
         driver,
         None if memory is None else int(memory.total),
         None if memory is None else int(memory.used),
@@ -176,33 +171,29 @@ NVML_ORDER = "PCI_BUS_ID"  # CUDA_DEVICE_ORDER for NVML's own
 
 
 def counted_otherwise(environ: Mapping[str, str]) -> str | None:
-    """What to know where the cards are not alike and an index, or none, says which is meant: CUDA by itself begins with
-    the fastest, by a rule that it does not tell, and workers are told to count as nvidia-smi does. Else None."""
+    """What to know where cards that are not alike are told apart by an index, or by none: CUDA alone begins with the
+    fastest, by a rule that it does not tell, and workers are told to count as NVML does. Else None."""
     value, found = environ.get("CUDA_VISIBLE_DEVICES"), gpus()
-    alike = len({card.name for card in found}) < 2
-    named = value is not None and not any(entry.strip().isdigit() for entry in value.split(","))
-    if alike or named or environ.get("CUDA_DEVICE_ORDER") == NVML_ORDER:
+    indexed = value is None or any(entry.strip().isdigit() for entry in value.split(","))
+    if len({card.name for card in found}) < 2 or not indexed or environ.get("CUDA_DEVICE_ORDER") == NVML_ORDER:
         return None
     listed = ", ".join(f"{card.index} is {card.name or 'unknown'} ({card.uuid or 'no uuid'})" for card in found)
     return (
-        f"the cards are not alike, and are counted as nvidia-smi counts them, not CUDA's fastest first: {listed}; "
+        f"cards that are not alike are counted as nvidia-smi does, not CUDA's fastest first: {listed}; "
         f"CUDA_DEVICE_ORDER={NVML_ORDER} or a uuid in CUDA_VISIBLE_DEVICES says that this is meant"
     )
 
 
-def is_card(named: str, uuid: str) -> bool | None:
-    """Whether the card or slice of this name (GPU-..., MIG-..., or how it begins) is the one of which CUDA says that it
-    has this uuid; None where that cannot be told. Of a slice CUDA may say its own or its card's."""
-    body = uuid.lower().removeprefix("gpu-").removeprefix("mig-")
-    name, old = named.lower(), named.lower().startswith("mig-gpu-")
-    if not body.strip("0-") or not name.startswith(("gpu-", "mig-")):
+def is_card(name: str, uuid: str) -> bool | None:
+    """Whether CUDA means the card or slice of this name (GPU-..., MIG-..., or how it begins) by this uuid; None where
+    that cannot be told. Of a slice it may say the slice's own or the card's."""
+    name, uuid = name.lower(), uuid.lower()
+    if not uuid.strip("0-"):
         return None
-    if old or name.startswith("gpu-"):
-        return body.startswith(name.removeprefix("mig-").removeprefix("gpu-").partition("/")[0])
-    if body.startswith(name.removeprefix("mig-")):
-        return True
-    owner = next((card.uuid for card in gpus() if named in (card.slices or ())), None)
-    return None if owner is None else owner.lower() == f"gpu-{body}"
+    if name.startswith(("gpu-", "mig-gpu-")):
+        return uuid.startswith(name.removeprefix("mig-").removeprefix("gpu-").partition("/")[0])
+    owner = next((str(card.uuid).lower() for card in gpus() if name in map(str.lower, card.slices or ())), None)
+    return uuid.startswith(name.removeprefix("mig-")) or (None if owner is None else owner == f"gpu-{uuid}")
 
 
 def _one_slice(cards: list[Gpu]) -> list[Gpu]:
@@ -263,53 +254,22 @@ class Holder:
 
 def holders(card: Gpu) -> list[Holder]:
     """The processes that hold memory on a card or slice, the largest first."""
-    with nvml() as present:
-        handle, _ = ask("nvmlDeviceGetHandleByUUID", card.uuid) if present and card.uuid else (None, None)
-        if handle is None:
-            return []
-        draw, compute = (
-            ask(f"nvmlDeviceGet{kind}RunningProcesses", handle)[0] or [] for kind in ("Graphics", "Compute")
-        )
+    draw, compute = (asked(card, f"{kind}RunningProcesses") or [] for kind in ("Graphics", "Compute"))
     found = {p.pid: Holder(p.pid, getattr(p, "usedGpuMemory", None), p in compute) for p in (*draw, *compute)}
     return sorted(found.values(), key=lambda one: -(one.bytes or 0))
 
 
-def layout(card: Gpu) -> list[Gpu]:
-    """A card's MIG slices, each with its name and memory where NVML says them."""
-    return [found for uuid in card.slices or () if (found := _slice(uuid, [card])) is not None]
-
-
-def near(card: Gpu) -> tuple[int, ...] | None:
-    """The CPUs that are next to a card; None where NVML does not say."""
-    return condition(card)["cpus"] or None
-
-
-def condition(card: Gpu) -> dict[str, Any]:
-    """What else NVML says of a card, by name, as it gives it; None where it does not."""
+def asked(card: Gpu, query: str, *arguments: int) -> Any:
+    """One of NVML's queries about a card or slice, by its name; None where it does not say."""
     with nvml() as present:
         handle, _ = ask("nvmlDeviceGetHandleByUUID", card.uuid) if present and card.uuid else (None, None)
-
-        def said(name: str, *arguments: int) -> Any:
-            return None if handle is None else ask(f"nvmlDeviceGet{name}", handle, *arguments)[0]
-
-        return {
-            "persistence": said("PersistenceMode"),
-            "ecc": said("EccMode"),  # now, and after the next reboot
-            "errors": said("TotalEccErrors", 1, 0),  # uncorrected, since the driver was loaded
-            "rows": said("RemappedRows"),  # for corrected and uncorrected errors, whether any is pending, has failed
-            "nodes": _bits(said("MemoryAffinity", MASK_WORDS, 0)),
-            "cpus": _bits(said("CpuAffinity", MASK_WORDS)),
-        }
+        return None if handle is None else ask(f"nvmlDeviceGet{query}", handle, *arguments)[0]
 
 
-MASK_WORDS = 64  # of 64 bits: more CPUs than a machine has
-
-
-def _bits(words: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The numbers of the bits that are set, in words of 64."""
-    return (
-        None if words is None else tuple(64 * n + b for n, word in enumerate(words) for b in range(64) if word >> b & 1)
-    )
+def near(card: Gpu, query: str = "CpuAffinity", *scope: int) -> tuple[int, ...]:
+    """The CPUs next to a card, or with "MemoryAffinity", 0 its NUMA nodes; none where NVML does not say."""
+    words = asked(card, query, 64, *scope) or ()  # of 64 bits: more CPUs than a machine has
+    return tuple(64 * n + bit for n, word in enumerate(words) for bit in range(64) if word >> bit & 1)
 
 
 def uuids(cards: Sequence[Gpu]) -> list[str]:

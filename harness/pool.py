@@ -72,18 +72,16 @@ def _shares(cpus: Sequence[int], cards: Sequence[machine.Gpu], count: int) -> li
     there is but one place, or fewer CPUs than places."""
     if count == 1 or len(cpus) < count:
         return [()] * count
-    near = [tuple(cpu for cpu in machine.near(card) or () if cpu in cpus) for card in cards]
-    apart = sum(map(len, set(near))) == len({cpu for of in near for cpu in of})
-    if () in near or not near or not apart:
+    near = [tuple(cpu for cpu in machine.near(card) if cpu in cpus) for card in cards] or [()]
+    if () in near or sum(map(len, set(near))) > len({cpu for of in near for cpu in of}):  # not known, or no nodes
         near = [tuple(cpus)] * count
     dealt = {of: iter(_dealt(of, near.count(of))) for of in near}
     return [next(dealt[of]) for of in near]
 
 
 def _dealt(cpus: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    if len(cpus) < count:
-        return [cpus] * count
-    return [cpus[n * len(cpus) // count : (n + 1) * len(cpus) // count] for n in range(count)]
+    few, size = len(cpus) < count, len(cpus)
+    return [cpus if few else cpus[n * size // count : (n + 1) * size // count] for n in range(count)]
 
 
 def need(item: Planned, count: int) -> int:

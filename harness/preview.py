@@ -67,7 +67,6 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     expected = {p.trial_id: budget.expected(p) for p in pending}
     one_by_one = budget.total(pending)
     total = _beside(one_by_one, pending, expected, settings)
-    together = _together(pending, one_by_one, total, settings)
     predicted = [
         Known(here[p.trial_id].resolved, p.fits, f"predicted for {p.card}") for p in predictions if p.fits is not None
     ]
@@ -96,7 +95,6 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
             "estimate_basis": total.basis,
             "estimated_cost": cost,
             "estimated_exclusive_s": one_by_one.seconds,
-            "speed": together,
         }
         print(json.dumps(summary, indent=1))
         return
@@ -118,8 +116,8 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     time_s = "unknown" if total.seconds is None else duration(total.seconds)
     priced = "" if cost is None else f", cost: {cost:,.2f} at {settings.price_per_hour:g} an hour"
     print(f"estimated time: {time_s}{priced} ({total.basis})", flush=True)
-    if together:
-        print(together)
+    for line in _together(pending, one_by_one, total, settings):
+        print(line)
     if failing:
         print(f"{failing} of {len(pending)} trials to do are expected to run out of memory")
     for line in report(predictions, len(largest)):
@@ -139,17 +137,15 @@ def _beside(
     return Expected(spent, f"{total.basis}; {count} places for trials")
 
 
-def _together(pending: Sequence[Planned], one_by_one: Expected, total: Expected, settings: Settings) -> str | None:
-    """What it means for speed that trials are measured at the same time, and what it costs not to; None if none are."""
-    measured = [p for p in pending if p.trial and p.trial.device.name != "simulated"]
-    count = 1 if settings.exclusive else len(pool.places(pending, settings.slots))
-    if count == 1 or len(measured) < 2:
-        return None
-    alone, beside = ("an unknown time" if one.seconds is None else words(one.seconds) for one in (one_by_one, total))
-    return (
+def _together(pending: Sequence[Planned], one_by_one: Expected, total: Expected, settings: Settings) -> list[str]:
+    """What it means for speed that trials are measured at the same time, and what it costs not to; none if none are."""
+    measured = sum(p.trial is not None and p.trial.device.name != "simulated" for p in pending)
+    count = 1 if settings.exclusive or measured < 2 else len(pool.places(pending, settings.slots))
+    alone, now = ("an unknown time" if one.seconds is None else words(one.seconds) for one in (one_by_one, total))
+    return [
         f"up to {count} trials run at the same time, so `check` lets no speed of theirs pass (flag not_alone): "
-        f"exclusive=true measures speed: one trial at a time, {alone} in place of {beside}"
-    )
+        f"exclusive=true measures speed: one trial at a time, {alone} in place of {now}"
+    ] * (count > 1)
 
 
 def _expectation(

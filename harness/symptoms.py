@@ -15,15 +15,12 @@ from vramsweep.harness.row import Outcome
 
 @dataclass(frozen=True)
 class Symptom:
-    """A fault, the outcome of an attempt that shows it, and how it is spelled: a pattern, whatever the case.
-
-    `when_full`: only where the card is known to have been nearly full; elsewhere the text is another fault's.
-    """
+    """A fault, the outcome of an attempt that shows it, and how it is spelled: a pattern, whatever the case."""
 
     fault: str
     outcome: Outcome
     spelling: str
-    when_full: bool = False
+    when_full: bool = False  # only where the card is known to have been nearly full; else it is another fault's
 
 
 # The first that is found decides: a collective that runs out of memory also says NCCL, and a lost card CUDA error.

@@ -165,13 +165,10 @@ def _begin(device: torch.device) -> None:
 
 def _same_card(device: torch.device) -> None:
     """Raise EnvironmentFault where CUDA has given another card than the one that CUDA_VISIBLE_DEVICES names by uuid."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    name = names[device.index or 0].strip() if (device.index or 0) < len(names) else ""
-    if not name.startswith(("GPU-", "MIG-")):
-        return
+    name = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))).get(device.index or 0, "").strip()
     given = torch.cuda.get_device_properties(device)
     uuid = getattr(given, "uuid", None)  # an older torch has none
-    if uuid is not None and machine.is_card(name, str(uuid)) is False:
+    if uuid is not None and name.startswith(("GPU-", "MIG-")) and machine.is_card(name, str(uuid)) is False:
         raise EnvironmentFault(
             f"CUDA gave this worker {given.name} (GPU-{uuid}), and CUDA_VISIBLE_DEVICES names {name}: another would "
             "be measured; `vramsweep doctor` lists the cards"

@@ -42,11 +42,8 @@ def columns(error: BaseException) -> dict[str, Any]:
 
 
 def card_memory(device: torch.device | None) -> list[int] | None:
-    """Free and all bytes of the card, as CUDA has them right after an error; None where it does not say.
-
-    It does not after a fault that ended its context (an illegal access, an assert): that is no want of memory, however
-    full the card is.
-    """
+    """Free and all bytes of the card, as CUDA has them right after an error; None where it does not say, as after a
+    fault that ended its context (an illegal access, an assert): that is no want of memory, however full the card is."""
     try:
         return list(torch.cuda.mem_get_info(device)) if device is not None and device.type == "cuda" else None
     except Exception:  # the error that is told of is another

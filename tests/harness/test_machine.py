@@ -164,15 +164,15 @@ def test_nvml_is_opened_once_while_trials_run_and_closed_at_the_end(
 @pytest.mark.parametrize(
     ("told", "level", "said"),
     [
-        ({}, "ok", "persistence mode not known, ECC not known, uncorrected errors not known, row remaps not known, "
-         "NUMA node not known, CPUs not known"),
+        ({}, "ok", "persistence mode not known, ECC not known, uncorrected errors not known, "
+         "row remaps pending not known, failed not known, NUMA node not known"),
         ({"PersistenceMode": 1, "EccMode": [1, 1], "TotalEccErrors": 0, "RemappedRows": (2, 0, 0, 0),
-          "MemoryAffinity": [2], "CpuAffinity": [0xFF00000000, 1]}, "ok",
-         "persistence mode on, ECC on, uncorrected errors 0, no row remap pending, NUMA node 1, CPUs 32-39,64"),
+          "MemoryAffinity": [2]}, "ok",
+         "persistence mode on, ECC on, uncorrected errors 0, row remaps pending no, failed no, NUMA node 1"),
         ({"PersistenceMode": 0}, "note", "sudo nvidia-smi -pm 1"),
         ({"EccMode": [0, 1]}, "note", "ECC off (on after a reboot)"),
-        ({"RemappedRows": (0, 1, 1, 0)}, "problem", "a row remap is pending"),
-        ({"RemappedRows": (0, 1, 0, 1)}, "problem", "a row remap has failed"),
+        ({"RemappedRows": (0, 1, 1, 0)}, "problem", "row remaps pending yes"),
+        ({"RemappedRows": (0, 1, 0, 1)}, "problem", "failed yes"),
         ({"TotalEccErrors": 3}, "problem", "uncorrected errors 3"),
     ],
 )  # fmt: skip
@@ -182,6 +182,8 @@ def test_doctor_says_what_state_a_card_is_in_and_where_nvml_says_nothing(
     Driver(monkeypatch, [card(**told)])
     ((found, text),) = levels(doctor.doctor(tmp_path, {}), "gpu 0 state")
     assert found == level and said in text
+    Driver(monkeypatch, [card(CpuAffinity=[0x3, 1])])
+    assert machine.near(machine.gpus()[0]) == (0, 1, 64)
 
 
 def test_without_a_driver_nothing_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_cpus_are_those_next_to_the_card_where_that_is_known(
     monkeypatch: pytest.MonkeyPatch, near: dict[int, range], shares: list[tuple[int, ...]] | None
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda _: CARDS[:4])
-    monkeypatch.setattr(machine, "near", lambda card: tuple(near[card.index]) if card.index in near else None)
+    monkeypatch.setattr(machine, "near", lambda card: tuple(near.get(card.index, ())))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)))
     found = [place.cpus for place in pool.places(planned(1), None)]
     assert found == (shares or [(0, 1), (2, 3, 4), (5, 6), (7, 8, 9)])
