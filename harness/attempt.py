@@ -112,7 +112,7 @@ def environment(conf: str, device: str, base: Mapping[str, str], gpus: Sequence[
 
     PYTORCH_CUDA_ALLOC_CONF is the name that every supported torch reads; torch 2.9.1 ignores settings given under the
     newer PYTORCH_ALLOC_CONF. Only `gpus` (uuids, one a rank) are left visible: the Trainer would spread a batch over
-    all that it sees.
+    all that it sees. Cards are counted as NVML counts them, where CUDA by itself counts the fastest first.
     """
     environ = variables.passed_on(base)
     if conf:
@@ -123,6 +123,8 @@ def environment(conf: str, device: str, base: Mapping[str, str], gpus: Sequence[
     environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a spinning OpenMP team is 80 times slower on a busy machine
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if device == "cuda":
+        environ["CUDA_DEVICE_ORDER"] = machine.NVML_ORDER
     if gpus or device != "cuda":  # cuda without a known GPU (a MIG slice, no NVML) keeps what the user has set
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return environ
@@ -180,6 +182,8 @@ class Launcher:
         self.occupancy = Occupancy()
         self.threads = ThreadPoolExecutor(MOST_THREADS, "slot")
         self._guard: leftovers.Guard | None = None
+        self._nvml = contextlib.ExitStack()  # open as long: without persistence mode each opening loads the driver anew
+        self._nvml.enter_context(machine.nvml())
 
     def __enter__(self) -> Launcher:
         return self
@@ -189,6 +193,7 @@ class Launcher:
 
     def close(self) -> None:
         """End the templates."""
+        self._nvml.close()
         self.templates.close()
         if self._guard is not None:
             self._guard.close()

@@ -1,14 +1,13 @@
 """How a sweep's cards are while it runs: use, memory and temperature as NVML has them, in a line.
 
-A card is looked at every few seconds, by three cheap questions; NVML is kept open meanwhile, as opening it is not
-cheap. Not covered: what a row says of clocks and power (the workers read those), a CPU.
+A card is looked at every few seconds, by three cheap questions to NVML, which the launcher keeps open. Not covered:
+what a row says of clocks and power (the workers read those), a CPU.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
 
 from vramsweep.harness import machine
 
@@ -20,9 +19,8 @@ class CardState:
     """The cards that a sweep's trials see, until it is closed; without any, or without a driver, nothing is said."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
         self._cards = [card for card in machine.visible_gpus(os.environ) if card.uuid is not None]
-        self._present = bool(self._cards) and self._stack.enter_context(machine.nvml())
+        self._present = bool(self._cards)
         self._looked, self._said = -EVERY_S, ""
 
     def text(self) -> str:
@@ -35,7 +33,6 @@ class CardState:
     def close(self) -> None:
         """Nothing more is asked."""
         self._present = False
-        self._stack.close()
 
     def _name(self) -> str:
         names = [str(card.name) for card in self._cards]
@@ -44,12 +41,8 @@ class CardState:
     def _look(self) -> list[str]:
         busy, used, heat = list[int](), list[int](), list[int]()
         for card in self._cards:
-            handle, _ = machine.ask("nvmlDeviceGetHandleByUUID", card.uuid)
-            if handle is None:
-                continue
-            rates, _ = machine.ask("nvmlDeviceGetUtilizationRates", handle)
-            memory, _ = machine.ask("nvmlDeviceGetMemoryInfo", handle)
-            degrees, _ = machine.ask("nvmlDeviceGetTemperature", handle, 0)
+            rates, memory = machine.asked(card, "UtilizationRates"), machine.asked(card, "MemoryInfo")
+            degrees = machine.asked(card, "Temperature", 0)
             busy += [] if rates is None else [int(rates.gpu)]
             used += [] if memory is None else [int(memory.used)]
             heat += [] if degrees is None else [int(degrees)]

@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -42,16 +42,16 @@ def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check
     shadowed = machine.nvml_problem()
     if shadowed:
         checks.append(Check("nvml", "problem", shadowed))
-    cards = machine.gpus()
-    if not cards:
-        checks.append(Check("gpu", "note", "no NVIDIA driver or GPU"))
-    for card in cards:
-        checks += _card(card)
-    if cards:
-        checks += _visible(environ)
-        with machine.nvml():
+    with machine.nvml():  # once: without persistence mode each opening loads the driver anew
+        cards = machine.gpus()
+        if not cards:
+            checks.append(Check("gpu", "note", "no NVIDIA driver or GPU"))
+        for card in cards:
+            checks += _card(card)
+        if cards:
+            checks += _visible(environ)
             driver_cuda, _ = machine.ask("nvmlSystemGetCudaDriverVersion_v2")
-        checks += compatible(cards[0].driver, driver_cuda, machine.torch_version(), machine.torch_cuda(), cards)
+            checks += compatible(cards[0].driver, driver_cuda, machine.torch_version(), machine.torch_cuda(), cards)
     checks += _auto(environ)
     checks += [Check("environment", "note", line) for line in variables.dropped(environ)]
     checks.append(_disk(results))
@@ -76,17 +76,23 @@ def _auto(environ: Mapping[str, str]) -> list[Check]:
 
 def _card(card: Gpu) -> list[Check]:
     name = f"gpu {card.index}"
-    size = "unknown memory" if card.memory_total is None else f"{card.memory_total / GIB:.1f} GiB"
-    checks = [Check(name, "ok", f"{card.name or 'unknown card'}, {size}, driver {card.driver or 'unknown'}")]
-    if card.problem is not None:
-        if "permission" in card.problem.lower():
-            said = f"not all of it may be read here ({card.problem}), as in a container that has a MIG slice"
-            checks = [Check(name, "note", f"{checks[0].text}; {said}")]
-        else:
-            said = f"NVML says: {card.problem}; leave it out with CUDA_VISIBLE_DEVICES, or reset it or reboot the node"
-            checks = [Check(name, "problem", f"{checks[0].text}; {said}")]
+    size, driver = _size(card), card.driver or "unknown"
+    level, said = "ok", ""
+    if card.problem is not None and "permission" in card.problem.lower():
+        level, said = (
+            "note",
+            f"; not all of it may be read here ({card.problem}), as in a container that has a MIG slice",
+        )
+    elif card.problem is not None:
+        cure = "leave it out with CUDA_VISIBLE_DEVICES, or reset it or reboot the node"
+        level, said = "problem", f"; NVML says: {card.problem}; {cure}"
+    checks = [Check(name, level, f"{card.name or 'unknown card'}, {size}, driver {driver}{said}")]
+    if card.uuid is not None:
+        checks.append(_state(card))
     if card.slices is not None:
-        said = f"in MIG mode with {len(card.slices)} slice(s)"
+        slices = machine.again([replace(card, uuid=uuid) for uuid in card.slices])
+        parts = [f"{one.name or one.uuid} of {_size(one)}" for one in slices]
+        said = f"in MIG mode with {len(card.slices)} slice(s){': ' * bool(parts)}{', '.join(parts)}"
         how = f"choose one with CUDA_VISIBLE_DEVICES={card.slices[0]}" if card.slices else "it has none: nvidia-smi mig"
         checks.append(Check(name, "note", f"{said}; {how}"))
     elif card.processes:
@@ -98,19 +104,45 @@ def _card(card: Gpu) -> list[Check]:
     return checks
 
 
+def _state(card: Gpu) -> Check:
+    """What may spoil a night: a driver that is loaded again and again, a memory with errors. What NVML does not say is
+    not known, which is no fault."""
+    queries = (("PersistenceMode",), ("EccMode",), ("TotalEccErrors", 1, 0), ("RemappedRows",))
+    kept, ecc, errors, rows = (machine.asked(card, *query) for query in queries)
+    mode, nodes = {0: "off", 1: "on"}, ",".join(map(str, machine.near(card, "MemoryAffinity", 0)))
+    state = {
+        "persistence mode": mode.get(kept),
+        "ECC": ecc and mode[ecc[0]] + (f" ({mode[ecc[1]]} after a reboot)" if ecc[0] != ecc[1] else ""),
+        "uncorrected errors": errors,
+        "row remaps pending": rows and ("no", "yes")[rows[2]],
+        "failed": rows and ("no", "yes")[rows[3]],
+        "NUMA node": nodes or None,
+    }
+    said = ", ".join(f"{name} {'not known' if value is None else value}" for name, value in state.items())
+    if errors or (rows and (rows[2] or rows[3])):
+        return Check(f"gpu {card.index} state", "problem", f"{said}; reset the card, or have it replaced")
+    cure = "; sudo nvidia-smi -pm 1 keeps the driver loaded" if kept == 0 else ""
+    return Check(f"gpu {card.index} state", "note" if cure or (ecc and ecc[0] != ecc[1]) else "ok", said + cure)
+
+
+def _size(card: Gpu) -> str:
+    return "unknown memory" if card.memory_total is None else f"{card.memory_total / GIB:.1f} GiB"
+
+
 def _visible(environ: Mapping[str, str]) -> list[Check]:
     """What CUDA_VISIBLE_DEVICES leaves, where it is set."""
-    value = environ.get("CUDA_VISIBLE_DEVICES")
+    value, otherwise = environ.get("CUDA_VISIBLE_DEVICES"), machine.counted_otherwise(environ)
+    notes = [Check("order", "note", otherwise)] if otherwise else []
     if value is None:
-        return []
+        return notes
     seen = machine.visible_gpus(environ)
     if not seen:
         text = f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU: unset it, or name one by index or uuid"
-        return [Check("visible", "problem", text)]
+        return [*notes, Check("visible", "problem", text)]
     names = ", ".join(
         (card.name or card.uuid or "unknown card") + (f" ({card.problem})" if card.problem else "") for card in seen
     )
-    return [Check("visible", "ok", f"CUDA_VISIBLE_DEVICES leaves {names}")]
+    return [*notes, Check("visible", "ok", f"CUDA_VISIBLE_DEVICES leaves {names}")]
 
 
 def compatible(

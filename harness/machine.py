@@ -125,20 +125,15 @@ def _slices(handle: Any) -> tuple[str, ...] | None:
 
 
 def _gpu(index: int, handle: Any, driver: str | None) -> Gpu:
-    answers = {
-        name: ask(f"nvmlDeviceGet{name}", handle)
-        for name in ("Name", "UUID", "MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability")
-    }
-    value = {name: answer for name, (answer, _) in answers.items()}
+    queries = ("Name", "UUID", "MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability")
+    answers, reasons = zip(*(ask(f"nvmlDeviceGet{query}", handle) for query in queries), strict=True)
     # a card without a compute capability or a list of processes can still be used; one without a memory is not whole
-    problem = next((why for name in ("Name", "UUID", "MemoryInfo") if (why := answers[name][1])), None)
-    memory, processes, capability = (
-        value[n] for n in ("MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability")
-    )
+    problem = next(filter(None, reasons[:3]), None)
+    name, uuid, memory, processes, capability = answers
     return Gpu(
         index,
-        _text(value["Name"]),
-        _text(value["UUID"]),
+        _text(name),
+        _text(uuid),
         driver,
         None if memory is None else int(memory.total),
         None if memory is None else int(memory.used),
@@ -171,6 +166,35 @@ def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
             break
         chosen.append(card)
     return _one_slice(chosen)
+
+
+NVML_ORDER = "PCI_BUS_ID"  # CUDA_DEVICE_ORDER for NVML's own
+
+
+def counted_otherwise(environ: Mapping[str, str]) -> str | None:
+    """What to know where cards that are not alike are told apart by an index, or by none: CUDA alone begins with the
+    fastest, by a rule that it does not tell, and workers are told to count as NVML does. Else None."""
+    value, found = environ.get("CUDA_VISIBLE_DEVICES"), gpus()
+    indexed = value is None or any(entry.strip().isdigit() for entry in value.split(","))
+    if len({card.name for card in found}) < 2 or not indexed or environ.get("CUDA_DEVICE_ORDER") == NVML_ORDER:
+        return None
+    listed = ", ".join(f"{card.index} is {card.name or 'unknown'} ({card.uuid or 'no uuid'})" for card in found)
+    return (
+        f"cards that are not alike are counted as nvidia-smi does, not CUDA's fastest first: {listed}; "
+        f"CUDA_DEVICE_ORDER={NVML_ORDER} or a uuid in CUDA_VISIBLE_DEVICES says that this is meant"
+    )
+
+
+def is_card(name: str, uuid: str) -> bool | None:
+    """Whether CUDA means the card or slice of this name (GPU-..., MIG-..., or how it begins) by this uuid; None where
+    that cannot be told. Of a slice it may say the slice's own or the card's."""
+    name, uuid = name.lower(), uuid.lower()
+    if not uuid.strip("0-"):
+        return None
+    if name.startswith(("gpu-", "mig-gpu-")):
+        return uuid.startswith(name.removeprefix("mig-").removeprefix("gpu-").partition("/")[0])
+    owner = next((str(card.uuid).lower() for card in gpus() if name in map(str.lower, card.slices or ())), None)
+    return uuid.startswith(name.removeprefix("mig-")) or (None if owner is None else owner == f"gpu-{uuid}")
 
 
 def _one_slice(cards: list[Gpu]) -> list[Gpu]:
@@ -232,15 +256,22 @@ class Holder:
 
 def holders(card: Gpu) -> list[Holder]:
     """The processes that hold memory on a card or slice, the largest first."""
-    with nvml() as present:
-        handle, _ = ask("nvmlDeviceGetHandleByUUID", card.uuid) if present and card.uuid else (None, None)
-        if handle is None:
-            return []
-        draw, compute = (
-            ask(f"nvmlDeviceGet{kind}RunningProcesses", handle)[0] or [] for kind in ("Graphics", "Compute")
-        )
+    draw, compute = (asked(card, f"{kind}RunningProcesses") or [] for kind in ("Graphics", "Compute"))
     found = {p.pid: Holder(p.pid, getattr(p, "usedGpuMemory", None), p in compute) for p in (*draw, *compute)}
     return sorted(found.values(), key=lambda one: -(one.bytes or 0))
+
+
+def asked(card: Gpu, query: str, *arguments: int) -> Any:
+    """One of NVML's queries about a card or slice, by its name; None where it does not say."""
+    with nvml() as present:
+        handle, _ = ask("nvmlDeviceGetHandleByUUID", card.uuid) if present and card.uuid else (None, None)
+        return None if handle is None else ask(f"nvmlDeviceGet{query}", handle, *arguments)[0]
+
+
+def near(card: Gpu, query: str = "CpuAffinity", *scope: int) -> tuple[int, ...]:
+    """The CPUs next to a card, or with "MemoryAffinity", 0 its NUMA nodes; none where NVML does not say."""
+    words = asked(card, query, 64, *scope) or ()  # of 64 bits: more CPUs than a machine has
+    return tuple(64 * n + bit for n, word in enumerate(words) for bit in range(64) if word >> bit & 1)
 
 
 def uuids(cards: Sequence[Gpu]) -> list[str]:

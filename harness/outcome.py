@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -140,7 +141,7 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
         return Outcome.CRASH, evidence.start_error
     error = (evidence.result or {}).get("error")
     if error is not None and evidence.rank is None:
-        kind, reason = _from_error(error["type"], error["message"])
+        kind, reason = _from_error(error, evidence.host_oom_kills)
         rank = error.get("rank")
         return kind, reason if rank is None or kind is Outcome.INVALID else f"rank {rank}: {reason}"
     if published(evidence):
@@ -212,22 +213,37 @@ def _starved(seen: HostMemory) -> tuple[Outcome, str]:
     )
 
 
-def _from_error(kind: str, message: str) -> tuple[Outcome, str]:
+# A library takes less when it starts: cuDNN's kernels 150 to 500 MB (pytorch#81620), a context 768 MiB (gpus.py).
+FULL_BYTES, FULL_SHARE = GIB, 0.05  # free at the most, the share on a small card or a slice
+
+
+def _said_full(memory: object) -> str | None:
+    """That a card was nearly full, by its [free, total] bytes when an error was raised; None if not, or not known."""
+    match memory:
+        case [int(free), int(total)] if free < min(FULL_BYTES, FULL_SHARE * total):
+            return f"only {free / GIB:.2f} of the card's {total / GIB:.1f} GiB were free"
+    return None
+
+
+def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome, str]:
+    kind, message = error["type"], error["message"]
     lines = message.strip().splitlines()
     lines = [line[:REASON_LENGTH] for line in lines[:1]]
     reason = f"{kind}: {lines[0]}" if lines and not kind.startswith("vramsweep.") else lines[0] if lines else kind
-    text = f"{kind}: {message}"
     if kind.endswith("EnvironmentFault"):
         return Outcome.ENVIRONMENT, lines[0] if lines else kind
     if kind.endswith("InvalidTrial"):
         return Outcome.INVALID, lines[0] if lines else kind
-    if kind.endswith("HostOutOfMemoryError"):  # of a simulated node
+    if kind.endswith(("HostOutOfMemoryError", ".MemoryError")):  # of a simulated node, Python's
         return Outcome.HOST_OOM, reason
     if kind.endswith("OutOfMemoryError"):
         return Outcome.OOM, reason
-    if kind.endswith(".MemoryError"):
-        return Outcome.HOST_OOM, reason
-    found = symptoms.find(text)
+    if host_oom_kills and "is killed by signal: Killed" in message:  # torch's words of a data loader's worker
+        return Outcome.HOST_OOM, f"{reason}, by the kernel for want of host memory"
+    full = _said_full(error.get("card_memory"))
+    found = symptoms.find(f"{kind}: {message}", full is not None)
+    if found and found.when_full:
+        reason = f"{reason}; {full}"
     return (found.outcome if found else Outcome.CRASH), reason
 
 

@@ -5,7 +5,7 @@ back. One that does not fit yet is passed by: those behind it that do fit go fir
 rests, and a trial that has failed on one card waits for another (card_health.py).
 
 Not covered: cards that are not alike, of which only those of the first one's name have places, unless a trial needs all
-of them; which CPUs are near to which card.
+of them.
 """
 
 from __future__ import annotations
@@ -65,15 +65,25 @@ def places(planned: Iterable[Planned], slots: int | None) -> list[Place]:
     cards = alike if max(ranks, default=0) <= len(alike) else visible
     count = max(slots or len(cards) or 1, *ranks, 1)
     count = min(count, len(cards)) if cards else count
-    shares = _shares(sorted(os.sched_getaffinity(0)), count)
+    shares = _shares(sorted(os.sched_getaffinity(0)), cards[:count], count)
     return [Place(cards[n] if cards else None, share) for n, share in enumerate(shares)]
 
 
-def _shares(cpus: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Neighbouring CPUs for each place; all for each where there is but one place, or fewer CPUs than places."""
+def _shares(cpus: Sequence[int], cards: Sequence[machine.Gpu], count: int) -> list[tuple[int, ...]]:
+    """Neighbouring CPUs for each place, of those next to its card where that is known of all cards; all for each where
+    there is but one place, or fewer CPUs than places."""
     if count == 1 or len(cpus) < count:
         return [()] * count
-    return [tuple(cpus[n * len(cpus) // count : (n + 1) * len(cpus) // count]) for n in range(count)]
+    near = [tuple(cpu for cpu in machine.near(card) if cpu in cpus) for card in cards] or [()]
+    if () in near or sum(map(len, set(near))) > len({cpu for of in near for cpu in of}):  # not known, or no nodes
+        near = [tuple(cpus)] * count
+    dealt = {of: iter(_dealt(of, near.count(of))) for of in near}
+    return [next(dealt[of]) for of in near]
+
+
+def _dealt(cpus: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    few, size = len(cpus) < count, len(cpus)
+    return [cpus if few else cpus[n * size // count : (n + 1) * size // count] for n in range(count)]
 
 
 def need(item: Planned, count: int) -> int:

@@ -65,7 +65,8 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     predictions = predict(largest, settings, planned)
     budget = Budget(settings, finished.values(), flops=_speed(planned))
     expected = {p.trial_id: budget.expected(p) for p in pending}
-    total = _beside(budget.total(pending), pending, expected, settings)
+    one_by_one = budget.total(pending)
+    total = _beside(one_by_one, pending, expected, settings)
     predicted = [
         Known(here[p.trial_id].resolved, p.fits, f"predicted for {p.card}") for p in predictions if p.fits is not None
     ]
@@ -93,6 +94,7 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
             "estimated_s": total.seconds,
             "estimate_basis": total.basis,
             "estimated_cost": cost,
+            "estimated_exclusive_s": one_by_one.seconds,
         }
         print(json.dumps(summary, indent=1))
         return
@@ -114,6 +116,8 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     time_s = "unknown" if total.seconds is None else duration(total.seconds)
     priced = "" if cost is None else f", cost: {cost:,.2f} at {settings.price_per_hour:g} an hour"
     print(f"estimated time: {time_s}{priced} ({total.basis})", flush=True)
+    for line in _together(pending, one_by_one, total, settings):
+        print(line)
     if failing:
         print(f"{failing} of {len(pending)} trials to do are expected to run out of memory")
     for line in report(predictions, len(largest)):
@@ -131,6 +135,17 @@ def _beside(
     idle = sum(each[p.trial_id] * (1 - pool.need(p, count) / count) for p in pending if p.trial)
     spent = max(total.seconds - idle, *each.values(), 0.0)
     return Expected(spent, f"{total.basis}; {count} places for trials")
+
+
+def _together(pending: Sequence[Planned], one_by_one: Expected, total: Expected, settings: Settings) -> list[str]:
+    """What it means for speed that trials are measured at the same time, and what it costs not to; none if none are."""
+    measured = sum(p.trial is not None and p.trial.device.name != "simulated" for p in pending)
+    count = 1 if settings.exclusive or measured < 2 else len(pool.places(pending, settings.slots))
+    alone, now = ("an unknown time" if one.seconds is None else words(one.seconds) for one in (one_by_one, total))
+    return [
+        f"up to {count} trials run at the same time, so `check` lets no speed of theirs pass (flag not_alone): "
+        f"exclusive=true measures speed: one trial at a time, {alone} in place of {now}"
+    ] * (count > 1)
 
 
 def _expectation(

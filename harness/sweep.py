@@ -156,7 +156,8 @@ def _resumed(
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
     shown = progress(len(todo), whole)
     shown.began(f"{_of(settings)}{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
-    for line in [*notes, *(variables.dropped(os.environ) if todo else ())]:
+    otherwise = machine.counted_otherwise(os.environ) if any(map(_on_cuda, todo)) else None
+    for line in [*notes, *(variables.dropped(os.environ) if todo else ()), *filter(None, [otherwise])]:
         print(line, file=sys.stderr)
     tried = Counter[str]()
     for row in rows:

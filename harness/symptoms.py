@@ -20,6 +20,7 @@ class Symptom:
     fault: str
     outcome: Outcome
     spelling: str
+    when_full: bool = False  # only where the card is known to have been nearly full; else it is another fault's
 
 
 # The first that is found decides: a collective that runs out of memory also says NCCL, and a lost card CUDA error.
@@ -27,7 +28,8 @@ SYMPTOMS = (
     Symptom(
         "no room in the host's memory that can be page-locked: torch's pinned allocator, DataLoader's thread for it",
         Outcome.HOST_OOM,
-        r"CachingHostAllocator|in pin memory thread[\s\S]*out of memory|pin_memory: [^\n]*out of memory",
+        r"out of memory[\s\S]*CachingHostAllocator|CachingHostAllocator[\s\S]*out of memory|"
+        r"in pin memory thread[\s\S]*out of memory|pin_memory: [^\n]*out of memory",
     ),
     Symptom(
         "no room on the card: torch's allocator, either backend",
@@ -35,9 +37,10 @@ SYMPTOMS = (
         r"(CUDA|HIP) out of memory|would exceed allowed memory",
     ),
     Symptom(
-        "no room on the card: CUDA's runtime and driver, triton, bitsandbytes",
+        "no room on the card: CUDA's runtime and driver, triton, bitsandbytes, spconv, XLA, TensorFlow",
         Outcome.OOM,
         r"(CUDA|HIP) (driver |runtime )?error( \(2\) ?)?: (2 )?out of memory|cudaErrorMemoryAllocation|"
+        r"cuda failed with error 2 out of memory|RESOURCE_EXHAUSTED: Out of memory|OOM when allocating tensor.*GPU|"
         r"hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY|Triton Error \[CUDA\]: out of memory|"
         r"Error out of memory at line",
     ),
@@ -64,21 +67,24 @@ SYMPTOMS = (
         r"No CUDA GPUs are available|Found no NVIDIA driver|NVIDIA driver on your system is too old|"
         r"cudaGetDeviceCount|CUDA unknown error|no CUDA-capable device|driver version is insufficient|"
         r"CUDA driver initialization failed|CUDA (driver )?error: initialization error|Driver/library version mismatch|"
-        r"unsupported display driver / cuda driver combination|forward compatibility was attempted on non supported HW|"
+        r"unsupported display driver / cuda driver combination|system driver mismatch|SYSTEM_?DRIVER_?MISMATCH|"
+        r"forward compatibility was attempted on non supported HW|Cuda failure( 3)? '?initialization error|"
         r"no kernel image is available for execution|invalid device ordinal|CUDA error: driver shutting down",
     ),
     Symptom(
         "the card or its link is broken or gone (Xid 48, 63, 64, 74, 79, 94, 95)",
         Outcome.ENVIRONMENT,
         r"ECC error|(GPU|device) is lost|fallen off the bus|CUDA (driver )?error: unknown error|NVLink error|"
-        r"error( was)? (detected|encountered) .*NVLink|hardware stack error|GPU requires reset|"
-        r"Unable to determine the device handle",
+        r"error( was)? (detected|encountered) .*NVLink|over nvlink or a hardware error|hardware stack error|"
+        r"Cuda failure( 999)? '?unknown error|GPU requires reset|Unable to determine the device handle|"
+        r"Xid \(PCI:[^)]*\): (48|6[234]|74|79|9[45]|119|120),",
     ),
     Symptom("the node is not ready", Outcome.ENVIRONMENT, r"system not yet initialized|MPS (server|client|daemon)"),
     Symptom(
         "no room on a disk, or none that can be written to",
         Outcome.ENVIRONMENT,
-        r"No space left on device|Disk quota exceeded|Read-only file system|Stale file handle|Input/output error",
+        r"No space left on device|Disk quota exceeded|Read-only file system|Stale file handle|Input/output error|"
+        r"out of shared memory",  # /dev/shm, where data loaders' workers leave their batches
     ),
     Symptom(
         "the system gives no more files or processes",
@@ -90,13 +96,19 @@ SYMPTOMS = (
         Outcome.CONTENDED,
         r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use",
     ),
+    Symptom(  # torch asks NVML who holds the card's memory once it ran out, and stops where NVML may not say
+        "no room on the card, in disguise: of torch's report, of what a library takes when it starts, NCCL's",
+        Outcome.OOM,
+        r"NVML_SUCCESS == .*INTERNAL ASSERT FAILED|NCCL[^\n]*unhandled cuda error(?![\s\S]*Cuda failure)|"
+        r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)",
+        when_full=True,
+    ),
     Symptom(
         "any other of CUDA's: device-side assert, illegal access, launch failure, a library's",
         Outcome.CUDA_ERROR,
         r"(CUDA|HIP) (driver |runtime )?error|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS|CUFFT_|AcceleratorError|"
-        r"NCCL[^\n]*(error|fail|timeout|timed out|abort)|nccl\w+Error|Watchdog caught collective|"
-        r""
-        r"device-side assert|Triton Error \[CUDA\]",
+        r"NCCL[^\n]*(error|fail|timeout|timed out|abort)|nccl\w+Error|Watchdog (caught collective|got stuck)|"
+        r"device-side assert|Triton Error \[CUDA\]|NVML_SUCCESS == |CUDA_ERROR_|Xid \(PCI:",
     ),
 )
 _ENDED = re.compile(r"terminate called|^\s*what\(\): ")  # how libstdc++ announces the end
@@ -104,9 +116,9 @@ NEAR = 3  # lines from the last: a Python error is followed by what its streams 
 _PATTERNS = tuple((symptom, re.compile(symptom.spelling, re.IGNORECASE)) for symptom in SYMPTOMS)
 
 
-def find(text: str) -> Symptom | None:
-    """The fault that a text tells of; None where it tells of none that is known."""
-    return next((symptom for symptom, pattern in _PATTERNS if pattern.search(text)), None)
+def find(text: str, full: bool = False) -> Symptom | None:
+    """The fault that a text tells of; None where it tells of none that is known. `full`: the card was, nearly."""
+    return next((one for one, pattern in _PATTERNS if (full or not one.when_full) and pattern.search(text)), None)
 
 
 def said(lines: list[str]) -> str | None:

@@ -183,8 +183,21 @@ def _begin(device: torch.device) -> None:
         if not of_the_machine(str(error)):  # an allocator's setting that the driver refuses is the trial's
             raise
         raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
+    _same_card(device)
     _name_by_index()
     torch.cuda.reset_peak_memory_stats(device)
+
+
+def _same_card(device: torch.device) -> None:
+    """Raise EnvironmentFault where CUDA has given another card than the one that CUDA_VISIBLE_DEVICES names by uuid."""
+    name = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))).get(device.index or 0, "").strip()
+    given = torch.cuda.get_device_properties(device)
+    uuid = getattr(given, "uuid", None)  # an older torch has none
+    if uuid is not None and name.startswith(("GPU-", "MIG-")) and machine.is_card(name, str(uuid)) is False:
+        raise EnvironmentFault(
+            f"CUDA gave this worker {given.name} (GPU-{uuid}), and CUDA_VISIBLE_DEVICES names {name}: another would "
+            "be measured; `vramsweep doctor` lists the cards"
+        )
 
 
 def _name_by_index() -> None:

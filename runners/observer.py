@@ -424,12 +424,9 @@ class Observer:
         with contextlib.suppress(Exception):
             error = getattr(sys, "last_value", None)  # set before any excepthook is called, the script's own included
             if isinstance(error, BaseException):
-                kind = type(error)
-                self.told["error"] = {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error)}
-                if isinstance(error, torch.OutOfMemoryError):
-                    from vramsweep.runners import ran_out
+                from vramsweep.runners import ran_out
 
-                    self.told["error"] |= {"columns": ran_out.columns(error), "phase": ran_out.phase(error)}
+                self.told["error"] = ran_out.told(error, self.meter.gauges.device if self.meter else None)
             if self.asked["job"]:
                 try:
                     self.block_ended()

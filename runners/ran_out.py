@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-# c10/cuda/CUDACachingAllocator.cpp, format_size: two digits behind the point.
+# c10/cuda/CUDACachingAllocator.cpp, format_size: two digits behind the point. And CUDAMallocAsyncAllocator.cpp's, which
+# names no cache, as that is the driver's.
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-_REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
-_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch")
+_REQUEST = re.compile(rf"(?:Tried to allocate|Requested +:) {_SIZE}")
+_ALLOCATED = re.compile(rf"Currently allocated +: {_SIZE}|{_SIZE} is allocated by PyTorch")
 _UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 # What follows the last backward pass, by function and place: predictions count all of it as the optimizer's. Every step
@@ -40,6 +41,22 @@ def columns(error: BaseException) -> dict[str, Any]:
     }
 
 
+def card_memory(device: torch.device | None) -> list[int] | None:
+    """Free and all bytes of the card, as CUDA has them right after an error; None where it does not say, as after a
+    fault that ended its context (an illegal access, an assert): that is no want of memory, however full the card is."""
+    try:
+        return list(torch.cuda.mem_get_info(device)) if device is not None and device.type == "cuda" else None
+    except Exception:  # the error that is told of is another
+        return None
+
+
+def told(error: BaseException, device: torch.device | None) -> dict[str, Any]:
+    """What a script's process says of the error that ended it; `device` is the one it trained on, if it came so far."""
+    kind, full = type(error), columns(error)
+    said = {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error), "card_memory": card_memory(device)}
+    return said | ({"columns": full, "phase": phase(error)} if full else {})
+
+
 def phase(error: BaseException) -> str:
     """The phase of a step that an error was raised in, by the functions that it came through, the outermost first.
 
@@ -58,4 +75,5 @@ def phase(error: BaseException) -> str:
 
 def _size(pattern: re.Pattern[str], text: str) -> int | None:
     found = pattern.search(text)
-    return None if found is None else round(float(found[1]) * _UNITS[found[2]])
+    number, unit = filter(None, found.groups()) if found else (None, "")
+    return None if number is None else round(float(number) * _UNITS[unit])

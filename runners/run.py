@@ -72,6 +72,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
             if full:
                 meter.stopped(ran_out.phase(error))
             error.columns = about | meter.seen() | full  # type: ignore[attr-defined] # others may be why memory ran out
+            error.card_memory = ran_out.card_memory(device)  # type: ignore[attr-defined]
             raise
         text = meter.failed(error)
         if trial.world_size > 1:

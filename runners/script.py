@@ -165,14 +165,8 @@ def _used(trial: Trial) -> int | None:
     """The most that NVML sees in use on any of the trial's cards, before the command touches them."""
     if trial.device.name != "cuda":
         return None
-    found = []
-    for card in machine.visible_gpus(os.environ)[: trial.world_size]:
-        if card.uuid is not None:
-            machine.ask("nvmlInit")
-            handle, _ = machine.ask("nvmlDeviceGetHandleByUUID", card.uuid)
-            info = None if handle is None else machine.ask("nvmlDeviceGetMemoryInfo", handle)[0]
-            found += [] if info is None else [int(info.used)]
-    return max(found, default=None)
+    seen = (card.memory_used for card in machine.visible_gpus(os.environ)[: trial.world_size])
+    return max((used for used in seen if used is not None), default=None)
 
 
 def _read(folder: Path) -> list[Seen]:

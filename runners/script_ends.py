@@ -160,6 +160,7 @@ def _raise(one: Seen, end: End) -> NoReturn:
     kind = type(name, (RuntimeError,), {"__module__": module, "__qualname__": name})
     raised: BaseException = kind(error["message"])
     raised.columns = error.get("columns") or {}  # type: ignore[attr-defined]
+    raised.card_memory = error.get("card_memory")  # type: ignore[attr-defined]
     raise raised
 
 

@@ -166,7 +166,8 @@ def told(error: BaseException) -> dict[str, Any]:
     values = {"values": known} if isinstance(known, dict) else {}
     pinning = any(frame.name == "pin_memory" for frame in traceback.extract_tb(error.__traceback__))
     said = f"pin_memory: {error}" if pinning else str(error)  # CUDA says the same of the host's memory as of a card's
-    return {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": said}} | values
+    memory = {"card_memory": known} if (known := getattr(error, "card_memory", None)) is not None else {}
+    return {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": said} | memory} | values
 
 
 if __name__ == "__main__":

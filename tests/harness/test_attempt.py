@@ -317,6 +317,8 @@ def test_the_worker_sees_the_allocator_setting_and_only_that_name() -> None:
     assert "PYTORCH_ALLOC_CONF" not in environ
     assert attempt.environment("", "cuda", base, ["GPU-a", "GPU-b"])["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
     assert attempt.environment("", "cpu", base)["CUDA_VISIBLE_DEVICES"] == ""
+    fastest = base | {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}  # an index is to mean the same to CUDA as to NVML
+    assert attempt.environment("", "cuda", fastest, ["GPU-a"])["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in attempt.environment("", "cuda", base)
 
 

@@ -9,10 +9,13 @@ from typing import Any
 import pynvml
 import pytest
 
-from vramsweep.harness import doctor, launch, machine
+from vramsweep.harness import attempt, doctor, launch, machine
 
 MIG = "MIG-5a16ef8d-7d73-5e67-b4a4-0f6f6e4f0f3c"  # the form of "nvidia-smi -L"
 OLD_MIG = "MIG-GPU-4b4a5c1e-7d73-5e67-b4a4-0f6f6e4f0f3c/1/0"  # before driver 470
+
+
+STATE = ("PersistenceMode", "EccMode", "TotalEccErrors", "RemappedRows", "MemoryAffinity", "CpuAffinity")
 
 
 class Driver:
@@ -22,9 +25,10 @@ class Driver:
         self.cards = cards
         self.handles = {card["UUID"]: card for card in cards if isinstance(card.get("UUID"), str)}
         self.slices = {s["UUID"]: s for card in cards for s in card.get("slices", ())}
+        self.open = self.loads = 0  # sessions now, and how often the first one was opened
         answers = {
-            "nvmlInit": lambda: None,
-            "nvmlShutdown": lambda: None,
+            "nvmlInit": lambda: self.opened(1),
+            "nvmlShutdown": lambda: self.opened(-1),
             "nvmlSystemGetDriverVersion": lambda: system.get("driver", "580.95.05"),
             "nvmlSystemGetCudaDriverVersion_v2": lambda: system.get("cuda", 13000),
             "nvmlDeviceGetCount": lambda: len(cards),
@@ -36,10 +40,15 @@ class Driver:
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda s: next(c for c in cards if s in c["slices"]),
             "nvmlDeviceGetIndex": lambda card: cards.index(card),
         }
-        for query in ("Name", "UUID", "MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability"):
-            answers[f"nvmlDeviceGet{query}"] = lambda card, query=query: given(card.get(query, missing()))
+        for query in (*("Name", "UUID", "MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability"), *STATE):
+            answers[f"nvmlDeviceGet{query}"] = lambda card, *_, query=query: given(card.get(query, missing()))
         for name, stand_in in answers.items():
             monkeypatch.setattr(pynvml, name, stand_in)
+
+    def opened(self, change: int) -> None:
+        self.loads += self.open == 0 and change == 1
+        self.open += change
+        assert self.open >= 0
 
     def by_index(self, index: int) -> Any:
         return given(self.cards[index].get("handle", self.cards[index]))
@@ -124,6 +133,7 @@ def test_a_mig_slice_is_a_device_with_its_own_name_and_memory(
     assert [level for level, _ in levels(checks, "gpu 0")] == ["note", "note"]
     assert "Insufficient Permissions" in levels(checks, "gpu 0")[0][1]
     assert MIG in levels(checks, "gpu 0")[1][1]
+    assert "1 slice(s): NVIDIA H100 80GB HBM3 MIG 3g.40gb of 39.5 GiB" in levels(checks, "gpu 0")[1][1]
 
 
 @pytest.mark.parametrize("name", [MIG, OLD_MIG])
@@ -137,6 +147,43 @@ def test_a_mig_slice_that_may_not_be_asked_is_still_a_cuda_device(monkeypatch: p
     launch.detect.cache_clear()
     assert launch.detect() == "cuda"
     launch.detect.cache_clear()
+
+
+def test_nvml_is_opened_once_while_trials_run_and_closed_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = Driver(monkeypatch, [card()])
+    with attempt.Launcher("cold", tmp_path / "templates") as launcher:
+        for _ in range(3):
+            (seen,) = machine.again(machine.visible_gpus({}))
+            assert launcher.occupancy.taken([seen], set, lambda seconds: None) is None
+        assert (driver.loads, driver.open) == (1, 1)
+    assert (driver.loads, driver.open) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "level", "said"),
+    [
+        ({}, "ok", "persistence mode not known, ECC not known, uncorrected errors not known, "
+         "row remaps pending not known, failed not known, NUMA node not known"),
+        ({"PersistenceMode": 1, "EccMode": [1, 1], "TotalEccErrors": 0, "RemappedRows": (2, 0, 0, 0),
+          "MemoryAffinity": [2]}, "ok",
+         "persistence mode on, ECC on, uncorrected errors 0, row remaps pending no, failed no, NUMA node 1"),
+        ({"PersistenceMode": 0}, "note", "sudo nvidia-smi -pm 1"),
+        ({"EccMode": [0, 1]}, "note", "ECC off (on after a reboot)"),
+        ({"RemappedRows": (0, 1, 1, 0)}, "problem", "row remaps pending yes"),
+        ({"RemappedRows": (0, 1, 0, 1)}, "problem", "failed yes"),
+        ({"TotalEccErrors": 3}, "problem", "uncorrected errors 3"),
+    ],
+)  # fmt: skip
+def test_doctor_says_what_state_a_card_is_in_and_where_nvml_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: dict[str, Any], level: str, said: str
+) -> None:
+    Driver(monkeypatch, [card(**told)])
+    ((found, text),) = levels(doctor.doctor(tmp_path, {}), "gpu 0 state")
+    assert found == level and said in text
+    Driver(monkeypatch, [card(CpuAffinity=[0x3, 1])])
+    assert machine.near(machine.gpus()[0]) == (0, 1, 64)
 
 
 def test_without_a_driver_nothing_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +317,38 @@ def test_a_name_that_leaves_no_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch,
     Driver(monkeypatch, [card()])
     assert levels(doctor.doctor(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}), "visible")[0][0] == "problem"
     assert levels(doctor.doctor(tmp_path, {"CUDA_VISIBLE_DEVICES": "0"}), "visible")[0][0] == "ok"
+
+
+def test_a_mixed_node_s_cards_are_counted_as_nvml_does_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA by itself would call the H100 device 0."""
+    Driver(monkeypatch, [card(0, Name="NVIDIA T400"), card(1)])
+    for environ in (
+        {},
+        {"CUDA_VISIBLE_DEVICES": "1"},
+        {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"},
+    ):
+        said = machine.counted_otherwise(environ)
+        assert said and "0 is NVIDIA T400 (GPU-04b4a5c1e), 1 is NVIDIA H100 80GB HBM3 (GPU-14b4a5c1e)" in said
+        assert levels(doctor.doctor(tmp_path, environ), "order") == [("note", said)]
+    for environ in (
+        {"CUDA_VISIBLE_DEVICES": "GPU-1"},
+        {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    ):
+        assert machine.counted_otherwise(environ) is None
+    Driver(monkeypatch, [card(0), card(1)])
+    assert machine.counted_otherwise({}) is None
+
+
+def test_a_card_is_told_by_the_uuid_that_cuda_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, body, part = "11111111-7d73", "4b4a5c1e-7d73-5e67-b4a4-0f6f6e4f0f3c", MIG.removeprefix("MIG-")
+    Driver(monkeypatch, [in_mig_mode() | {"UUID": f"GPU-{own}"}])
+    assert machine.is_card(f"GPU-{body}", body) is machine.is_card("GPU-4b4a", body.upper()) is True
+    assert machine.is_card(MIG, part) is machine.is_card(MIG, own) is machine.is_card(OLD_MIG, body) is True
+    assert machine.is_card(f"GPU-{own}", body) is machine.is_card(MIG, body) is machine.is_card(OLD_MIG, own) is False
+    for name, uuid in (("0", body), ("MIG-unlisted", body), ("GPU-4b4a", "00000000-0000")):
+        assert machine.is_card(name, uuid) is None
 
 
 def test_of_several_cards_in_mig_mode_a_process_sees_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:

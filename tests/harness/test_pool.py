@@ -108,6 +108,26 @@ def test_cards_and_cpus_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.places(planned(1, device="cpu"), 12) == [Place()] * 12  # more than there are CPUs: they share them
 
 
+@pytest.mark.parametrize(
+    ("near", "shares"),
+    [  # of cards 0 to 3; this process may run on CPUs 0 to 9
+        ({0: range(8, 64), 1: range(8), 2: range(8, 64), 3: range(8)}, [(8,), (0, 1, 2, 3), (9,), (4, 5, 6, 7)]),
+        ({0: range(9, 64), 1: range(9), 2: range(9, 64), 3: range(9)}, [(9,), (0, 1, 2, 3), (9,), (4, 5, 6, 7, 8)]),
+        ({0: range(5), 1: range(5)}, None),  # of two cards it is not known
+        ({0: range(6), 1: range(4, 10), 2: range(6), 3: range(6)}, None),  # these are no nodes
+        ({0: range(20, 30), 1: range(5), 2: range(5), 3: range(5)}, None),  # it may not run there
+    ],
+)
+def test_cpus_are_those_next_to_the_card_where_that_is_known(
+    monkeypatch: pytest.MonkeyPatch, near: dict[int, range], shares: list[tuple[int, ...]] | None
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda _: CARDS[:4])
+    monkeypatch.setattr(machine, "near", lambda card: tuple(near.get(card.index, ())))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10)))
+    found = [place.cpus for place in pool.places(planned(1), None)]
+    assert found == (shares or [(0, 1), (2, 3, 4), (5, 6), (7, 8, 9)])
+
+
 def test_cards_that_are_not_alike_are_for_trials_that_need_them(threads: Any) -> None:
     other = machine.Gpu(8, "NVIDIA T4", "GPU-8", "1", 16 << 30, 0, (), (7, 5))
     seen: dict[int, list[str]] = {}
@@ -224,3 +244,24 @@ def test_plan_expects_less_time_where_trials_run_beside_each_other() -> None:
     assert seconds() == 400 and seconds(slots=4, exclusive=True) == 400
     assert seconds(slots=4) == 125  # three of one place, one of two
     assert seconds(slots=400) == 100  # no less than the longest
+
+
+def test_plan_says_that_trials_at_the_same_time_make_no_speed_and_what_another_way_costs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda _: CARDS[:4])
+    monkeypatch.setattr(preview.Budget, "total", lambda self, items: Expected(8 * 3600.0, "a test"))
+    monkeypatch.setattr(preview.Budget, "expected", lambda self, item: Expected(3600.0, "a test"))
+
+    def said(device: str = "cuda", **over: Any) -> str:
+        preview.show(
+            planned(*[1] * 8, device=device), plan.Settings(**(SETTINGS | {"predict": False} | over)), tmp_path
+        )
+        return capsys.readouterr().out
+
+    assert "up to 4 trials run at the same time, so `check` lets no speed of theirs pass" in said()
+    assert "exclusive=true measures speed: one trial at a time, 8 h in place of 2 h" in said()
+    assert '"estimated_exclusive_s": 28800.0' in said(output="json")
+    for silent in (said(exclusive=True), said(slots=1), said("cpu"), said("simulated", slots=4)):
+        assert "exclusive=true" not in silent
+    assert "exclusive=true" in said("cpu", slots=2)

@@ -103,6 +103,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "synchronize": lambda device=None: card.devices.add(device),
         "current_stream": lambda device=None: card.devices.add(device),
         "get_allocator_backend": lambda: "native",
+        "get_device_properties": lambda device: types.SimpleNamespace(name="NVIDIA H100", uuid="stand-in"),
         "memory_stats_as_nested_dict": card.stats,
         "reset_peak_memory_stats": card.reset,
         "Event": Event,
@@ -369,6 +370,31 @@ def test_cuda_that_does_not_start_is_the_machine_s_fault(
     kind, reason = outcome.classify(outcome.Evidence(exit_code=1, result=found))
     assert kind == "environment"
     assert text in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("named", "uuid", "kind"),
+    [
+        ("GPU-stand-in", "another-card", "environment"),
+        ("GPU-stand-in", "stand-in", None),
+        ("GPU-other,GPU-stand-in", "other", None),
+        ("GPU-stand-in", None, None),  # an older torch does not say
+        ("0", "another-card", None),  # nor has anybody named one
+        ("MIG-of-it", "another-card", None),  # it cannot be told
+    ],
+)
+def test_a_worker_that_cuda_gave_another_card_measures_nothing(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, uuid: str | None, kind: str | None
+) -> None:
+    properties = types.SimpleNamespace(name="NVIDIA T400", **({} if uuid is None else {"uuid": uuid}))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch_loop, "run", lambda *_: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    worker._rank(trials.parse(tiny(device={"name": "cuda"})), tmp_path)
+    found, _ = read_result(tmp_path)
+    outcome_, reason = outcome.classify(outcome.Evidence(exit_code=1, result=found))
+    assert (outcome_ == "environment") == (kind == "environment")
+    assert ("gave this worker NVIDIA T400 (GPU-another-card)" in str(reason)) == (kind == "environment")
 
 
 def test_a_row_that_ran_out_of_memory_says_what_others_held(

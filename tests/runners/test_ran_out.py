@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from vramsweep.runners import ran_out
+from vramsweep.runners import ran_out, worker
 from vramsweep.runners.techniques.master import MasterWeights
 
 # pytorch/pytorch's issues have both forms.
@@ -19,7 +19,14 @@ PLAIN = (
     "is allocated by PyTorch, and 2.78 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
     "is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
-SHORT = "Allocation on device "  # cudaMallocAsync
+SHORT = "Allocation on device 0 would exceed allowed memory. (out of memory)"  # cudaMallocAsync
+ASYNC = f"""{SHORT}
+Currently allocated     : 4.86 GiB
+Requested               : 10.12 GiB
+Device limit            : 24.00 GiB
+Free (according to CUDA): 0 bytes
+PyTorch limit (set by user-supplied memory fraction)
+                        : 17179869184.00 GiB"""
 
 
 def test_the_message_s_sizes() -> None:
@@ -33,6 +40,26 @@ def test_the_message_s_sizes() -> None:
     unsaid = ran_out.columns(torch.OutOfMemoryError(SHORT))
     assert (unsaid["oom_request_bytes"], unsaid["oom_allocated_bytes"]) == (None, None)
     assert ran_out.columns(RuntimeError(PLAIN)) == {}
+    said = ran_out.columns(torch.OutOfMemoryError(ASYNC))
+    assert list(said.values()) == [round(10.12 * 2**30), round(4.86 * 2**30), None]
+
+
+def test_a_script_s_error_tells_how_full_the_card_was_and_nothing_of_a_broken_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def free(device: torch.device) -> tuple[int, int]:
+        if device.index:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return 1 << 20, 80 << 30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
+    told = [ran_out.told(error, device) for device in (torch.device("cuda", 0), torch.device("cuda", 1), None)]
+    assert [one["card_memory"] for one in told] == [[1 << 20, 80 << 30], None, None]
+    assert {"columns", "phase"} <= set(ran_out.told(torch.OutOfMemoryError(ASYNC), None)) - set(told[0])
+    error.card_memory = told[0]["card_memory"]  # type: ignore[attr-defined]
+    assert worker.told(error)["error"]["card_memory"] == [1 << 20, 80 << 30]
+    assert "card_memory" not in worker.told(RuntimeError("x"))["error"]
 
 
 class Full(torch.autograd.Function):
