@@ -36,6 +36,8 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     assert isinstance(values, dict)
+    if said := credentials.found(values):
+        raise UserError(said)
     if credentials.holds(values, variables.secrets(os.environ)):  # by ${oc.env:NAME}, in a file
         raise UserError(
             "a setting holds the value of a variable that may be a secret (*TOKEN*, *KEY*, ...), which would be "

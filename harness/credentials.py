@@ -1,109 +1,235 @@
-"""Secrets in texts: is there one, what is it called, the text without it. Pure: texts in, texts out.
+"""Secrets in names, texts and plain data: is there one, what is it called, the text without it. Pure functions.
 
 What is typed, recorded or told by an error is written into the results, which are published. A secret is known by the
 name it is given, by the form that services give theirs, by its place in an address, or, where the environment has it
 under such a name, by itself. Not covered: one that has none of these, and what a worker or a script writes of its own
-accord (its logs, its own files).
+accord (its logs, its own files). Every search takes time in proportion to the text.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 SHORTEST = 8  # letters of a secret that is looked for by itself: a shorter one would be found in anything
+WINDOW = 128  # letters by which a value is judged, and a name: else many long ones would take for ever
 WRITTEN = "***"
-_NAME = (
-    r"(?:[\w-]*\.)*token|[\w.-]*?(?:(?:hub|hf|auth|access|api|bearer|wandb|git\w*)[_-]?token|passw(?:or)?d|secret|"
-    r"(?:api|access|secret)[_-]?key)"
+HUB = "hf_..."
+# What a name says of its value: secret whatever it looks like; unless it is a number; where it looks random.
+Kind = Literal["password", "token", "key"]
+
+
+def _any(names: str) -> str:
+    return f"(?:{'|'.join(names.split())})"
+
+
+# Names of secrets, in words joined by _. Whose tokens and keys are secret:
+_OWNERS = _any(
+    r"api access auth oauth bearer secret private hub hf huggingface git\w* personal wandb swanlab openai anthropic "
+    "aws azure gcp google comet neptune ngc kaggle databricks admin root account storage deploy security vault sas"
 )
-# A name with its value; one from the environment or of a switch is none.
-_NAMED = re.compile(
-    rf"(?<![\w.-])(?P<name>(?P<dashes>--?)?(?:{_NAME}))"
-    r"(?:=|(?(dashes)\s+|(?!)))[\"']?(?P<value>(?![-${=]|(?:true|false|yes|no|none|null|\d)(?:[\s\"']|$))[^\s\"']+)",
-    re.IGNORECASE,
+_OF_KEYS = _any("encrypt encryption sign signing master shared service license ssh ssl tls gpg pgp rsa hmac webhook")
+_OF_TOKENS = _any("refresh session csrf xsrf bot slack discord telegram npm pypi docker client service login ci my jwt")
+_PASSWORD = r"\w*(?:passw(?:or)?d|passphrase|passcode|secret|credential|pwd)s?"
+_LAST = re.compile(
+    rf"(?:\w+_)?(?:(?P<password>{_PASSWORD})|(?:{_OWNERS}|{_OF_KEYS})_?keys?|(?:{_OWNERS}|{_OF_TOKENS})_?tokens?|"
+    rf"authorization|auth|(?:{_OWNERS}_)?pat|{_any('user db smtp ssh mysql redis admin root http ftp')}_?pass|cookies?)"
 )
-_FORMED = re.compile(
-    r"\b(?P<value>(?P<name>hf_)[A-Za-z0-9]{16,}|(?P<gh>gh[oprsu]_|github_pat_|glpat-|xox[abeprs]-)[\w-]{16,}|"
-    r"sk-(?:proj-|ant-|svcacct-|or-v1-)[\w-]{20,}|sk-(?=[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{35}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+_ALONE = re.compile("token|auth|bearer|pat|pass|jwt|cookies?")
+_MAYBE = re.compile(
+    rf"(?:^|_)(?:\w*tokens?|keys?|apikey|o?auths?|pat|cookies?|jwt|bearer|signature|sig|{_PASSWORD})(?=_|$)"
 )
-_ADDRESS = re.compile(r"://(?P<value>[^/\s:@]*:[^/\s@]+|[^/\s:@]{16,})@")  # user:password@, or a token in its place
-_QUERY = re.compile(
-    r"[?&](?P<name>[\w.-]*(?:token|(?:api|access|secret)[_-]?key|secret|signature|passw(?:or)?d)|key|sig|auth)=(?P<value>[^&\s\"']+)",
-    re.IGNORECASE,
+# and what makes them harmless
+_ABOUT = re.compile(
+    r"(?:^|_)(?:"
+    + _any("files? paths? dir folder ids? types? names? len length size count num method mode env var url uri endpoint "
+           "host port sock prefix suffix policy min max limit ttl expiry timeout enabled? disabled? required? field "
+           "column index position format provider helper store ref arn version prompt stdin domain scheme heads? dims?")
+    + r"|(?:" + _any("pad eos bos unk sep cls mask image video audio start end stop special first last next prev max "
+                     "min num add placeholder instance trigger initializer sort primary public foreign partition cache "
+                     "text label input output attn attention query cross dict map group index column data feature "
+                     "state module layer use no enable skip file glob re regex function kv")
+    + r")_(?:tokens?|keys?|pat|auth|pass|signature))$"
+)  # fmt: skip
+_ENDING = re.compile(r"(?:_(?:\d+|value|text|string|str|raw|plain|old|new))+$")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+# Names with what follows: NAME=VALUE, "NAME": "VALUE", --NAME VALUE, ["--NAME", "VALUE"], ENV["NAME"] = "VALUE".
+_EQUALS = r"""\\{0,3}["']?\]?[ \t]{0,3}(?::=|=>|=|:(?![:/]))(?!=)[ \t]{0,3}"""
+_PAIR = re.compile(
+    rf"""(?<![\w.-])(?:(?P<switch>--?[A-Za-z][\w.-]*+)(?:{_EQUALS}|(?P<space>\\{{0,3}}["']?,?\s{{1,20}}))|(?P<name>\w[\w.-]*+){_EQUALS})"""
 )
-_BEARER = re.compile(r"\bbearer\s+(?P<value>[\w.~+/=-]{8,})", re.IGNORECASE)
-_ALL = (_NAMED, _FORMED, _ADDRESS, _QUERY, _BEARER)
-_KEY = re.compile(rf"(?:{_NAME})", re.IGNORECASE)  # of a dictionary
+_QUOTED = re.compile(
+    r"""[\[({]{0,2}(?:"(?P<double>(?:[^"\\\n]|\\.)*)|'(?P<single>(?:[^'\\\n]|\\.)*)|(\\+["'])(?P<other>(?:(?!\3)[^\n])*))"""
+)
+_SCHEME = re.compile(r"""["']?(?:basic|bearer|token|digest|negotiate|apikey)[ \t]+(?=[^\s-])""", re.IGNORECASE)
+_PLAIN = re.compile(r"""[\[(]{0,2}(?P<value>(?:[^\s"']|["'](?![\s,;:)}\]\\]|$))+)""")
+_IN_QUERY = re.compile(r"""(?P<value>[^&\s"'<>]+)""")
+_TO_LINE_END = re.compile(r"""(?P<value>[^\n"']+)""")
+_UNTIL = {'"': re.compile(r'(?P<value>[^"\n]+)'), "'": re.compile(r"(?P<value>[^'\n]+)")}
+# Values that are none: empty, masked, said elsewhere, a switch's, how one signs in, or a word of a sentence.
+_NONE = re.compile(
+    r"[*.…]*|[<$`=].*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
+        "true false yes no on off none null basic bearer digest ntlm oauth2? kerberos negotiate is are or and was must "
+        "not for in requires? required cannot can has have option argument str"),
+    re.IGNORECASE | re.DOTALL,
+)  # fmt: skip
+_SWITCH = re.compile(r"--?[A-Za-z][\w.-]*")
+_CLOSING = ",;)}]\\"
+_NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?", re.IGNORECASE)
+_PLACE = re.compile(
+    r"(?:~|\.{0,2})/(?![A-Za-z0-9/+=]{39}$).*|[\w./~-]+\.(?:json|ya?ml|toml|txt|pem|key|crt|env|ini|cfg|py)", re.DOTALL
+)
+
+# The forms of secrets that need no name, and what to call them.
+_FORMS = {
+    HUB: r"\b(?:hf_|api_org_)[A-Za-z0-9]{16,}",
+    "a token": r"\b(?:gh[oprsu]_|github_pat_|glpat-|xox[abeprs]-|npm_|dckr_pat_|nvapi-|gsk_|wandb_v1_)[\w-]{16,}|"
+    r"\bsk-(?:proj-|ant-|svcacct-|or-v1-)[\w-]{20,}|\bsk-(?=[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{20,}|"
+    r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bSG\.[\w-]{16,}+\.[\w-]{16,}|"
+    r"(?<![\w-])eyJ[\w-]{8,}+\.[\w-]{8,}+\.[\w-]*",
+    "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}(?:[^\w/+]{1,20}[A-Za-z0-9/+]{40}(?![\w/+=]))?|"
+    r"(?<![A-Za-z0-9])(?i:aws)[\w \t.:=\"'-]{0,40}?(?<![\w/+=])(?P<value>(?=[a-z0-9/+]*[A-Z])(?=[A-Z0-9/+]*[a-z])"
+    r"(?=[A-Za-z/+]*\d)[A-Za-z0-9/+]{40})(?![\w/+=])",
+    "a private key": r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?P<key>.*?)(?:-----END|\Z)",
+    "a webhook": r"(?<![\w.])(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks)/"
+    r"(?P<path>[\w/-]{8,})",
+    "the user:password@ of an address": r"""://(?P<user>[^/\s:@"']*:[^/\s"'?#]+|[^/\s:@]{16,})@""",  # or a token there
+    "a bearer token": r"(?i:\bbearer[ \t:]{1,5})(?P<bearer>[\w.~+/=-]{8,})",
+}
+_FORM = {name: re.compile(pattern, re.DOTALL) for name, pattern in _FORMS.items()}
 _ANYONE = re.compile(r"://[^/\s]*@")
-_RANDOM = re.compile(r"(?=[\w+=-]*[A-Za-z])(?=(?:[A-Za-z_+=-]*\d){4})[\w+=-]{32,}", re.ASCII)
+_RUN = re.compile(r"[A-Za-z0-9+=]{20,}")
+_LONG_RUN = re.compile(r"[\w+=-]{32,}", re.ASCII)
 _UUID = re.compile(r"(?:GPU-|MIG-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+
+
+@lru_cache(maxsize=4096)
+def kind(name: str) -> Kind | None:
+    """What the name of a setting, a field or a variable says of its value; None where it says nothing."""
+    parts = ["_".join(_WORD.findall(part)).lower() for part in name[-WINDOW:].rpartition(".")[::2]]
+    own, words = (_ENDING.sub("", one) for one in (parts[1], "_".join(filter(None, parts))))
+    if "/" in name or _ABOUT.search(words):
+        return None
+    if (last := _LAST.fullmatch(words)) or _ALONE.fullmatch(own):
+        return "password" if last and last["password"] else "token"
+    if not _MAYBE.search(words):
+        return None
+    return "token" if name.isupper() and "_" in words else "key"  # capitals: a variable's
+
+
+def is_one(value: Any, name: str, of: Kind | None) -> bool:
+    """Whether this is a secret, under a name of that kind; not where it only says what would stand there."""
+    text = str(value).rstrip(_CLOSING)
+    if of is None or not isinstance(value, (str, int, float)) or _NONE.fullmatch(text) or _PLACE.fullmatch(text):
+        return False
+    if of == "key":
+        return _random(_RUN, text)
+    name, same = (re.sub(r"\W", "_", f"_{one}").lower() for one in (name, text))
+    return not name.endswith(same) and (of == "password" or not _NUMBER.fullmatch(text))
+
+
+def _random(run: re.Pattern[str], text: str) -> bool:
+    return any(sum(c.isdigit() for c in one) >= 4 and not one.isdigit() for one in run.findall(text))
+
+
+def _secrets(text: str) -> Iterator[tuple[int, int, str]]:
+    """Where secrets are: begin, end, and its name or what its form is called."""
+    at = 0
+    while pair := _PAIR.search(text, at):
+        at, name = pair.end(), (pair["switch"] or pair["name"])[-WINDOW:]
+        of = kind(name)
+        if of is None or (pair["space"] and text.startswith("-", at)):  # another switch
+            continue
+        of, value, at = _value(text, pair, name, of)
+        short = value.match(text, at, at + WINDOW)
+        if short and is_one(short[short.lastgroup or 0], name, of):
+            full = value.match(text, at) or short
+            begin, at = full.span(full.lastgroup or 0)
+            yield begin, begin + len(text[begin:at].rstrip(_CLOSING)), name
+    for name, form in _FORM.items():
+        yield from ((*match.span(match.lastgroup or 0), name) for match in form.finditer(text))
+
+
+def _value(text: str, pair: re.Match[str], name: str, of: Kind) -> tuple[Kind, re.Pattern[str], int]:
+    """How the value of a pair is read, and from where; by its surroundings its kind may be another."""
+    begin, at = pair.span()
+    opened, gap = text[max(0, begin - 1) : begin], text[max(pair.end("switch"), pair.end("name")) : at]
+    if opened and opened in "?&":
+        return "token" if of == "key" else of, _IN_QUERY, at
+    if opened in _UNTIL and opened not in gap and text[at : at + 1] not in _UNTIL:
+        return of, _UNTIL[opened], at
+    if ":" not in gap or opened in _UNTIL or _QUOTED.match(text, at, at + WINDOW):
+        return of, (_QUOTED if _QUOTED.match(text, at, at + WINDOW) else _PLAIN), at
+    before = text[max(0, begin - 3) : begin].rstrip(" \t")
+    if _ALONE.fullmatch(name) and before and before[-1] not in "{,([\n>":
+        of = "key"  # of a sentence: unexpected token: x
+    scheme = _SCHEME.match(text, at)
+    return of, (_TO_LINE_END if "ookie" in name else _PLAIN), scheme.end() if scheme else at
 
 
 @lru_cache(maxsize=1024)  # the texts of a sweep's trials are nearly all the same ones
 def said(text: str) -> str | None:
     """What to say where a text holds a password or the like: all that is typed is written down."""
-    found = next((match for pattern in _ALL if (match := pattern.search(text))), None)
-    if found is None:
-        return None
-    given = found.groupdict().get("name")
-    name = {_FORMED: f"{given}..." if given else "a token", _ADDRESS: "the user:password@ of an address",
-            _BEARER: "a bearer token"}.get(found.re, given)  # fmt: skip
-    variable = re.sub(r"\W", "_", (given or "").strip("-.").rpartition(".")[2].upper())
-    if found.re is _FORMED or re.fullmatch(r"(AUTH_)?TOKEN|.*_?HUB_TOKEN", variable):
+    return next((_said(name) for _, _, name in _secrets(text)), None)
+
+
+def _said(name: str) -> str:
+    variable = re.sub(r"\W", "_", name.strip("-.").rpartition(".")[2].upper())
+    if name == HUB or re.fullmatch(r"(AUTH_)?TOKEN|.*_?HUB_TOKEN", variable):
         variable = "HF_TOKEN"
-    how = f"as {variable}" if given else "or from a file"
+    how = "or from a file" if name in _FORM and name != HUB else f"as {variable}"
     return f"{name} would be written into the results; let the script read it from the environment, {how}"
 
 
 def suspicious(text: str) -> bool:
     """Whether a variable's value may hold a secret, whatever the variable is called; a card's uuid is none."""
-    return bool(_ANYONE.search(text) or said(text) or _RANDOM.search(_UUID.sub("", text)))
+    return bool(_ANYONE.search(text) or said(text) or _random(_LONG_RUN, _UUID.sub("", text)))
 
 
 def masked(text: str, known: Collection[str] = ()) -> str:
     """The text with the secrets in it, and those that are `known`, written as ***."""
     for secret in known:
         text = text.replace(secret, WRITTEN)
-    for pattern in _ALL:
-        text = pattern.sub(_without, text)
-    return text
+    parts, at = [], 0
+    for begin, end, _ in sorted(_secrets(text)):
+        if begin >= at:
+            parts += [text[at:begin], WRITTEN]
+        at = max(at, end)
+    return "".join([*parts, text[at:]])
 
 
-def _without(match: re.Match[str]) -> str:
-    low, high = (at - match.start() for at in match.span("value"))
-    return f"{match[0][:low]}{WRITTEN}{match[0][high:]}"
+def _each(value: Any, change: Callable[[Any, str, Kind | None], Any], name: str = "", of: Kind | None = None) -> Any:
+    """Plain data with each of its leaves changed, which is told the leaf, its name and that name's kind."""
+    if isinstance(value, Mapping):
+        inherited = of if of == "password" else None
+        return {key: _each(inner, change, str(key), kind(str(key)) or inherited) for key, inner in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return change(value, name, of)
+    names = [one if isinstance(one, str) and _SWITCH.fullmatch(one) else name for one in ("", *value)]
+    return [
+        _each(inner, change, own, of if own == name else kind(own)) for inner, own in zip(value, names, strict=False)
+    ]
 
 
 def cleaned(value: Any, known: Collection[str] = ()) -> Any:
     """The same for all texts in plain data, and of what a dictionary has under a secret's name."""
-    if isinstance(value, str):
-        return masked(value, known)
-    if isinstance(value, Mapping):
-        return {
-            key: WRITTEN if isinstance(inner, str) and inner and _KEY.fullmatch(str(key)) else cleaned(inner, known)
-            for key, inner in value.items()
-        }
-    return [cleaned(inner, known) for inner in value] if isinstance(value, (list, tuple)) else value
 
+    def clean(leaf: Any, name: str, of: Kind | None) -> Any:
+        return WRITTEN if is_one(leaf, name, of) else masked(leaf, known) if isinstance(leaf, str) else leaf
 
-def holds(value: Any, known: Collection[str]) -> bool:
-    """Whether plain data holds one of the `known` secrets. Places do not count: a folder of keys is no key."""
-    if isinstance(value, str):
-        return any(secret in value for secret in known if not secret.startswith("/"))
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return any(holds(one, known) for one in inner)
+    return _each(value, clean)
 
 
 def found(value: Any) -> str | None:
     """What to say of plain data that holds one, as `said` of a text; None where there is none."""
-    if isinstance(value, str):
-        return said(value)
-    if value is None or isinstance(value, (int, float)):
-        return None
-    if isinstance(value, Mapping):
-        named = (f"{key}={inner}" for key, inner in value.items() if isinstance(inner, str))
-        return next(filter(None, (*map(said, named), *map(found, value.values()))), None)
-    return next(filter(None, map(found, value)), None) if isinstance(value, (list, tuple)) else None
+    every: list[str | None] = []
+    _each(value, lambda leaf, name, of: every.append(_said(name) if is_one(leaf, name, of) else said(str(leaf))))
+    return next(filter(None, every), None)
+
+
+def holds(value: Any, known: Collection[str]) -> bool:
+    """Whether plain data holds one of the `known` secrets."""
+    return cleaned(value, known) != cleaned(value)

@@ -49,9 +49,9 @@ def main(argv: Sequence[str]) -> int:
         found = look.one("explain", words)
         if found is None:
             return 0
-        asked, traces, named = [found], None, True
+        asked, traces = [found], None
     else:
-        traces, named = Path(words[0]) / "traces", False
+        traces = Path(words[0]) / "traces"
         rows = look.finished(Path(words[0]), words[1:])
         asked = [(str(row["trial_id"]), look.trial_of("explain", row)) for row in rows]
         if not asked:
@@ -59,12 +59,10 @@ def main(argv: Sequence[str]) -> int:
     console = Console(markup=True)
     records = []
     for trial_id, trial in asked:
-        if not named and look.own_code(trial) is not None:
-            [answer] = look.ask("explanation", [trial], traces, trace=False)
-            if answer is None:
-                look.starts_nothing("explain", trial_id, trial)
+        if traces is None:
+            [answer] = look.ask("explanation", [trial], None, trace=True)
         else:
-            [answer] = look.ask("explanation", [trial], traces, trace=True)
+            answer = look.of_row("explanation", "explain", trial_id, trial, traces)
         if answer is None:
             raise UserError(f"{trial.label()} allocates nothing, so there is nothing to explain")
         if arguments.json:

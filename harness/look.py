@@ -1,7 +1,7 @@
 """Questions about a predicted trial's trace, answered by a process of the runners (runners/look_worker.py).
 
-A folder may be someone else's: what its rows name as code (a target, a command, a model's own files) is not run because
-somebody looks at them; whoever names the same trial in words has chosen it.
+A folder may be someone else's: nothing that its rows name (a target, a command, a model of a folder or a hub, data) is
+run, read or asked for because somebody looks at them; whoever names the same trial in words has chosen it.
 
 Not covered: what is asked (runners/timeline.py, explain.py), and what is shown of it (timeline.py, explain.py).
 """
@@ -16,7 +16,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import journal, launch, mistakes
+from pydantic import ValidationError
+
+from vramsweep.harness import journal, launch, lengths, mistakes, variables
 from vramsweep.harness import trial as trials
 from vramsweep.harness.attempt import environment
 from vramsweep.harness.errors import UserError
@@ -99,27 +101,40 @@ def trial_of(verb: str, row: Row) -> Trial:
     """A row's trial. Raises UserError where it was not predicted."""
     if not isinstance(row.get("trial"), dict):
         raise UserError(f"the row of trial {row['trial_id']} does not say what was asked; name the trial in words")
-    found = trials.parse(row["trial"])
+    try:
+        found = Trial.model_validate(row["trial"])
+    except ValidationError:
+        found = trials.parse(row["trial"])  # which says what is wrong
     simulated(verb, found)
-    return found
+    return found if _outside(found) else trials.parse(row["trial"])  # else its files would be read
 
 
-def own_code(trial: Trial) -> str | None:
-    """What tracing the trial would run that is not ours; None where there is nothing."""
-    if trial.runner.command is not None:
-        return f"runner.command={trial.runner.command}"
-    if trial.runner.target is not None:
-        return f"runner.target={trial.runner.target}"
-    return f"the Python files of {trial.model.path}" if trial.model.trust_remote_code else None
+def _outside(trial: Trial) -> str | None:
+    """What tracing the trial would run or read that is not ours; None where there is nothing."""
+    if trial.model.trust_remote_code:
+        return f"run the Python files of {trial.model.path}"
+    for verb, name, what in (
+        ("run", "runner.command", trial.runner.command),
+        ("run", "runner.target", trial.runner.target),
+        ("read", "model.path", trial.model.path),
+        ("read", "ds_config", trial.ds_config),
+        ("read", "data", lengths.file(trial.data) if lengths.named(trial.data) else trial.data),
+    ):
+        if what is not None and what != "synthetic":
+            return f"{verb} {name}={what}"
+    return None
 
 
-def starts_nothing(verb: str, trial_id: str, trial: Trial) -> None:
-    """Raises UserError for a row's trial that would run code which the row names."""
-    if (code := own_code(trial)) is not None:
+def of_row(question: str, verb: str, trial_id: str, trial: Trial, traces: Path) -> Answer | None:
+    """The answer about a row's trial. Raises UserError where that needs what the row names, and no trace is kept."""
+    outside = _outside(trial)
+    [answer] = ask(question, [trial], traces, trace=outside is None)
+    if answer is None and outside is not None:
         raise UserError(
-            f"the trace of trial {trial_id} is gone, and making it would run {code}, as a row says: name the trial in "
+            f"the trace of trial {trial_id} is gone, and making it would {outside}, as a row says: name the trial in "
             f"words if you want that: vramsweep {verb} runner={trial.runner.name} ..."
         )
+    return answer
 
 
 def about(trial: Trial) -> dict[str, Any]:
@@ -139,7 +154,8 @@ def about(trial: Trial) -> dict[str, Any]:
 
 def ask(question: str, asked: Sequence[Trial], traces: Path | None, trace: bool) -> list[Answer | None]:
     """The answers, in order; None of a trial that allocates nothing, or whose trace is not in the folder `traces` while
-    `trace` is false. Without a folder it is traced for this once. Raises UserError."""
+    `trace` is false; the trials are those of a folder's rows. Without one they are the user's own, traced for this
+    once. Raises UserError."""
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         values = {
@@ -150,10 +166,11 @@ def ask(question: str, asked: Sequence[Trial], traces: Path | None, trace: bool)
         }
         request.write_text(json.dumps(values))
         command = build_command("vramsweep.runners.look_worker", str(request), str(answer))
+        environ = environment("", "simulated", os.environ)
         try:
             done = subprocess.run(
                 command,
-                env=environment("", "simulated", os.environ),
+                env=environ if traces is None else variables.unknown(environ),
                 capture_output=True,
                 text=True,
                 check=False,

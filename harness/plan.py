@@ -182,7 +182,7 @@ def _planned(values: dict[str, Any]) -> Planned:
     try:
         trial = trials.parse(values)
     except trials.InvalidTrial as error:
-        return Planned(trials.trial_id(values), values, None, str(error))
+        return Planned(trials.trial_id(values), values, None, credentials.masked(str(error)))
     resolved = trial.model_dump(mode="json")
     return Planned(trials.trial_id(resolved), resolved, trial, None)
 

@@ -96,8 +96,7 @@ def of_sweep(folder: Path, ids: Sequence[str], trace: bool) -> list[Record]:
         answers = look.ask("timeline", [own[i][1] for i in missing], folder / "traces", trace=False)
         for i, answer in zip(missing, answers, strict=True):
             if answer is None and trace:
-                look.starts_nothing("timeline", own[i][0]["trial_id"], own[i][1])
-                [answer] = look.ask("timeline", [own[i][1]], folder / "traces", trace=True)
+                answer = look.of_row("timeline", "timeline", own[i][0]["trial_id"], own[i][1], folder / "traces")
             if answer is not None:
                 _keep(folder, own[i][0], answer)
             found[i] = answer

@@ -77,11 +77,7 @@ RULES: tuple[Rule, ...] = (
         "it would turn compiled code off behind our back",
         ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET", "PYTORCH_JIT"),
     ),
-    Rule(
-        Fate.HIDE,
-        SECRET,
-        ("*TOKEN*", "*KEY*", "*SECRET*", "*PASSW*", "*CREDENTIAL*", "*AUTH*", "*COOKIE*", "*SIGNATURE*"),
-    ),
+    Rule(Fate.HIDE, SECRET, ()),  # by names that credentials.py knows
     Rule(Fate.RECORD, "a profiler or another allocator in the process", ("CUDA_INJECTION*_PATH", "LD_PRELOAD")),
     Rule(
         Fate.HIDE,
@@ -107,7 +103,7 @@ _PATTERNS = tuple((r, re.compile("|".join(map(translate, r.names)))) for r in RU
 
 def rule(name: str) -> Rule | None:
     """The rule for a variable, None if there is none."""
-    return next((r for r, pattern in _PATTERNS if pattern.match(name)), None)
+    return next((r for r, has in _PATTERNS if (credentials.kind(name) if r.why == SECRET else has.match(name))), None)
 
 
 def _has(name: str, fate: Fate) -> bool:
@@ -131,8 +127,15 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
 
 def secrets(environ: Mapping[str, str]) -> list[str]:
     """The values that may be secrets, the longest first: one may hold another."""
-    named = {text for name, text in environ.items() if (found := rule(name)) and found.why == SECRET}
+    named = {text for name, text in environ.items() if credentials.is_one(text, name, credentials.kind(name))}
     return sorted((text for text in named if len(text) >= credentials.SHORTEST), key=len, reverse=True)
+
+
+def unknown(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that asks no hub for anything, and could not say who asks."""
+    hubs = {f"{whose}_OFFLINE": "1" for whose in ("HF_HUB", "TRANSFORMERS", "HF_DATASETS")}
+    nobody = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "HF_TOKEN_PATH": "/dev/null"}
+    return {name: text for name, text in environ.items() if not credentials.kind(name)} | hubs | nobody
 
 
 def dropped(environ: Mapping[str, str]) -> list[str]:

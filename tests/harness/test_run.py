@@ -164,33 +164,6 @@ def test_what_would_not_be_obeyed_is_refused(words: list[str], text: str, here: 
     assert not list(here.iterdir())
 
 
-SECRETS = """
---hub_token abc
---token=abc
---api-key 'abc'
-HF_TOKEN=abc python t.py
-bash -c 'python t.py --password abc'
-x=hf_abcdefghijklmnopq
-"""
-HARMLESS = """
---max_tokens 5
---eos_token x
---pad_token=x
---tokenizer x
---use_auth_token true
---use_auth_token --x
---hub_token $HF_TOKEN
---hub_token={hub_token}
-TOKENIZERS_PARALLELISM=false
---token_type x
-"""
-
-
-def test_secrets_are_seen_and_what_is_none_is_left_alone() -> None:
-    assert [text for text in SECRETS.strip().splitlines() if script.secret(text) is None] == []
-    assert [text for text in HARMLESS.strip().splitlines() if script.secret(text) is not None] == []
-
-
 def test_a_quoted_sign_of_the_shells_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert dry(["--", "true 'a | b' {{x}}"], capsys) == ["true 'a | b' '{x}'"]
 

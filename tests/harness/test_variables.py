@@ -52,7 +52,7 @@ def test_what_confuses_or_falsifies_is_not_passed_on_and_that_is_said(name: str)
 
 @given(
     st.sampled_from(["TORCH_", "NCCL_", "HF_", "CUDA_", "PYTORCH_", "DS_", ""]),
-    st.sampled_from(["TOKEN", "API_KEY", "SECRET", "PASSWORD", "AUTH", "CREDENTIALS"]),
+    st.sampled_from(["TOKEN", "API_KEY", "SECRET", "PASSWORD", "AUTH", "CREDENTIAL", "PWD", "PAT", "PASSPHRASE"]),
     st.sampled_from(["", "_2", "S", "_FILE"]),
 )
 def test_a_secret_is_passed_on_and_never_recorded(before: str, word: str, after: str) -> None:
