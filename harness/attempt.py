@@ -40,6 +40,7 @@ from typing import Any, Protocol
 import psutil
 
 from vramsweep.harness import leftovers, machine, row, starving, variables
+from vramsweep.harness.errors import describe
 from vramsweep.harness.occupancy import Occupancy
 from vramsweep.harness.outcome import REASON_LENGTH, Evidence, HostMemory
 from vramsweep.harness.templates import OF_A_WORKER, Templates
@@ -406,7 +407,7 @@ def _misfit(result: Mapping[str, Any]) -> str | None:
             return f"column {name} is not for the worker to say"
     spent = values.get("steps_s")
     if spent is not None and (isinstance(spent, bool) or not isinstance(spent, int | float)):
-        return f"steps_s holds {spent!r}, which is no number"
+        return f"steps_s holds {describe(spent)}, which is no number"
     try:
         row.complete({name: value for name, value in values.items() if name != "steps_s"})
     except row.RowError as problem:

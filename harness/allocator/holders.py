@@ -12,6 +12,7 @@ from vramsweep.harness.allocator.recording import Recording
 from vramsweep.harness.allocator.restore import Start
 
 LARGEST = 10
+LONGEST = 4096  # characters of a frame's file and name
 _TORCH = re.compile(r"(^|/)(site|dist)-packages/torch/|^<frozen |^torch/")
 _LAYERS = re.compile(r"/torch/nn/modules/(?!module\.py|container\.py)(\w+)\.py$")
 _AUTOGRAD = re.compile(r"\btorch::autograd::generated::(?:details::)?(\w+)::apply")
@@ -58,10 +59,14 @@ def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> H
         elif action == "free_requested":
             live.pop(addr, None)
     freed = {addr for action, addr, _, _ in recording.events if action == "free_requested"}
+    places: dict[int, str | None] = {}  # by the identity of the frames, which blocks share
     counts: dict[tuple[int, str | None], int] = {}
     for addr, (size, made) in live.items():
         lasting = None if addr in freed else recording.held.get(addr)  # of what was there before the recording began
-        where = place(lasting if made is None else recording.stacks.get(made))
+        frames = lasting if made is None else recording.stacks.get(made)
+        if id(frames) not in places:
+            places[id(frames)] = place(frames)
+        where = places[id(frames)]
         counts[size, where] = counts.get((size, where), 0) + 1
     every = [Holder(size, count, where) for (size, where), count in counts.items()]
     every.sort(key=lambda one: (-one.bytes, -one.count, one.where or ""))
@@ -102,5 +107,6 @@ def _known(frames: Any) -> Iterable[tuple[str, int, str]]:
     for frame in frames if isinstance(frames, list) else ():
         if isinstance(frame, dict):
             path, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            if isinstance(path, str) and isinstance(line, int) and isinstance(name, str):
+            fits = isinstance(path, str) and type(line) is int and isinstance(name, str) and abs(line) < 1 << 32
+            if fits and len(path) + len(name) < LONGEST:
                 yield path, line, name
