@@ -12,12 +12,15 @@ from rich.table import Table
 from vramsweep.harness import units
 from vramsweep.harness.allocator.config import MIB
 from vramsweep.harness.allocator.holders import Holders
-from vramsweep.harness.allocator.replay import Row, WhatIf, what_if
+from vramsweep.harness.allocator.recording import HOW_TO_RECORD
+from vramsweep.harness.allocator.replay import NO_CUDA, WhatIf, what_if
 from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
-from vramsweep.harness.allocator.search import grid, rank
+from vramsweep.harness.allocator.search import grid, rank, saving
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.parsers import PAGE, Parser
+
+UNKNOWN = "unknown"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,16 +60,27 @@ def draw(result: WhatIf, out: Path) -> None:
         raise UserError(f"the figure could not be drawn: {reason[0]}")
 
 
-def verdict(row: Row) -> str:
+def verdict(result: WhatIf) -> str:
     """In words, how the replay under the recorded settings compares with the recording."""
-    match = row.match
+    match, end = result.rows[0].match, result.rows[0].timeline[-1]
     if match is None:
-        return ""
+        held = f'its ring buffer held {result.events} event (max_entries, or enabled="state")'
+        why = held if result.events else "it holds no event"
+        return (
+            f"There is no history to replay: {why}. Its final state has {_mib(end.reserved)} MiB reserved, "
+            f"{_mib(end.allocated)} allocated; its peak is unknown.\nTo record: {HOW_TO_RECORD}"
+        )
     events = f"{match.matched} of {match.segment_events} segment events"
     blocks = f"{match.blocks_in_place} of {match.blocks} blocks at the recorded address"
+    if match.exact and not match.segment_events + match.blocks:
+        return f"There is nothing to compare: the recording's {result.events} events make no segment and no block."
     if match.exact:
         return f"The replay under the recorded settings is exact: {events}, {blocks}."
-    return f"The replay under the recorded settings is NOT exact: {events}, {blocks}.\nFirst: {match.first_difference}"
+    other = NO_CUDA.format(result.library) if result.library else ""
+    return (
+        f"The replay under the recorded settings is NOT exact: {events}, {blocks}{other}.\n"
+        f"First: {match.first_difference}"
+    )
 
 
 def _print_table(result: WhatIf) -> None:
@@ -75,18 +89,20 @@ def _print_table(result: WhatIf) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("settings", overflow="fold")
     table.add_column("start")
-    for name in ("peak reserved MiB", "of it unallocated MiB", "cudaMallocs", "retries", "out of memory"):
+    for name in ("peak reserved MiB", "reserved but unused MiB", "cudaMallocs", "retries", "out of memory"):
         table.add_column(name, justify="right")
     for row in result.rows:
         out = "no" if row.out_of_memory is None else "YES"
         sizes = (_mib(row.peak_reserved), _mib(row.reserved_unallocated))
-        counts = (str(row.device_allocs), str(row.retries))
+        counts = [UNKNOWN if count is None else str(count) for count in (row.device_allocs, row.retries)]
         table.add_row(row.settings or "(defaults)", row.start, *sizes, *counts, out)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
     if result.rows[0].holders is not None:
-        console.print(_holders(result.rows[0].holders))
-    console.print(verdict(result.rows[0]), highlight=False)
+        console.print(
+            _holders(result.rows[0].holders, "final state's" if result.history == "none" else "recorded peak")
+        )
+    console.print(verdict(result), highlight=False)
     for row in result.rows:
         for note in (*row.notes, *([f"out of memory at {row.out_of_memory}"] if row.out_of_memory else [])):
             console.print(f"{row.settings or '(defaults)'}: {note}", highlight=False)
@@ -94,10 +110,10 @@ def _print_table(result: WhatIf) -> None:
         console.print(note, highlight=False)
 
 
-def _holders(peak: Holders) -> Table:
+def _holders(peak: Holders, of: str) -> Table:
     """Who holds the recorded peak."""
     unknown = f"; of {_mib(peak.unknown)} MiB no line is known" if peak.unknown else ""
-    title = f"What holds the recorded peak allocated, {_mib(peak.allocated)} MiB after event {peak.event}{unknown}"
+    title = f"What holds the {of} allocated, {_mib(peak.allocated)} MiB after event {peak.event}{unknown}"
     table = Table(title=title, title_justify="left")
     table.add_column("MiB in all", justify="right")
     table.add_column("blocks", justify="right")
@@ -113,6 +129,19 @@ def _holders(peak: Holders) -> Table:
 def _warnings(result: WhatIf) -> list[str]:
     match = result.rows[0].match
     notes = ['"rebuilt": what was live at the start is allocated anew first; compare these rows with one another.']
+    if result.history == "part":
+        notes.append(
+            f"The recording begins with memory held: peaks are those of its {result.events} events, not of what came "
+            "before them or fell out of the ring buffer (max_entries)."
+        )
+    if len(result.rows) > 2 and (found := saving(result)) is not None:
+        best, saved = found
+        notes.append(
+            f"Of the {len(result.rows) - 2} settings tried, {best.settings or 'the defaults'} reserves least: "
+            f"{_mib(saved)} MiB less than the recorded settings."
+            if saved > 0
+            else f"None of the {len(result.rows) - 2} settings tried reserves less than the recorded ones."
+        )
     if match is not None and match.releases_before_growth:
         notes.append(
             f"{match.releases_before_growth} cache releases come directly before a new segment: calls of empty_cache, "
@@ -125,8 +154,8 @@ def _warnings(result: WhatIf) -> list[str]:
     return notes
 
 
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.1f}"
+def _mib(size: int | None) -> str:
+    return UNKNOWN if size is None else f"{size / MIB:,.1f}"
 
 
 def parser() -> Parser:

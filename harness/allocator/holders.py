@@ -6,6 +6,7 @@ A recording keeps the stack of each request, but not what the memory is for: cat
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from vramsweep.harness.allocator.recording import Recording
@@ -16,6 +17,9 @@ LONGEST = 4096  # characters of a frame's file and name
 _TORCH = re.compile(r"(^|/)(site|dist)-packages/torch/|^<frozen |^torch/")
 _LAYERS = re.compile(r"/torch/nn/modules/(?!module\.py|container\.py)(\w+)\.py$")
 _AUTOGRAD = re.compile(r"\btorch::autograd::generated::(?:details::)?(\w+)::apply")
+
+_OF = {"c10_npu": "torch_npu", "at_npu": "torch_npu"}  # namespaces of C++
+_OTHERS = re.compile(r"\b(torch_npu|torch_mlu|torch_musa|torch_xla|c10_npu|at_npu)(?:/|\\|::)")
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,16 @@ def place(frames: Any) -> str | None:
     nodes = (found[1] for _, _, name in stack if (found := _AUTOGRAD.search(name)) is not None)
     node = next(nodes, None)
     return None if node is None else f"{node} (backward)"
+
+
+def library_of(recording: Recording) -> str | None:
+    """The library of another vendor's devices that the first thousand stacks name; None where they name none."""
+    stacks = {id(frames): frames for frames in (*recording.stacks.values(), *recording.held.values())}
+    for frames in islice(stacks.values(), 1000):
+        for path, _, name in _known(frames):
+            if (found := _OTHERS.search(f"{path} {name}")) is not None:
+                return _OF.get(found[1], found[1])
+    return None
 
 
 def _known(frames: Any) -> Iterable[tuple[str, int, str]]:

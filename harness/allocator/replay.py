@@ -10,16 +10,22 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vramsweep.harness.allocator.config import AllocatorConfig, parse, without_effect
 from vramsweep.harness.allocator.follow import RELEASES, Follower, Match, apply
-from vramsweep.harness.allocator.holders import Holders, at_peak
-from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording
+from vramsweep.harness.allocator.holders import Holders, at_peak, library_of
+from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording, RecordingError
 from vramsweep.harness.allocator.recording import load as load_recording
 from vramsweep.harness.allocator.restore import Start, undo
 from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
 from vramsweep.harness.allocator.timeline import Point, Timeline
+
+NO_CUDA = "; its stacks name {}: that is no CUDA recording, and its allocator is not the one replayed here"
+_OF_EVENTS = (  # what fewer than two say nothing of
+    "peak_reserved", "reserved_unallocated", "peak_allocated", "device_allocs", "retries", "match", "stats"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,33 +34,40 @@ class Row:
 
     `start` is "recorded" or "rebuilt". `device_allocs` counts cudaMalloc (or cuMemMap) calls, those for rebuilding
     the start included. `out_of_memory` says where the replay ended early; the sizes are then those up to there.
-    `match` and `holders` are set for the replay under the recorded settings, `notes` for what to bear in mind.
+    `match` and `holders` are set for the replay under the recorded settings, `notes` for what to bear in mind. Of a
+    recording without history nothing is known as recorded but the holders of the final state, and the timeline's end.
     """
 
     settings: str
     start: str
-    peak_reserved: int
-    reserved_unallocated: int
-    peak_allocated: int
-    device_allocs: int
-    retries: int
+    peak_reserved: int | None
+    reserved_unallocated: int | None
+    peak_allocated: int | None
+    device_allocs: int | None
+    retries: int | None
     out_of_memory: str | None
     match: Match | None
     notes: tuple[str, ...]
-    stats: Stats
+    stats: Stats | None
     timeline: tuple[Point, ...]
     holders: Holders | None = None
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The what-if table of one recording; the first row is always the recorded settings as recorded."""
+    """The what-if table of one recording; the first row is always the recorded settings as recorded.
+
+    `history` is "whole" where nothing was held before the first event, "part" where memory was, and "none" of fewer
+    than two events. `library` is that of another vendor's devices, where the stacks name one.
+    """
 
     recording: str
     device: int
     events: int
     memory_limit: int | None
     rows: tuple[Row, ...]
+    history: str = "whole"
+    library: str | None = None
 
     def to_json(self, timelines: bool = True) -> str:
         data = asdict(self)
@@ -80,14 +93,20 @@ def what_if(
     """
     configs = [parse(text) for text in settings]
     recording = load_recording(path, device, max_bytes)
-    start = undo(recording)
+    library = library_of(recording)
+    try:
+        start = undo(recording)
+    except RecordingError as error:
+        raise RecordingError(f"{error}{NO_CUDA.format(library) if library else ''}") from None
     for config in configs:
         Simulator(config, memory_limit)  # refuse before the work starts
     rows = [replay_as_recorded(recording, start, recorded_limit)]
     baseline = replay_under(recording, start, _without_limits(recording.settings), memory_limit)
     rows.append(replace(baseline, settings=recording.settings.render()))
     rows += [replay_under(recording, start, config, memory_limit) for config in configs]
-    return WhatIf(recording.name, recording.device, len(recording.events), memory_limit, tuple(rows))
+    events = len(recording.events)
+    history = "none" if events < 2 else "whole" if start.empty else "part"
+    return WhatIf(recording.name, recording.device, events, memory_limit, tuple(rows), history, library)
 
 
 def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | None = None) -> Row:
@@ -110,6 +129,9 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
         out_of_memory = _ended(index, recording, error)
         timeline.close()
     row = _row(recording.settings, "recorded", simulator, out_of_memory, follower.match(), (), timeline)
+    if len(recording.events) < 2:
+        unknown: dict[str, Any] = dict.fromkeys(_OF_EVENTS)
+        row = replace(row, **unknown)
     return replace(row, holders=at_peak(recording, start, busiest, most))
 
 

@@ -22,8 +22,8 @@ AT, PAGE = 1 << 40, 20 << 20
 SHARED: list[Any] = functools.reduce(lambda inner, _: [inner] * 10, range(30), [0])  # written out, 10**30 values
 EVIL: tuple[Any, ...] = (
     None, True, -1, 0, 1, 1 << 47, 1 << 63, 1 << 64, 10**300, 10**400, 10**5000, 1.5, float("nan"), float("inf"),
-    -float("inf"), "", "x", "9" * 5000, "../../etc/passwd", [], {}, (), [[]], [None], {"a": 1}, (1, 2), ((), ()), b"bytes",
-    "\x1b[2J", SHARED, {"a": SHARED}, (SHARED, SHARED),
+    -float("inf"), "", "x", "9" * 5000, "../../etc/passwd", [], {}, (), [[]], [None], {"a": 1}, (1, 2), ((), ()),
+    b"bytes", "\x1b[2J", SHARED, {"a": SHARED}, (SHARED, SHARED),
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The replay verb from outside: table, JSON, figure, and mistakes."""
 
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from conftest import unpacked
 
 from vramsweep.harness import cli
+from vramsweep.harness.allocator import safepickle
 
 
 def replay(words: list[str]) -> int:
@@ -39,6 +41,52 @@ def test_search_adds_a_grid_and_ranks(capsys):
     peaks = [row["peak_reserved"] for row in rows[1:]]
     assert peaks == sorted(peaks)
     assert any("garbage_collection_threshold" in row["settings"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([{"action": "snapshot", "addr": 0, "size": 0, "stream": 0}], "is no history to replay: it holds no event. Its"),
+        ([-1], 'is no history to replay: its ring buffer held 1 event (max_entries, or enabled="state"). Its final state'
+         " has 3,606.0 MiB reserved, 30.3 allocated; its peak is unknown."),
+        ([-2, -1], "There is nothing to compare: the recording's 2 events make no segment and no block."),
+        ([*range(-4, 0)], "The recording begins with memory held: peaks are those of its 4 events"),
+    ],
+)  # fmt: skip
+def test_a_recording_without_history_is_not_called_exact(events, said, tmp_path, capsys):
+    whole = safepickle.load(SMALL)
+    whole["device_traces"] = [[whole["device_traces"][0][e] if isinstance(e, int) else e for e in events]]
+    (tmp_path / "last.pickle").write_bytes(pickle.dumps(whole))
+    assert replay([str(tmp_path / "last.pickle")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert said in out and "is exact" not in out
+    assert replay([str(tmp_path / "last.pickle"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    row = data["rows"][0]
+    unknown = [row[name] is None for name in ("match", "peak_reserved", "peak_allocated", "device_allocs", "stats")]
+    assert (data["history"], unknown) == (("none", [True] * 5) if len(events) < 2 else ("part", [False] * 5))
+
+
+def test_a_recording_of_another_vendors_library_is_named(tmp_path, capsys):
+    whole = safepickle.load(SMALL)
+    for event in whole["device_traces"][0]:
+        event["frames"] = [{"filename": "/site-packages/torch_npu/npu/memory.py", "line": 1, "name": "f"}]
+        if event["action"] == "segment_alloc":
+            event["stream"] = 7
+    for name, change in (("moved", {}), ("torn", {"segments": []})):
+        (tmp_path / name).write_bytes(pickle.dumps(whole | change))
+        assert replay([str(tmp_path / name)]) == (2 if change else 0)
+        shown = "".join(capsys.readouterr())
+        assert "its stacks name torch_npu: that is no CUDA recording" in " ".join(shown.split())
+
+
+def test_what_a_setting_saves_is_said_of_the_best_one_tried(capsys):
+    assert replay([str(SMALL), "--search"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "unallocated" not in out
+    assert "Of the 17 settings tried, large_segment_size_mb:40 reserves least: 492.0 MiB less than the recorded" in out
+    assert replay([str(SMALL), "--allocator", "expandable_segments:True"]) == 0
+    assert "None of the 1 settings tried reserves less" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
