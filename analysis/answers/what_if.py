@@ -32,13 +32,14 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
             continue
         try:
             result = what_if(path, grid(limited=False))
+            if result.history == "none":
+                raise UserError(f"{path.name} has no history, only a final state")
         except (UserError, OSError) as error:
             notes.append(f"recording of trial {row['trial_id']}: {error}")
             continue
         first, others = result.rows[0], rank(result.rows[1:])
         match = first.match
         exact = "exact" if match is not None and match.exact else "NOT exact, so take the rest with care"
-        exact = "of a final state only, as there is no history" if result.history == "none" else exact
         where = f"{row['model']}, {row['seq_len']} tokens, {row['precision']}"
         title = f"Allocator what-if, replayed from trial {row['trial_id']} ({where}); the replay as recorded is {exact}"
         name = names.safe(f"what_if_{row['trial_id']}")
@@ -48,15 +49,11 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
     return tables, notes
 
 
-def _text(value: int | None, unit: int = 1, digits: int = 0) -> str:
-    return "unknown" if value is None else f"{value / unit:,.{digits}f}"
-
-
 def _cells(row: Row) -> dict[str, str]:
     return {
         "settings": (row.settings or "(defaults)") + (", as recorded" if row.start == "recorded" else ""),
-        "predicted peak reserved (MiB)": _text(row.peak_reserved, MIB, 1),
-        "reserved but unused (MiB)": _text(row.reserved_unallocated, MIB, 1),
-        "cudaMallocs": _text(row.device_allocs),
+        "predicted peak reserved (MiB)": f"{(row.peak_reserved or 0) / MIB:,.1f}",
+        "reserved but unused (MiB)": f"{(row.reserved_unallocated or 0) / MIB:,.1f}",
+        "cudaMallocs": f"{row.device_allocs:,}",
         "out of memory": row.out_of_memory or "no",
     }

@@ -94,7 +94,7 @@ def holders(table: Mapping[str, Any]) -> pd.DataFrame:
 def as_figure(table: Mapping[str, Any]) -> Figure:
     """`allocator_timelines` with what to know of it, and with the recorded peak named."""
     plot, peak = allocator_timelines(table), table["rows"][0]["holders"]
-    word = "at the end" if table.get("history") == "none" else "peak"
+    word = "final" if table.get("history") == "none" else "peak"
     right = peak["event"] > table["events"] / 2
     plot.add_annotation(
         x=peak["event"], y=peak["allocated"] / _GIB, text=f"<b>{word} {peak['allocated'] / MIB:,.0f} MiB</b> allocated",

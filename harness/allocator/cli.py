@@ -13,14 +13,12 @@ from vramsweep.harness import units
 from vramsweep.harness.allocator.config import MIB
 from vramsweep.harness.allocator.holders import Holders
 from vramsweep.harness.allocator.recording import HOW_TO_RECORD
-from vramsweep.harness.allocator.replay import NO_CUDA, WhatIf, what_if
+from vramsweep.harness.allocator.replay import WhatIf, what_if
 from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.search import grid, rank, saving
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.parsers import PAGE, Parser
-
-UNKNOWN = "unknown"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,23 +62,18 @@ def verdict(result: WhatIf) -> str:
     """In words, how the replay under the recorded settings compares with the recording."""
     match, end = result.rows[0].match, result.rows[0].timeline[-1]
     if match is None:
-        held = f'its ring buffer held {result.events} event (max_entries, or enabled="state")'
-        why = held if result.events else "it holds no event"
-        return (
-            f"There is no history to replay: {why}. Its final state has {_mib(end.reserved)} MiB reserved, "
-            f"{_mib(end.allocated)} allocated; its peak is unknown.\nTo record: {HOW_TO_RECORD}"
-        )
+        why = 'ring held one event (max_entries, or enabled="state")' if result.events else "recording has no event"
+        end_is = f"{_mib(end.reserved)} MiB reserved, {_mib(end.allocated)} allocated"
+        return f"No history: its {why}. The final state is {end_is}; the peak is unknown.\nTo record: {HOW_TO_RECORD}"
     events = f"{match.matched} of {match.segment_events} segment events"
     blocks = f"{match.blocks_in_place} of {match.blocks} blocks at the recorded address"
     if match.exact and not match.segment_events + match.blocks:
-        return f"There is nothing to compare: the recording's {result.events} events make no segment and no block."
+        return f"Nothing to compare: its {result.events} events make no segment and no block."
     if match.exact:
         return f"The replay under the recorded settings is exact: {events}, {blocks}."
-    other = NO_CUDA.format(result.library) if result.library else ""
-    return (
-        f"The replay under the recorded settings is NOT exact: {events}, {blocks}{other}.\n"
-        f"First: {match.first_difference}"
-    )
+    other = f"\nIts stacks name {result.library}: no CUDA recording, so not its allocator." if result.library else ""
+    first = f"First: {match.first_difference}{other}"
+    return f"The replay under the recorded settings is NOT exact: {events}, {blocks}.\n{first}"
 
 
 def _print_table(result: WhatIf) -> None:
@@ -94,14 +87,12 @@ def _print_table(result: WhatIf) -> None:
     for row in result.rows:
         out = "no" if row.out_of_memory is None else "YES"
         sizes = (_mib(row.peak_reserved), _mib(row.reserved_unallocated))
-        counts = [UNKNOWN if count is None else str(count) for count in (row.device_allocs, row.retries)]
+        counts = ["unknown" if count is None else str(count) for count in (row.device_allocs, row.retries)]
         table.add_row(row.settings or "(defaults)", row.start, *sizes, *counts, out)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
     if result.rows[0].holders is not None:
-        console.print(
-            _holders(result.rows[0].holders, "final state's" if result.history == "none" else "recorded peak")
-        )
+        console.print(_holders(result.rows[0].holders, "final" if result.history == "none" else "recorded peak"))
     console.print(verdict(result), highlight=False)
     for row in result.rows:
         for note in (*row.notes, *([f"out of memory at {row.out_of_memory}"] if row.out_of_memory else [])):
@@ -130,17 +121,12 @@ def _warnings(result: WhatIf) -> list[str]:
     match = result.rows[0].match
     notes = ['"rebuilt": what was live at the start is allocated anew first; compare these rows with one another.']
     if result.history == "part":
-        notes.append(
-            f"The recording begins with memory held: peaks are those of its {result.events} events, not of what came "
-            "before them or fell out of the ring buffer (max_entries)."
-        )
+        before = "what came before, or fell out of its ring buffer (max_entries), is not in them"
+        notes.append(f"It begins with memory held: peaks are those of its {result.events} events; {before}.")
     if len(result.rows) > 2 and (found := saving(result)) is not None:
-        best, saved = found
+        saved = f"reserves {_mib(found[1])} MiB less than" if found[1] > 0 else "saves nothing over"
         notes.append(
-            f"Of the {len(result.rows) - 2} settings tried, {best.settings or 'the defaults'} reserves least: "
-            f"{_mib(saved)} MiB less than the recorded settings."
-            if saved > 0
-            else f"None of the {len(result.rows) - 2} settings tried reserves less than the recorded ones."
+            f"The best of {len(result.rows) - 2} tried, {found[0].settings or '(defaults)'}, {saved} the recorded."
         )
     if match is not None and match.releases_before_growth:
         notes.append(
@@ -155,7 +141,7 @@ def _warnings(result: WhatIf) -> list[str]:
 
 
 def _mib(size: int | None) -> str:
-    return UNKNOWN if size is None else f"{size / MIB:,.1f}"
+    return "unknown" if size is None else f"{size / MIB:,.1f}"
 
 
 def parser() -> Parser:
@@ -163,12 +149,9 @@ def parser() -> Parser:
     parser = Parser(prog="vramsweep replay")
     parser.add_argument("file", help="a recording made with torch.cuda.memory._dump_snapshot")
     parser.add_argument(
-        "--allocator",
-        action="append",
-        default=[],
-        metavar="SETTINGS",
+        "--allocator", action="append", default=[], metavar="SETTINGS",
         help="settings to try, as in PYTORCH_CUDA_ALLOC_CONF; may be given several times",
-    )
+    )  # fmt: skip
     parser.add_argument("--search", action="store_true", help="try a grid of settings and rank them")
     parser.add_argument(
         "--memory-limit", type=units.size, metavar="SIZE", help="what the process may use, for example 24GiB"

@@ -12,13 +12,11 @@ from typing import Any
 from vramsweep.harness.allocator.recording import Recording
 from vramsweep.harness.allocator.restore import Start
 
-LARGEST = 10
-LONGEST = 4096  # characters of a frame's file and name
+LARGEST, LONGEST = 10, 2048  # blocks named; characters of a frame's file and name
 _TORCH = re.compile(r"(^|/)(site|dist)-packages/torch/|^<frozen |^torch/")
 _LAYERS = re.compile(r"/torch/nn/modules/(?!module\.py|container\.py)(\w+)\.py$")
 _AUTOGRAD = re.compile(r"\btorch::autograd::generated::(?:details::)?(\w+)::apply")
 
-_OF = {"c10_npu": "torch_npu", "at_npu": "torch_npu"}  # namespaces of C++
 _OTHERS = re.compile(r"\b(torch_npu|torch_mlu|torch_musa|torch_xla|c10_npu|at_npu)(?:/|\\|::)")
 
 
@@ -68,9 +66,7 @@ def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> H
     for addr, (size, made) in live.items():
         lasting = None if addr in freed else recording.held.get(addr)  # of what was there before the recording began
         frames = lasting if made is None else recording.stacks.get(made)
-        if id(frames) not in places:
-            places[id(frames)] = place(frames)
-        where = places[id(frames)]
+        where = places[id(frames)] if id(frames) in places else places.setdefault(id(frames), place(frames))
         counts[size, where] = counts.get((size, where), 0) + 1
     every = [Holder(size, count, where) for (size, where), count in counts.items()]
     every.sort(key=lambda one: (-one.bytes, -one.count, one.where or ""))
@@ -110,17 +106,13 @@ def place(frames: Any) -> str | None:
 def library_of(recording: Recording) -> str | None:
     """The library of another vendor's devices that the first thousand stacks name; None where they name none."""
     stacks = {id(frames): frames for frames in (*recording.stacks.values(), *recording.held.values())}
-    for frames in islice(stacks.values(), 1000):
-        for path, _, name in _known(frames):
-            if (found := _OTHERS.search(f"{path} {name}")) is not None:
-                return _OF.get(found[1], found[1])
-    return None
+    frames = (frame for stack in islice(stacks.values(), 1000) for frame in _known(stack))
+    return next((found[1] for path, _, name in frames if (found := _OTHERS.search(f"{path} {name}"))), None)
 
 
 def _known(frames: Any) -> Iterable[tuple[str, int, str]]:
     for frame in frames if isinstance(frames, list) else ():
         if isinstance(frame, dict):
             path, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            fits = isinstance(path, str) and type(line) is int and isinstance(name, str) and abs(line) < 1 << 32
-            if fits and len(path) + len(name) < LONGEST:
-                yield path, line, name
+            if isinstance(path, str) and isinstance(line, int) and isinstance(name, str) and abs(line) < 1 << 32:
+                yield path[:LONGEST], line, name[:LONGEST]

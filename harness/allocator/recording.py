@@ -132,9 +132,7 @@ def _event(entry: Any, index: int, name: str) -> Event:
     action = entry.get("action")
     known = _ACTIONS.get(action) if isinstance(action, str) else None
     if known is None:
-        raise RecordingError(
-            f"{where} has the unknown action {describe(action)}: this version does not know how to replay it"
-        )
+        raise RecordingError(f"{where} has the unknown action {describe(action)}: this version cannot replay it")
     addr = _whole(entry, "device_free" if known == "oom" else "addr", where)
     return known, addr, _whole(entry, "size", where), _whole(entry, "stream", where)
 

@@ -10,22 +10,16 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vramsweep.harness.allocator.config import AllocatorConfig, parse, without_effect
 from vramsweep.harness.allocator.follow import RELEASES, Follower, Match, apply
 from vramsweep.harness.allocator.holders import Holders, at_peak, library_of
-from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording, RecordingError
+from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording
 from vramsweep.harness.allocator.recording import load as load_recording
 from vramsweep.harness.allocator.restore import Start, undo
 from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
 from vramsweep.harness.allocator.timeline import Point, Timeline
-
-NO_CUDA = "; its stacks name {}: that is no CUDA recording, and its allocator is not the one replayed here"
-_OF_EVENTS = (  # what fewer than two say nothing of
-    "peak_reserved", "reserved_unallocated", "peak_allocated", "device_allocs", "retries", "match", "stats"
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,8 +51,8 @@ class Row:
 class WhatIf:
     """The what-if table of one recording; the first row is always the recorded settings as recorded.
 
-    `history` is "whole" where nothing was held before the first event, "part" where memory was, and "none" of fewer
-    than two events. `library` is that of another vendor's devices, where the stacks name one.
+    `history` is "none" of fewer than two events, "part" where memory was held before the first one, else "whole".
+    `library` is another vendor's, where the stacks name one.
     """
 
     recording: str
@@ -66,8 +60,8 @@ class WhatIf:
     events: int
     memory_limit: int | None
     rows: tuple[Row, ...]
-    history: str = "whole"
-    library: str | None = None
+    history: str
+    library: str | None
 
     def to_json(self, timelines: bool = True) -> str:
         data = asdict(self)
@@ -93,19 +87,15 @@ def what_if(
     """
     configs = [parse(text) for text in settings]
     recording = load_recording(path, device, max_bytes)
-    library = library_of(recording)
-    try:
-        start = undo(recording)
-    except RecordingError as error:
-        raise RecordingError(f"{error}{NO_CUDA.format(library) if library else ''}") from None
+    start = undo(recording)
     for config in configs:
         Simulator(config, memory_limit)  # refuse before the work starts
     rows = [replay_as_recorded(recording, start, recorded_limit)]
     baseline = replay_under(recording, start, _without_limits(recording.settings), memory_limit)
     rows.append(replace(baseline, settings=recording.settings.render()))
     rows += [replay_under(recording, start, config, memory_limit) for config in configs]
-    events = len(recording.events)
-    history = "none" if events < 2 else "whole" if start.empty else "part"
+    history = "none" if len(recording.events) < 2 else "whole" if start.empty else "part"
+    events, library = len(recording.events), library_of(recording)
     return WhatIf(recording.name, recording.device, events, memory_limit, tuple(rows), history, library)
 
 
@@ -130,8 +120,8 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
         timeline.close()
     row = _row(recording.settings, "recorded", simulator, out_of_memory, follower.match(), (), timeline)
     if len(recording.events) < 2:
-        unknown: dict[str, Any] = dict.fromkeys(_OF_EVENTS)
-        row = replace(row, **unknown)
+        row = replace(row, peak_reserved=None, reserved_unallocated=None, peak_allocated=None, stats=None)
+        row = replace(row, device_allocs=None, retries=None, match=None)
     return replace(row, holders=at_peak(recording, start, busiest, most))
 
 

@@ -30,12 +30,9 @@ def rank(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def saving(result: WhatIf) -> tuple[Row, int] | None:
-    """The best of the settings tried, and how many bytes fewer it reserves than the recorded ones, both rebuilt.
-
-    None where no other was tried, or where one of the two runs out of memory.
-    """
-    recorded, *others = sorted(result.rows[1:], key=lambda row: row.settings != result.rows[0].settings)
-    best = rank(others)[0] if others else recorded
-    if not others or recorded.out_of_memory or best.out_of_memory:
+    """The best of the settings tried and the bytes it saves, both rebuilt; None where none was tried or one ran out."""
+    recorded, *tried = sorted(result.rows[1:], key=lambda row: row.settings != result.rows[0].settings)
+    best = next(iter(rank(tried)), None)
+    if best is None or recorded.out_of_memory or best.out_of_memory:
         return None
     return best, (recorded.peak_reserved or 0) - (best.peak_reserved or 0)
