@@ -6,6 +6,7 @@ one of expandable segments made by hand. Stack frames are left out: nothing chec
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 from collections.abc import Iterator, Sequence
@@ -29,12 +30,13 @@ FORMULAS = (
     "64 * seq_len * micro_batch", "-(-seq_len // 8) * 16", "max(4, min(seq_len, 512)) + kept",
     "(3 * seq_len * seq_len + 7 * micro_batch) // 2", "seq_len >= 2 and not micro_batch == 1 or seq_len % 64 != 3",
 )  # fmt: skip
+SHARED: list[Any] = functools.reduce(lambda inner, _: [inner] * 10, range(30), [0])  # written out, 10**30 values
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2, 511, 512, 1 << 20, (10 << 20) + 1, 2 << 20, 20 << 20, (1 << 47) - 1, 1 << 47,
     (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 10**100, 0.5, float("nan"), float("inf"), "", "small", "large",
     "inactive", "active_allocated", "active_pending_free", "alloc", "free_requested", "free_completed", "segment_alloc",
     "segment_free", "segment_map", "segment_unmap", "oom", "snapshot", "x" * 100, [], {}, (), (0, 1), (1 << 80, -1),
-    [[]], {"a": 1},
+    [[]], {"a": 1}, SHARED, {"a": SHARED}, 10**400,
 )  # fmt: skip
 
 
@@ -68,9 +70,14 @@ def _expandable() -> dict[str, Any]:
 
 
 def pickles() -> Iterator[bytes]:
-    """Recordings as files, by an old and a new protocol."""
+    """Recordings as files, by an old and a new protocol, and with each value in turn one that shares what it holds."""
     for one in recordings():
         yield from (pickle.dumps(one, protocol) for protocol in (2, 4))
+    small = _expandable()
+    for parent, key in list(_places(small)):
+        kept, parent[key] = parent[key], SHARED
+        yield pickle.dumps(small, 2)
+        parent[key] = kept
 
 
 def changes() -> Iterator[bytes]:
@@ -94,12 +101,14 @@ def changed(valid: Sequence[bytes], data: bytes) -> Any:
     return whole
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every key of every dict and index of every list, with what holds it."""
-    if isinstance(value, (dict, list)):
+def _places(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, Any]]:
+    """Every key of every dict and index of every list, with what holds it; what is shared is entered once."""
+    seen = set() if seen is None else seen
+    if isinstance(value, (dict, list)) and id(value) not in seen:
+        seen.add(id(value))
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
-            yield from _places(value[key])
+            yield from _places(value[key], seen)
 
 
 def _change(kind: int, parent: Any, key: Any, value: int, places: Sequence[tuple[Any, Any]]) -> None:

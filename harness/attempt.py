@@ -38,6 +38,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from vramsweep.harness import leftovers, machine, row, starving, variables
+from vramsweep.harness.errors import describe
 from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.occupancy import Occupancy
 from vramsweep.harness.outcome import REASON_LENGTH, Evidence, HostMemory
@@ -398,7 +399,7 @@ def _misfit(result: Mapping[str, Any]) -> str | None:
             return f"column {name} is not for the worker to say"
     spent = values.get("steps_s")
     if spent is not None and (isinstance(spent, bool) or not isinstance(spent, int | float)):
-        return f"steps_s holds {spent!r}, which is no number"
+        return f"steps_s holds {describe(spent)}, which is no number"
     try:
         row.complete({name: value for name, value in values.items() if name != "steps_s"})
     except row.RowError as problem:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from vramsweep.harness.errors import describe
 from vramsweep.harness.techniques import AXES
 
 SCHEMA_VERSION = 2
@@ -342,9 +343,9 @@ def _check(column: Column, value: Any) -> None:
     if column.type is float and isinstance(value, int) and not isinstance(value, bool):
         fits = True
     if not fits:
-        raise RowError(f"column {column.name} holds {value!r}, expected {column.type.__name__} or null")
+        raise RowError(f"column {column.name} holds {describe(value)}, expected {column.type.__name__} or null")
     if column.name == "outcome" and value not in set(Outcome):
-        raise RowError(f"outcome {value!r} is none of {', '.join(Outcome)}")
+        raise RowError(f"outcome {describe(value)} is none of {', '.join(Outcome)}")
 
 
 def believable(values: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from vramsweep.harness import differences, gpus, lengths, links, mistakes, registry, script, techniques
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.errors import EnvironmentFault, UserError
+from vramsweep.harness.errors import EnvironmentFault, UserError, describe
 from vramsweep.harness.gpus import GPUS, Capability, Gpu
 
 ID_VERSION = 2
@@ -369,13 +369,13 @@ def parse(values: Mapping[str, Any]) -> Trial:
         trial = Trial.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where, given = ".".join(str(part) for part in first["loc"]), describe(first["input"])
         if where.startswith("versions.") and first["type"] == "string_type":
-            raise InvalidTrial(f"{where} = {first['input']!r} is a number; write a whole version, as 0.14.2") from None
+            raise InvalidTrial(f"{where} = {given} is a number; write a whole version, as 0.14.2") from None
         near = ""
-        if first["type"] == "literal_error":
-            near = mistakes.meant(str(first["input"]), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
-        raise InvalidTrial(f"{where} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{near}") from None
+        if first["type"] == "literal_error" and isinstance(first["input"], str):
+            near = mistakes.meant(first["input"], re.findall(r"'([^']*)'", first["ctx"]["expected"]))
+        raise InvalidTrial(f"{where} = {given}: {first['msg'][0].lower()}{first['msg'][1:]}{near}") from None
     try:
         conf = allocator_config.parse(trial.allocator.conf)
     except allocator_config.AllocatorConfigError as error:

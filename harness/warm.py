@@ -32,6 +32,7 @@ from typing import Any
 import psutil
 
 from vramsweep.harness import node
+from vramsweep.harness.errors import describe
 from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.waiting import Look, last_words, readable
 
@@ -93,7 +94,7 @@ def number(message: Message, name: str) -> int:
     """A field that holds a count or an id. Raises Lost if it does not."""
     value = message.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise Lost(f"gave {value!r} as {name}")
+        raise Lost(f"gave {describe(value)} as {name}")
     return value
 
 
@@ -184,7 +185,7 @@ class Template:
                 raise Lost(f"forked no worker within {self.bounds.fork_s:g} s")
             if message["event"] != "refused":
                 if message["event"] != "forked":
-                    raise Lost(f"said {message['event']!r} in place of having forked")
+                    raise Lost(f"said {describe(message['event'])} in place of having forked")
                 pid = number(message, "pid")
                 return WarmWorker(self, replies, pid, self._child(pid))
         except Lost as lost:
@@ -276,11 +277,11 @@ class WarmWorker:
             if message is None:
                 raise Lost(f"did not report the end of its worker within {bound:g} s")
             if message["event"] != "ended":
-                raise Lost(f"said {message['event']!r} in place of how its worker ended")
+                raise Lost(f"said {describe(message['event'])} in place of how its worker ended")
             try:
                 return True, os.waitstatus_to_exitcode(number(message, "status"))
             except ValueError:
-                raise Lost(f"gave {message['status']} as a wait status") from None
+                raise Lost(f"gave {describe(message['status'])} as a wait status") from None
         except Lost as lost:
             over = self._over()
             if not template.lose(str(lost)):  # others have workers of it, which would die with it

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness import lengths
+from vramsweep.harness.errors import describe
 from vramsweep.harness.trial import InvalidTrial, Trial, unchanged
 from vramsweep.runners import places, techniques
 from vramsweep.runners.techniques import attention
@@ -206,7 +207,7 @@ def _refuse_absurd(trial: Trial, config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= most):
             raise InvalidTrial(
-                f"model {trial.model.path or trial.model.name}: {name}={value!r:.40} is no model's; allowed is a "
+                f"model {trial.model.path or trial.model.name}: {name}={describe(value)} is no model's; allowed is a "
                 f"number from 1 to {most:,}"
             )
 

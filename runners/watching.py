@@ -35,7 +35,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from vramsweep.harness import account, machine, names, outcome, script, techniques, variables
 from vramsweep.harness import trial as trials
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.errors import UserError, describe
 from vramsweep.harness.flags import flags
 from vramsweep.harness.journal import Journal
 from vramsweep.harness.row import BY_NAME, Outcome, Row
@@ -244,5 +244,5 @@ def _trial(settings: dict[str, Any], told: set[str], warmup_steps: int) -> trial
         return trials.Trial.model_validate(values)  # not parse: rules say what vramsweep could run, and this runs
     except ValidationError as error:
         first = error.errors()[0]
-        wrong = f"{first['loc'][-1]}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        wrong = f"{first['loc'][-1]}={describe(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
         raise UserError(f"vramsweep.watch: {wrong}") from None

@@ -32,6 +32,8 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
             continue
         try:
             result = what_if(path, grid(limited=False))
+            if result.history == "none":
+                raise UserError(f"{path.name} has no history, only a final state")
         except (UserError, OSError) as error:
             notes.append(f"recording of trial {row['trial_id']}: {error}")
             continue
@@ -50,8 +52,8 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
 def _cells(row: Row) -> dict[str, str]:
     return {
         "settings": (row.settings or "(defaults)") + (", as recorded" if row.start == "recorded" else ""),
-        "predicted peak reserved (MiB)": f"{row.peak_reserved / MIB:,.1f}",
-        "of it unallocated (MiB)": f"{row.reserved_unallocated / MIB:,.1f}",
+        "predicted peak reserved (MiB)": f"{(row.peak_reserved or 0) / MIB:,.1f}",
+        "reserved but unused (MiB)": f"{(row.reserved_unallocated or 0) / MIB:,.1f}",
         "cudaMallocs": f"{row.device_allocs:,}",
         "out of memory": row.out_of_memory or "no",
     }

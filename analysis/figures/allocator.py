@@ -94,14 +94,15 @@ def holders(table: Mapping[str, Any]) -> pd.DataFrame:
 def as_figure(table: Mapping[str, Any]) -> Figure:
     """`allocator_timelines` with what to know of it, and with the recorded peak named."""
     plot, peak = allocator_timelines(table), table["rows"][0]["holders"]
+    word = "final" if table.get("history") == "none" else "peak"
     right = peak["event"] > table["events"] / 2
     plot.add_annotation(
-        x=peak["event"], y=peak["allocated"] / _GIB, text=f"<b>peak {peak['allocated'] / MIB:,.0f} MiB</b> allocated",
+        x=peak["event"], y=peak["allocated"] / _GIB, text=f"<b>{word} {peak['allocated'] / MIB:,.0f} MiB</b> allocated",
         ax=-20 if right else 20, ay=28, xanchor="right" if right else "left", arrowhead=0, name="peak",
         bgcolor="rgba(255,255,255,0.7)",
     )  # fmt: skip
     plot.update_layout(title=None, margin={"t": 30})
-    unknown = f"; of {peak['unknown'] / MIB:,.1f} MiB at the peak no line is known" if peak["unknown"] else ""
+    unknown = f"; of {peak['unknown'] / MIB:,.1f} MiB no line is known" if peak["unknown"] else ""
     caption = (
         f"Replayed from a recording of {table['events']:,} events. It says which line asked for a block, not what the "
         f"block is for, so what was allocated has one colour{unknown}."

@@ -12,9 +12,10 @@ from rich.table import Table
 from vramsweep.harness import units
 from vramsweep.harness.allocator.config import MIB
 from vramsweep.harness.allocator.holders import Holders
-from vramsweep.harness.allocator.replay import Row, WhatIf, what_if
+from vramsweep.harness.allocator.recording import HOW_TO_RECORD
+from vramsweep.harness.allocator.replay import WhatIf, what_if
 from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
-from vramsweep.harness.allocator.search import grid, rank
+from vramsweep.harness.allocator.search import grid, rank, saving
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.interpreter import build_command
@@ -58,16 +59,22 @@ def draw(result: WhatIf, out: Path) -> None:
         raise UserError(f"the figure could not be drawn: {reason[0]}")
 
 
-def verdict(row: Row) -> str:
+def verdict(result: WhatIf) -> str:
     """In words, how the replay under the recorded settings compares with the recording."""
-    match = row.match
+    match, end = result.rows[0].match, result.rows[0].timeline[-1]
     if match is None:
-        return ""
+        why = 'ring held one event (max_entries, or enabled="state")' if result.events else "recording has no event"
+        end_is = f"{_mib(end.reserved)} MiB reserved, {_mib(end.allocated)} allocated"
+        return f"No history: its {why}. The final state is {end_is}; the peak is unknown.\nTo record: {HOW_TO_RECORD}"
     events = f"{match.matched} of {match.segment_events} segment events"
     blocks = f"{match.blocks_in_place} of {match.blocks} blocks at the recorded address"
+    if match.exact and not match.segment_events + match.blocks:
+        return f"Nothing to compare: its {result.events} events make no segment and no block."
     if match.exact:
         return f"The replay under the recorded settings is exact: {events}, {blocks}."
-    return f"The replay under the recorded settings is NOT exact: {events}, {blocks}.\nFirst: {match.first_difference}"
+    other = f"\nIts stacks name {result.library}: no CUDA recording, so not its allocator." if result.library else ""
+    first = f"First: {match.first_difference}{other}"
+    return f"The replay under the recorded settings is NOT exact: {events}, {blocks}.\n{first}"
 
 
 def _print_table(result: WhatIf) -> None:
@@ -76,18 +83,18 @@ def _print_table(result: WhatIf) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("settings", overflow="fold")
     table.add_column("start")
-    for name in ("peak reserved MiB", "of it unallocated MiB", "cudaMallocs", "retries", "out of memory"):
+    for name in ("peak reserved MiB", "reserved but unused MiB", "cudaMallocs", "retries", "out of memory"):
         table.add_column(name, justify="right")
     for row in result.rows:
         out = "no" if row.out_of_memory is None else "YES"
         sizes = (_mib(row.peak_reserved), _mib(row.reserved_unallocated))
-        counts = (str(row.device_allocs), str(row.retries))
+        counts = ["unknown" if count is None else str(count) for count in (row.device_allocs, row.retries)]
         table.add_row(row.settings or "(defaults)", row.start, *sizes, *counts, out)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table)
     if result.rows[0].holders is not None:
-        console.print(_holders(result.rows[0].holders))
-    console.print(verdict(result.rows[0]), highlight=False)
+        console.print(_holders(result.rows[0].holders, "final" if result.history == "none" else "recorded peak"))
+    console.print(verdict(result), highlight=False)
     for row in result.rows:
         for note in (*row.notes, *([f"out of memory at {row.out_of_memory}"] if row.out_of_memory else [])):
             console.print(f"{row.settings or '(defaults)'}: {note}", highlight=False)
@@ -95,10 +102,10 @@ def _print_table(result: WhatIf) -> None:
         console.print(note, highlight=False)
 
 
-def _holders(peak: Holders) -> Table:
+def _holders(peak: Holders, of: str) -> Table:
     """Who holds the recorded peak."""
     unknown = f"; of {_mib(peak.unknown)} MiB no line is known" if peak.unknown else ""
-    title = f"What holds the recorded peak allocated, {_mib(peak.allocated)} MiB after event {peak.event}{unknown}"
+    title = f"What holds the {of} allocated, {_mib(peak.allocated)} MiB after event {peak.event}{unknown}"
     table = Table(title=title, title_justify="left")
     table.add_column("MiB in all", justify="right")
     table.add_column("blocks", justify="right")
@@ -114,6 +121,14 @@ def _holders(peak: Holders) -> Table:
 def _warnings(result: WhatIf) -> list[str]:
     match = result.rows[0].match
     notes = ['"rebuilt": what was live at the start is allocated anew first; compare these rows with one another.']
+    if result.history == "part":
+        before = "what came before, or fell out of its ring buffer (max_entries), is not in them"
+        notes.append(f"It begins with memory held: peaks are those of its {result.events} events; {before}.")
+    if len(result.rows) > 2 and (found := saving(result)) is not None:
+        saved = f"reserves {_mib(found[1])} MiB less than" if found[1] > 0 else "saves nothing over"
+        notes.append(
+            f"The best of {len(result.rows) - 2} tried, {found[0].settings or '(defaults)'}, {saved} the recorded."
+        )
     if match is not None and match.releases_before_growth:
         notes.append(
             f"{match.releases_before_growth} cache releases come directly before a new segment: calls of empty_cache, "
@@ -126,8 +141,8 @@ def _warnings(result: WhatIf) -> list[str]:
     return notes
 
 
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.1f}"
+def _mib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / MIB:,.1f}"
 
 
 def parser() -> Parser:
@@ -135,12 +150,9 @@ def parser() -> Parser:
     parser = Parser(prog="vramsweep replay")
     parser.add_argument("file", help="a recording made with torch.cuda.memory._dump_snapshot")
     parser.add_argument(
-        "--allocator",
-        action="append",
-        default=[],
-        metavar="SETTINGS",
+        "--allocator", action="append", default=[], metavar="SETTINGS",
         help="settings to try, as in PYTORCH_CUDA_ALLOC_CONF; may be given several times",
-    )
+    )  # fmt: skip
     parser.add_argument("--search", action="store_true", help="try a grid of settings and rank them")
     parser.add_argument(
         "--memory-limit", type=units.size, metavar="SIZE", help="what the process may use, for example 24GiB"

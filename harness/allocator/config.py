@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from vramsweep.harness import mistakes
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.errors import UserError, describe
 
 MIB = 1 << 20
 INTERVALS = 16  # roundup_power2_divisions: one entry per power of two from 1 MiB to 32 GiB (and above)
@@ -335,7 +335,7 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
     if key == "roundup_power2_divisions":
         table = _typed(settings, key, dict)
         divisions = [table.get(str(1 << i)) for i in range(INTERVALS)]
-        if not all(type(d) is int for d in divisions):
+        if not all(type(d) is int and 0 <= d < 1 << 64 for d in divisions):
             raise AllocatorConfigError("allocator_settings: roundup_power2_divisions is not complete")
         return tuple(divisions)
     return _typed(settings, key, bool)
@@ -519,8 +519,9 @@ def _unknown(name: str) -> str:
 
 def _typed(settings: Mapping[str, Any], name: str, kind: type) -> Any:
     value = settings[name]
-    if not isinstance(value, (kind, int) if kind is float else kind):
-        raise AllocatorConfigError(f"allocator_settings: {name} is {value!r:.60}, expected {kind.__name__}")
+    sane = kind is dict or (isinstance(value, (int, float)) and abs(value) < 1 << 64)
+    if not sane or not isinstance(value, (kind, int) if kind is float else kind):
+        raise AllocatorConfigError(f"allocator_settings: {name} is {describe(value)}, expected {kind.__name__}")
     return value
 
 
@@ -530,4 +531,4 @@ def _release(version: str) -> tuple[int, int]:
     try:
         return int(parts[0]), int(parts[1])
     except (ValueError, IndexError):
-        raise AllocatorConfigError(f"torch version {version!r} is not of the form 2.13.0") from None
+        raise AllocatorConfigError(f"torch version {describe(version)} is not of the form 2.13.0") from None

@@ -6,15 +6,18 @@ A recording keeps the stack of each request, but not what the memory is for: cat
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from vramsweep.harness.allocator.recording import Recording
 from vramsweep.harness.allocator.restore import Start
 
-LARGEST = 10
+LARGEST, LONGEST = 10, 2048  # blocks named; characters of a frame's file and name
 _TORCH = re.compile(r"(^|/)(site|dist)-packages/torch/|^<frozen |^torch/")
 _LAYERS = re.compile(r"/torch/nn/modules/(?!module\.py|container\.py)(\w+)\.py$")
 _AUTOGRAD = re.compile(r"\btorch::autograd::generated::(?:details::)?(\w+)::apply")
+
+_OTHERS = re.compile(r"\b(torch_npu|torch_mlu|torch_musa|torch_xla|c10_npu|at_npu)(?:/|\\|::)")
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,12 @@ def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> H
         elif action == "free_requested":
             live.pop(addr, None)
     freed = {addr for action, addr, _, _ in recording.events if action == "free_requested"}
+    places: dict[int, str | None] = {}  # by the identity of the frames, which blocks share
     counts: dict[tuple[int, str | None], int] = {}
     for addr, (size, made) in live.items():
         lasting = None if addr in freed else recording.held.get(addr)  # of what was there before the recording began
-        where = place(lasting if made is None else recording.stacks.get(made))
+        frames = lasting if made is None else recording.stacks.get(made)
+        where = places[id(frames)] if id(frames) in places else places.setdefault(id(frames), place(frames))
         counts[size, where] = counts.get((size, where), 0) + 1
     every = [Holder(size, count, where) for (size, where), count in counts.items()]
     every.sort(key=lambda one: (-one.bytes, -one.count, one.where or ""))
@@ -98,9 +103,16 @@ def place(frames: Any) -> str | None:
     return None if node is None else f"{node} (backward)"
 
 
+def library_of(recording: Recording) -> str | None:
+    """The library of another vendor's devices that the first thousand stacks name; None where they name none."""
+    stacks = {id(frames): frames for frames in (*recording.stacks.values(), *recording.held.values())}
+    frames = (frame for stack in islice(stacks.values(), 1000) for frame in _known(stack))
+    return next((found[1] for path, _, name in frames if (found := _OTHERS.search(f"{path} {name}"))), None)
+
+
 def _known(frames: Any) -> Iterable[tuple[str, int, str]]:
     for frame in frames if isinstance(frames, list) else ():
         if isinstance(frame, dict):
             path, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
-            if isinstance(path, str) and isinstance(line, int) and isinstance(name, str):
-                yield path, line, name
+            if isinstance(path, str) and isinstance(line, int) and isinstance(name, str) and abs(line) < 1 << 32:
+                yield path[:LONGEST], line, name[:LONGEST]

@@ -12,7 +12,7 @@ from typing import Any
 from vramsweep.harness.allocator import safepickle
 from vramsweep.harness.allocator.config import AllocatorConfig, AllocatorConfigError, from_settings
 from vramsweep.harness.allocator.simulator import Piece
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.errors import UserError, describe
 
 Event = tuple[str, int, int, int]  # action, address, size, stream; of alloc and free, the size the caller asked for
 SEGMENT_ACTIONS = frozenset(("segment_alloc", "segment_free", "segment_map", "segment_unmap"))
@@ -132,9 +132,7 @@ def _event(entry: Any, index: int, name: str) -> Event:
     action = entry.get("action")
     known = _ACTIONS.get(action) if isinstance(action, str) else None
     if known is None:
-        raise RecordingError(
-            f"{where} has the unknown action {action!r:.40}: this version does not know how to replay it"
-        )
+        raise RecordingError(f"{where} has the unknown action {describe(action)}: this version cannot replay it")
     addr = _whole(entry, "device_free" if known == "oom" else "addr", where)
     return known, addr, _whole(entry, "size", where), _whole(entry, "stream", where)
 
@@ -142,6 +140,9 @@ def _event(entry: Any, index: int, name: str) -> Event:
 def _segments(raw: Sequence[Any], device: int, name: str) -> tuple[Segment, ...]:
     private_pools: dict[tuple[int, int], int] = {(0, 0): 0}
     segments: list[Segment] = []
+    blocks = [id(one["blocks"]) for one in raw if isinstance(one, dict) and isinstance(one.get("blocks"), list)]
+    if len(set(blocks)) < len(blocks):  # a small file could stand for any number of blocks
+        raise RecordingError(f"{name}: segments overlap, as two of them hold the same list of blocks")
     for index, entry in enumerate(raw):
         where = f"{name}: segment {index}"
         if not isinstance(entry, dict):
@@ -159,10 +160,10 @@ def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int
     addr, size = _whole(entry, "address", where), _whole(entry, "total_size", where)
     kind = entry.get("segment_type")
     if kind not in ("small", "large"):
-        raise RecordingError(f"{where} has segment_type {kind!r:.40}, expected small or large")
+        raise RecordingError(f"{where} has segment_type {describe(kind)}, expected small or large")
     pool = entry.get("segment_pool_id", (0, 0))
     if not isinstance(pool, tuple) or [type(part) for part in pool] != [int, int]:
-        raise RecordingError(f"{where} has segment_pool_id {pool!r:.40}, expected two numbers")
+        raise RecordingError(f"{where} has segment_pool_id {describe(pool)}, expected two numbers")
     pieces: list[Piece] = []
     at = addr
     for raw in _list(entry.get("blocks"), f"{where}: blocks"):
@@ -213,6 +214,6 @@ def _whole(entry: Mapping[str, Any], key: str, where: str) -> int:
     largest = _MAX_SIZE if key.endswith("size") else _MAX_NUMBER
     if type(value) is not int or not 0 <= value < largest:
         raise RecordingError(
-            f"{where}: {key} is {value!r:.40}, expected a number from 0 to 2**{largest.bit_length() - 1}"
+            f"{where}: {key} is {describe(value)}, expected a number from 0 to 2**{largest.bit_length() - 1}"
         )
     return value

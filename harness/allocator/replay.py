@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vramsweep.harness.allocator.config import AllocatorConfig, parse, without_effect
 from vramsweep.harness.allocator.follow import RELEASES, Follower, Match, apply
-from vramsweep.harness.allocator.holders import Holders, at_peak
+from vramsweep.harness.allocator.holders import Holders, at_peak, library_of
 from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording
 from vramsweep.harness.allocator.recording import load as load_recording
 from vramsweep.harness.allocator.restore import Start, undo
@@ -28,33 +28,40 @@ class Row:
 
     `start` is "recorded" or "rebuilt". `device_allocs` counts cudaMalloc (or cuMemMap) calls, those for rebuilding
     the start included. `out_of_memory` says where the replay ended early; the sizes are then those up to there.
-    `match` and `holders` are set for the replay under the recorded settings, `notes` for what to bear in mind.
+    `match` and `holders` are set for the replay under the recorded settings, `notes` for what to bear in mind. Of a
+    recording without history nothing is known as recorded but the holders of the final state, and the timeline's end.
     """
 
     settings: str
     start: str
-    peak_reserved: int
-    reserved_unallocated: int
-    peak_allocated: int
-    device_allocs: int
-    retries: int
+    peak_reserved: int | None
+    reserved_unallocated: int | None
+    peak_allocated: int | None
+    device_allocs: int | None
+    retries: int | None
     out_of_memory: str | None
     match: Match | None
     notes: tuple[str, ...]
-    stats: Stats
+    stats: Stats | None
     timeline: tuple[Point, ...]
     holders: Holders | None = None
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The what-if table of one recording; the first row is always the recorded settings as recorded."""
+    """The what-if table of one recording; the first row is always the recorded settings as recorded.
+
+    `history` is "none" of fewer than two events, "part" where memory was held before the first one, else "whole".
+    `library` is another vendor's, where the stacks name one.
+    """
 
     recording: str
     device: int
     events: int
     memory_limit: int | None
     rows: tuple[Row, ...]
+    history: str
+    library: str | None
 
     def to_json(self, timelines: bool = True) -> str:
         data = asdict(self)
@@ -87,7 +94,9 @@ def what_if(
     baseline = replay_under(recording, start, _without_limits(recording.settings), memory_limit)
     rows.append(replace(baseline, settings=recording.settings.render()))
     rows += [replay_under(recording, start, config, memory_limit) for config in configs]
-    return WhatIf(recording.name, recording.device, len(recording.events), memory_limit, tuple(rows))
+    history = "none" if len(recording.events) < 2 else "whole" if start.empty else "part"
+    events, library = len(recording.events), library_of(recording)
+    return WhatIf(recording.name, recording.device, events, memory_limit, tuple(rows), history, library)
 
 
 def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | None = None) -> Row:
@@ -110,6 +119,9 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
         out_of_memory = _ended(index, recording, error)
         timeline.close()
     row = _row(recording.settings, "recorded", simulator, out_of_memory, follower.match(), (), timeline)
+    if len(recording.events) < 2:
+        row = replace(row, peak_reserved=None, reserved_unallocated=None, peak_allocated=None, stats=None)
+        row = replace(row, device_allocs=None, retries=None, match=None)
     return replace(row, holders=at_peak(recording, start, busiest, most))
 
 

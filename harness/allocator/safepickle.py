@@ -50,7 +50,8 @@ _TUPLES = {pickle.TUPLE1[0]: 1, pickle.TUPLE2[0]: 2, pickle.TUPLE3[0]: 3}
 for _op in (*_COUNTED, *_PUTS, *_TUPLES):
     _WIDTH[_op] = _SPECIAL
 _INTEGERS = frozenset((pickle.BININT[0], pickle.BININT1[0], pickle.BININT2[0], pickle.LONG1[0]))
-_STOP = pickle.STOP[0]
+_STOP, _LONG = pickle.STOP[0], pickle.LONG1[0]
+_LONGEST = 9  # bytes of a number: of longer ones any many have the same hash, as keys that never end
 
 
 class UnsafePickle(UserError):
@@ -109,7 +110,10 @@ def _scan(data: bytes) -> None:
             raise UnsafePickle(_name(op, at))
         elif op in _COUNTED:
             head = _COUNTED[op]
-            at += 1 + head + int.from_bytes(data[at + 1 : at + 1 + head], "little")
+            size = int.from_bytes(data[at + 1 : at + 1 + head], "little")
+            if op == _LONG and size > _LONGEST:
+                raise UnsafePickle(f"it holds a number of {size} bytes at byte {at}; a recording's have 64 bits")
+            at += 1 + head + size
         elif op in _PUTS:
             head = _PUTS[op]
             puts += 1
@@ -120,7 +124,7 @@ def _scan(data: bytes) -> None:
             if integers < _TUPLES[op]:
                 raise UnsafePickle(f"it holds a tuple of something other than integers at byte {at}")
             at += 1
-        integers = integers + 1 if op in _INTEGERS else 0
+        integers = integers + 1 if op in _INTEGERS and (op != _LONG or size < _LONGEST) else 0
     raise UnsafePickle("it is truncated")
 
 

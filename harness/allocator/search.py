@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vramsweep.harness.allocator.replay import Row
+from vramsweep.harness.allocator.replay import Row, WhatIf
 
 _SINGLES = (
     "expandable_segments:True",
@@ -26,4 +26,13 @@ def grid(limited: bool) -> tuple[str, ...]:
 
 def rank(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Best first: what fits before what does not, then by peak reserved, then by the number of cudaMallocs."""
-    return tuple(sorted(rows, key=lambda r: (r.out_of_memory is not None, r.peak_reserved, r.device_allocs)))
+    return tuple(sorted(rows, key=lambda r: (r.out_of_memory is not None, r.peak_reserved or 0, r.device_allocs or 0)))
+
+
+def saving(result: WhatIf) -> tuple[Row, int] | None:
+    """The best of the settings tried and the bytes it saves, both rebuilt; None where none was tried or one ran out."""
+    recorded, *tried = sorted(result.rows[1:], key=lambda row: row.settings != result.rows[0].settings)
+    best = next(iter(rank(tried)), None)
+    if best is None or recorded.out_of_memory or best.out_of_memory:
+        return None
+    return best, (recorded.peak_reserved or 0) - (best.peak_reserved or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import time
@@ -18,35 +19,12 @@ from vramsweep.harness.allocator.restore import undo
 from vramsweep.harness.errors import UserError
 
 AT, PAGE = 1 << 40, 20 << 20
+SHARED: list[Any] = functools.reduce(lambda inner, _: [inner] * 10, range(30), [0])  # written out, 10**30 values
 EVIL: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    1,
-    1 << 47,
-    1 << 63,
-    1 << 64,
-    10**300,
-    1.5,
-    float("nan"),
-    float("inf"),
-    -float("inf"),
-    "",
-    "x",
-    "9" * 5000,
-    "../../etc/passwd",
-    [],
-    {},
-    (),
-    [[]],
-    [None],
-    {"a": 1},
-    (1, 2),
-    ((), ()),
-    b"bytes",
-    "\x1b[2J",
-)
+    None, True, -1, 0, 1, 1 << 47, 1 << 63, 1 << 64, 10**300, 10**400, 10**5000, 1.5, float("nan"), float("inf"),
+    -float("inf"), "", "x", "9" * 5000, "../../etc/passwd", [], {}, (), [[]], [None], {"a": 1}, (1, 2), ((), ()),
+    b"bytes", "\x1b[2J", SHARED, {"a": SHARED}, (SHARED, SHARED),
+)  # fmt: skip
 
 
 def valid() -> dict[str, Any]:
@@ -121,6 +99,7 @@ def test_the_recording_that_the_others_are_made_of_is_one() -> None:
     assert len(list(places(valid()))) > 100
 
 
+@pytest.mark.timeout(120)
 def test_every_value_of_every_field_gives_a_replay_or_two_lines() -> None:
     refused = 0
     for path in places(valid()):
@@ -136,6 +115,42 @@ def test_every_value_of_every_field_gives_a_replay_or_two_lines() -> None:
 def test_a_size_that_is_none_is_named(path: tuple[Any, ...], value: Any) -> None:
     said = replayed(put(valid(), path, value))
     assert said is not None and f"{path[-1]} is {value!r}" in said
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("path", [
+    ("device_traces", 0, 1, "action"), ("device_traces", 0, 1, "size"), ("segments", 0, "segment_type"),
+    ("segments", 0, "segment_pool_id"), ("allocator_settings", "max_split_size"),
+])  # fmt: skip
+def test_a_small_file_that_stands_for_more_than_memory_holds_is_refused_by_type_and_length(path: Any) -> None:
+    whole = put(valid(), path, SHARED)
+    del whole["allocator_settings"]["roundup_power2_divisions"]
+    data = pickle.dumps(whole, 2)
+    assert len(data) < 2000
+    said = replayed(safepickle.loads(data, "evil"))
+    assert said is not None and f"{path[-1].replace('action', 'unknown action')} " in said and "a list of 10" in said
+
+
+@pytest.mark.timeout(20)
+def test_what_many_share_is_looked_at_once() -> None:
+    """Segments that hold the same blocks, requests with the same frames, keys with the same hash: a file of n bytes
+    would be n**2 of work."""
+    count, whole = 3000, valid()
+    segment = {
+        **whole["segments"][0],
+        "total_size": 512 * count,
+        "blocks": [{"size": 512, "state": "inactive"}] * count,
+    }
+    segments = [{**segment, "address": AT + 512 * count * number} for number in range(count)]
+    assert "hold the same list of blocks" in (replayed(whole | {"segments": segments}) or "")
+    frames, at = [{"filename": "x", "line": 1, "name": "x"}] * count, range(AT, AT + 512 * 2 * count, 512)
+    block = {"size": 512, "requested_size": 512, "state": "active_allocated", "frames": frames}
+    segment = {**segment, "total_size": 512 * len(at), "blocks": [block] * len(at)}
+    made = [{"action": "alloc", "addr": one, "size": 512, "stream": 0, "frames": frames} for one in at]
+    assert replayed(whole | {"segments": [segment], "device_traces": [made]}) is None
+    for key in ([n * ((1 << 61) - 1) for n in range(2000)], [(n * ((1 << 61) - 1), 0) for n in range(2000)]):
+        with pytest.raises(UserError, match=r"number of 10 bytes|tuple of something"):
+            safepickle.loads(pickle.dumps(dict.fromkeys(key), 2), "evil")
 
 
 @pytest.mark.parametrize("of", ["segments", "device_traces"])
@@ -175,7 +190,7 @@ def test_a_file_is_read_or_refused_whatever_it_is(tmp_path: Path, capsys: pytest
 
 def test_frames_that_are_none_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = valid()
-    for value in ([{"filename": "a.py\x1b[2J\n\n", "line": -(10**30), "name": "x" * 10**6}], [[]], "text", 7, [{}]):
+    for value in ([{"filename": "a.py\x1b[2J\n\n", "line": -(10**15), "name": "x" * 10**6}], [[]], "text", 7, [{}]):
         for at in (1, 2):
             whole["device_traces"][0][at]["frames"] = value
         whole["segments"][0]["blocks"][0]["frames"] = value

@@ -1,6 +1,7 @@
 """The replay verb from outside: table, JSON, figure, and mistakes."""
 
 import json
+import pickle
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from conftest import unpacked
 
 from vramsweep.harness import cli
+from vramsweep.harness.allocator import safepickle
 
 
 def replay(words: list[str]) -> int:
@@ -39,6 +41,53 @@ def test_search_adds_a_grid_and_ranks(capsys):
     peaks = [row["peak_reserved"] for row in rows[1:]]
     assert peaks == sorted(peaks)
     assert any("garbage_collection_threshold" in row["settings"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([{"action": "snapshot", "addr": 0, "size": 0, "stream": 0}], "No history: its recording has no event."),
+        ([-1], 'No history: its ring held one event (max_entries, or enabled="state"). The final state is '
+         "3,606.0 MiB reserved, 30.3 allocated; the peak is unknown."),
+        ([-2, -1], "Nothing to compare: its 2 events make no segment and no block."),
+        ([*range(-4, 0)], "It begins with memory held: peaks are those of its 4 events; what came"),
+    ],
+)  # fmt: skip
+def test_a_recording_without_history_is_not_called_exact(events, said, tmp_path, capsys):
+    whole = safepickle.load(SMALL)
+    whole["device_traces"] = [[whole["device_traces"][0][e] if isinstance(e, int) else e for e in events]]
+    (tmp_path / "last.pickle").write_bytes(pickle.dumps(whole))
+    assert replay([str(tmp_path / "last.pickle")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert said in out and "is exact" not in out
+    assert replay([str(tmp_path / "last.pickle"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    row = data["rows"][0]
+    unknown = [row[name] is None for name in ("match", "peak_reserved", "peak_allocated", "device_allocs", "stats")]
+    assert (data["history"], unknown) == (("none", [True] * 5) if len(events) < 2 else ("part", [False] * 5))
+
+
+def test_a_recording_of_another_vendors_library_is_named(tmp_path, capsys):
+    whole = safepickle.load(SMALL)
+    for event in whole["device_traces"][0]:
+        event["frames"] = [{"filename": "/site-packages/torch_npu/npu/memory.py", "line": 1, "name": "f"}]
+        if event["action"] == "segment_alloc":
+            event["stream"] = 7
+    (tmp_path / "npu.pickle").write_bytes(pickle.dumps(whole))
+    assert replay([str(tmp_path / "npu.pickle")]) == 0
+    out = capsys.readouterr().out
+    assert "NOT exact" in out and "Its stacks name torch_npu: no CUDA recording" in out
+
+
+def test_what_a_setting_saves_is_said_of_the_best_one_tried(capsys):
+    assert replay([str(SMALL), "--search"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "unallocated" not in out
+    assert "The best of 17 tried, large_segment_size_mb:40, reserves 492.0 MiB less than the recorded." in out
+    assert replay([str(SMALL), "--allocator", "expandable_segments:True"]) == 0
+    assert "The best of 1 tried, expandable_segments:True, saves nothing over" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def mutate(path: str, value: object):
         (mutate("allocator_settings.PYTORCH_CUDA_ALLOC_CONF", "warp:9"), "made with settings that cannot be read: unk"),
         (mutate("allocator_settings", 3), "allocator_settings is not a dict"),
         (mutate("device_traces.0.5.action", "teleport"), "x: event 5 has the unknown action 'teleport'"),
-        (mutate("device_traces.0.5.action", []), "x: event 5 has the unknown action []"),
+        (mutate("device_traces.0.5.action", []), "x: event 5 has the unknown action a list of 0"),
         (mutate("device_traces.0.5", 7), "x: event 5 is not a dict"),
         (mutate("device_traces.0.5.addr", "0x1"), "x: event 5: addr is '0x1', expected a number from 0 to 2**64"),
         (mutate("device_traces.0.5.size", -1), "x: event 5: size is -1"),
