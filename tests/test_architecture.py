@@ -72,6 +72,7 @@ def test_imports(path: Path) -> None:
             "mistakes",
             "names",
             "others",
+            "outputs",
             "parsers",
             "repeats",
             "row",
