@@ -10,7 +10,6 @@ Not covered: how an entry changes the run (runners/differences/).
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vramsweep.harness import techniques
+from vramsweep.harness import plain_json, techniques
 
 if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
@@ -49,7 +48,7 @@ def model_type(trial: Trial) -> str | None:
     found = trial.model.model_type
     if found is None and trial.model.path is not None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file, or no such description
-            found = json.loads((Path(trial.model.path) / "config.json").read_text(encoding="utf-8")).get("model_type")
+            found = plain_json.read((Path(trial.model.path) / "config.json").read_bytes()).get("model_type")
     return found
 
 

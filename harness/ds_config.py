@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vramsweep.harness import plain_json
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.techniques.entry import text
 
@@ -61,13 +62,13 @@ OWNED: dict[str, tuple[str, Callable[[Trial], Any]]] = {
 def read(path: str) -> dict[str, Any]:
     """The file's object. Raises UserError for one that is not there or holds something else."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found = plain_json.read(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
         raise UserError(f"ds_config {path}: there is no such file") from None
     except OSError as error:
         raise UserError(f"ds_config {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"ds_config {path} is not JSON: {error!s:.200}") from None
+    except ValueError as error:
+        raise UserError(f"ds_config {path} is not JSON that can be read: {error!s:.200}") from None
     if not isinstance(found, dict):
         raise UserError(f"ds_config {path} holds {json.dumps(found)[:40]}; it must be one object, {{...}}")
     return found

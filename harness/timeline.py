@@ -7,7 +7,6 @@ The figure is drawn in a process of the analysis. What comes of a sweep's trial 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import look, names
+from vramsweep.harness import look, names, outputs
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.parsers import PAGE, Parser
@@ -139,10 +138,11 @@ def _kept(folder: Path, row: Row) -> dict[str, Any] | None:
 
 def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:
     place = _place(folder, row)
+    if names.inside(folder, str(place.relative_to(folder))) is None:  # a link leads out of it
+        return
     try:
         place.parent.mkdir(exist_ok=True)
-        aside = place.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps({"of": _mark(row), "timeline": timeline}))
-        aside.rename(place)
+        with outputs.replacing(place) as aside:
+            aside.write_text(json.dumps({"of": _mark(row), "timeline": timeline}))
     except OSError:
         pass  # a folder that is only read; it is made again next time

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from vramsweep.harness import differences, gpus, lengths, links, mistakes, registry, script, techniques
+from vramsweep.harness import differences, gpus, lengths, links, mistakes, plain_json, registry, script, techniques
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.errors import EnvironmentFault, UserError, describe
 from vramsweep.harness.gpus import GPUS, Capability, Gpu
@@ -365,6 +365,8 @@ def parse(values: Mapping[str, Any]) -> Trial:
 
     Raises InvalidTrial if a value has the wrong type or range, or if the combination breaks a rule.
     """
+    if (why := plain_json.problem(dict(values))) is not None:
+        raise InvalidTrial(why)
     try:
         trial = Trial.model_validate(dict(values))
     except ValidationError as error:
@@ -380,12 +382,8 @@ def parse(values: Mapping[str, Any]) -> Trial:
         conf = allocator_config.parse(trial.allocator.conf)
     except allocator_config.AllocatorConfigError as error:
         raise InvalidTrial(f"allocator {trial.allocator.name}: {error}") from None
-    trial = trial.model_copy(
-        update={
-            "allocator": trial.allocator.model_copy(update={"conf": conf.render()}),
-            "fingerprints": _fingerprints(trial),
-        }
-    )
+    allocator = trial.allocator.model_copy(update={"conf": conf.render()})
+    trial = trial.model_copy(update={"allocator": allocator, "fingerprints": _fingerprints(trial)})
     for reason in (*registry.rules(trial), *techniques.rules(trial), *(rule(trial) for rule in RULES)):
         if reason:
             raise InvalidTrial(reason)

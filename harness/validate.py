@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import ask_others, differences, launch, machine, reference, sweep
+from vramsweep.harness import ask_others, differences, launch, machine, outputs, reference, sweep
 from vramsweep.harness import trial as trials
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import CONTEXT_BYTES
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         "others": sources,
         "readings": [line | {"others": said.get(line["trial_id"])} for one in asked for line in lines(one, rows)],
     }
-    (folder / READINGS).write_text(json.dumps(record, indent=1))
+    outputs.write(folder / READINGS, json.dumps(record, indent=1))
     for text in mistakes:
         print(f"left out: {text}", file=sys.stderr)
     if arguments.json:

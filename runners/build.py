@@ -14,7 +14,7 @@ Samples whose lengths vary (harness/lengths.py) are padded batch by batch, as a 
 from __future__ import annotations
 
 import contextlib
-import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from vramsweep.harness import lengths
+from vramsweep.harness import lengths, plain_json
 from vramsweep.harness.errors import describe
 from vramsweep.harness.trial import InvalidTrial, Trial, unchanged
 from vramsweep.runners import places, techniques
@@ -119,6 +119,8 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
                 )
             except ValueError as error:
                 raise _own_code(trial, error) or error from None
+            except (TypeError, ArithmeticError, AssertionError, RuntimeError) as error:
+                raise _no_model(trial, error) or error from None
 
     simulated = trial.device.name == "simulated"
     if trial.weights == "pretrained" and simulated and not (trial.sharding == "zero3" and trial.zero_init):
@@ -172,7 +174,7 @@ def _config(trial: Trial) -> Any:
     if axis.path is not None:
         try:
             return AutoConfig.from_pretrained(axis.path, trust_remote_code=axis.trust_remote_code)
-        except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        except (OSError, ValueError, TypeError, ArithmeticError, StrictDataclassError) as error:
             if "connect" in str(error):  # no verdict about the trial: a crash, which retry_failed=true runs again
                 raise
             if (refused := _own_code(trial, error)) is not None:
@@ -183,7 +185,7 @@ def _config(trial: Trial) -> Any:
             raise InvalidTrial(f"model.path {axis.path}: {first}") from None
     try:
         return AutoConfig.for_model(str(axis.model_type), **axis.config)
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidTrial(f"model {axis.name}: transformers does not accept it: {first}") from None
 
@@ -191,9 +193,7 @@ def _config(trial: Trial) -> Any:
 def _own_file(path: Path) -> Any:
     """What a model folder's config.json says; nothing where there is none to look at, as of a model of a hub."""
     try:
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
-    except RecursionError:
-        raise InvalidTrial(f"{path} is nested too deep to be a model's configuration") from None
+        found = plain_json.read(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise InvalidTrial(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
@@ -223,6 +223,18 @@ def _own_code(trial: Trial, error: Exception) -> InvalidTrial | None:
         f"model.path {trial.model.path} brings code of its own, which does not run unless it is asked for; once you "
         "have read it: model.trust_remote_code=true"
     )
+
+
+def _no_model(trial: Trial, error: Exception) -> InvalidTrial | None:
+    """What to say where transformers cannot make what a folder's config.json describes; None for other failures.
+
+    Of torch's RuntimeErrors most are about memory or the device.
+    """
+    of_sizes = re.search("negative dimension|size calculation overflow|expects std", str(error))
+    if trial.model.path is None or trial.model.trust_remote_code or (isinstance(error, RuntimeError) and not of_sizes):
+        return None
+    said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return InvalidTrial(f"model.path {trial.model.path}: its config.json describes no model that can be made: {said}")
 
 
 def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Any:

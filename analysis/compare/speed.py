@@ -19,6 +19,7 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from vramsweep.analysis.compare.validation import SPEED, percent, size
+from vramsweep.harness import outputs
 from vramsweep.harness.efficiencies import ANY, PARTS, Efficiency, kind
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -130,7 +131,7 @@ def efficiencies(speed: pd.DataFrame) -> list[Efficiency]:
 def write(speed: pd.DataFrame, out: Path) -> None:
     """Write what harness/efficiencies.py reads."""
     lines = ",\n".join(f" {json.dumps(asdict(one))}" for one in efficiencies(speed))
-    out.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    outputs.write(out, f"[\n{lines}\n]\n")
 
 
 def of_speed(found: pd.DataFrame) -> pd.DataFrame:

@@ -25,6 +25,7 @@ import plotly.graph_objects as go
 import plotly.io
 import psutil
 
+from vramsweep.harness import outputs
 from vramsweep.harness.interpreter import build_command
 
 
@@ -119,14 +120,11 @@ def _draw(asked: Sequence[dict[str, Any]], place: Path) -> tuple[int, str]:
     problems = [f"the browser has not drawn {', '.join(missing)}"] if missing else []
     for one, drawn in zip(asked, aside, strict=True):
         if drawn.exists():
-            part = Path(f"{one['file']}.part")
             try:
-                shutil.copyfile(drawn, part)
-                part.replace(one["file"])
+                with outputs.replacing(Path(one["file"])) as part:
+                    shutil.copyfile(drawn, part)
             except OSError as error:
                 problems.append(str(error))
-                with contextlib.suppress(OSError):
-                    part.unlink()
     return int(bool(problems)), "; ".join(problems)
 
 

@@ -42,8 +42,10 @@ from vramsweep.analysis.figures.plots import (
 )
 from vramsweep.analysis.figures.registry import source
 from vramsweep.analysis.model.curves import Array
+from vramsweep.harness import outputs
 from vramsweep.harness.errors import UserError
 
+OWN = {"out_of_memory", "trial_ids"}  # columns by which the data of a figure is known
 FORMATS = (".html", ".png", ".svg", ".pdf")
 BETWEEN = COLOURS[2]
 BLOG, COLUMN = (800, 250, 150), (336, 120, 85)  # pixels: width, height of an upper panel, of a lower one
@@ -116,9 +118,14 @@ def write(drawn: Figure, out: Path) -> None:
     plot, width, height = _sized(_captioned(drawn, small), COLUMN if small else BLOG)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        guarded_frame(drawn.data).to_csv(out.with_suffix(".csv"), index=False)
+        data = out.with_suffix(".csv")
+        if data.exists() and not set(data.open(encoding="utf-8").readline(4096).strip().split(",")) >= OWN:
+            raise UserError(f"--figure {out} writes its data to {data}, which holds something else; name another file")
+        with outputs.replacing(data) as place:
+            guarded_frame(drawn.data).to_csv(place, index=False)
         if out.suffix == ".html":
-            plot.write_html(out, include_plotlyjs="directory", config={"displaylogo": False})
+            with outputs.replacing(out) as place:
+                plot.write_html(place, include_plotlyjs="directory", config={"displaylogo": False})
         else:
             draw([Picture(plot, out, width, height, scale=2 if out.suffix == ".png" else 1)])
     except (RuntimeError, ValueError, OSError) as error:

@@ -21,6 +21,7 @@ from vramsweep.analysis.data.metrics import METRICS, show_bytes
 from vramsweep.analysis.figures import overlay
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report import answer, page, tiles
+from vramsweep.harness import outputs
 from vramsweep.harness.errors import UserError
 
 MOST = 400  # pairs on the page
@@ -46,11 +47,7 @@ def check(out: Path, inputs: Collection[Path]) -> None:
 
 def write(found: Comparison, along: Along, sides: tuple[Table, Table], out: Path) -> None:
     """The page of a comparison of these two tables. Raises UserError where it cannot be written."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render(found, along, sides), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from None
+    outputs.write(out, render(found, along, sides))
 
 
 def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from vramsweep.analysis.figures.allocator import as_figure, holders
 from vramsweep.analysis.figures.timeline import of_timelines
 from vramsweep.analysis.report import page
+from vramsweep.harness import outputs
 from vramsweep.harness.errors import UserError
 
 
@@ -26,7 +27,4 @@ def draw(data: Path, out: Path) -> None:
         raise UserError(
             f"{data} is not what vramsweep timeline --json prints; of a recording: replay FILE --figure OUT.html"
         ) from None
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from None
+    outputs.write(out, text)

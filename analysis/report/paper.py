@@ -1,7 +1,7 @@
 """The folder for a paper: tables and figures for LaTeX, the methods, the rows themselves, and what makes it all again.
 
-A link where something is to be written stops it, as with a report. Not covered: traces and recordings beyond those that
-a table shows, which stay in the sweep's folder.
+Not covered: which files of a folder may be replaced or deleted (harness/outputs.py); traces and recordings beyond those
+that a table shows, which stay in the sweep's folder.
 """
 
 from __future__ import annotations
@@ -23,66 +23,46 @@ from vramsweep.analysis.figures import files
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report import findings, latex, lock, paper_tables
 from vramsweep.analysis.report.content import Content, collect, split_worlds
-from vramsweep.analysis.report.write import Written, no_links, unwritable, write_residuals
-from vramsweep.harness import inferred, journal, names, others
-from vramsweep.harness.errors import UserError
-
-WRITTEN = (
-    "rows", "rows.csv", "residuals.csv", "figures", "tables", "methods.txt", "methods.tex", "environment.json",
-    "lock.txt", "reproduce.py", "README.md", "example.tex",
-)  # fmt: skip
-COMPARED = (".tex", ".md", ".csv", ".txt")  # what is the same again, byte for byte; a PDF holds its date
+from vramsweep.analysis.report.write import Written, unwritable, write_residuals
+from vramsweep.harness import inferred, journal, names, others, outputs
 
 
 def write_paper(table: Table, folder: Path, answer: str | None = None, given: Sequence[str] = ()) -> Written:
     """Write the paper's folder. `given` are the words that said how to read the rows (--ranks, --set, ...), for making
     it again. Raises UserError where it cannot be written."""
-    no_links(folder, WRITTEN)
     content = collect(table, answer)
     prefix = latex.slug(findings.values(table.frame, "sweep", 1) or Path(table.source).stem)
     figures, tables = _named(content.figures), paper_tables.tables(content)
     try:
-        _clear(folder, Path(table.source))
-        for name in ("figures", "tables", "rows"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        command = _copy_rows(table, folder / "rows", given)
-        drawn, notes = _write_figures(figures, content, folder / "figures", prefix)
-        for one in tables:
-            _write_table(one, folder / "tables", prefix)
-        residuals = write_residuals(content, folder)
-        write_csv(table.frame, folder / "rows.csv")
-        (folder / "methods.txt").write_text(_methods(content.methods, figures), encoding="utf-8")
-        said = {"prefix": prefix, "tables": [one.name for one in tables], "figures": drawn, "methods": content.methods,
-                "version": __version__, "title": content.title}  # fmt: skip
-        for name in ("methods.tex", "example.tex"):
-            (folder / name).write_text(latex.render(f"{name}.j2", **said), encoding="utf-8")
-        readme = {"title": markup.prose(content.title),
-                  "tables": [(one.name, markup.cell(one.caption)) for one in tables],
-                  "figures": [(one.name, markup.cell(one.title), one.name in drawn) for one in figures],
-                  "residuals": bool(residuals)}  # fmt: skip
-        (folder / "README.md").write_text(latex.markdown("README.md.j2", **(said | readme)), encoding="utf-8")
-        (folder / "lock.txt").write_text(lock.text(table.frame), encoding="utf-8")
-        script = resources.files("vramsweep.analysis.report").joinpath("templates", "reproduce.py")
-        (folder / "reproduce.py").write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
-        _write_environment(content, folder, command)
+        with outputs.into(folder, "paper") as (draft, kept):
+            for name in ("figures", "tables", "rows"):
+                (draft / name).mkdir()
+            command = _copy_rows(table, draft / "rows", given)
+            drawn, notes = _write_figures(figures, content, draft / "figures", prefix)
+            for one in tables:
+                _write_table(one, draft / "tables", prefix)
+            residuals = {name: folder / file.name for name, file in write_residuals(content, draft).items()}
+            write_csv(table.frame, draft / "rows.csv")
+            (draft / "methods.txt").write_text(_methods(content.methods, figures), encoding="utf-8")
+            said = {"prefix": prefix, "tables": [one.name for one in tables], "figures": drawn,
+                    "methods": content.methods, "version": __version__, "title": content.title}  # fmt: skip
+            for name in ("methods.tex", "example.tex"):
+                (draft / name).write_text(latex.render(f"{name}.j2", **said), encoding="utf-8")
+            readme = {"title": markup.prose(content.title),
+                      "tables": [(one.name, markup.cell(one.caption)) for one in tables],
+                      "figures": [(one.name, markup.cell(one.title), one.name in drawn) for one in figures],
+                      "residuals": bool(residuals)}  # fmt: skip
+            (draft / "README.md").write_text(latex.markdown("README.md.j2", **(said | readme)), encoding="utf-8")
+            (draft / "lock.txt").write_text(lock.text(table.frame), encoding="utf-8")
+            script = resources.files("vramsweep.analysis.report").joinpath("templates", "reproduce.py")
+            (draft / "reproduce.py").write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
+            _write_environment(content, draft, command)
     except OSError as error:
         raise unwritable(error, folder) from None
     places = {"read me": folder / "README.md", "tables": folder / "tables", "figures": folder / "figures",
               "methods": folder / "methods.txt", "machine": folder / "environment.json", "lock": folder / "lock.txt",
               "rows": folder / "rows.csv", "again": folder / "reproduce.py"} | residuals  # fmt: skip
-    return Written(places, content.summary, (*content.warnings, *notes))
-
-
-def _clear(folder: Path, source: Path) -> None:
-    """Take an earlier paper's files away, which would no longer be true; other files stay, and rows that are read."""
-    if not ((folder / "reproduce.py").is_file() and (folder / "environment.json").is_file()):
-        return
-    for name in ("figures", "tables"):
-        for file in (folder / name).glob("*"):
-            if file.suffix in (*COMPARED, ".pdf"):
-                file.unlink()
-    if not source.resolve().is_relative_to((folder / "rows").resolve()):
-        shutil.rmtree(folder / "rows", ignore_errors=True)
+    return Written(places, content.summary, (*kept, *content.warnings, *notes))
 
 
 def _named(figures: Sequence[Figure]) -> list[Figure]:
@@ -166,15 +146,12 @@ def _beside(table: Table, source: Path) -> Iterator[Path]:
 def _copy(file: Path, folder: Path, name: Path) -> None:
     to = folder / name
     to.parent.mkdir(parents=True, exist_ok=True)
-    if names.inside(folder, str(name)) is None:
-        raise UserError(f"{to} leads out of {folder}; remove the link, or choose another folder with --out")
-    if not (to.exists() and to.samefile(file)):
-        shutil.copyfile(file, to)
+    shutil.copyfile(file, to)
 
 
 def _write_environment(content: Content, folder: Path, command: Sequence[str]) -> None:
     """What the rows say of their machine, what made the folder, and how: reproduce.py reads it."""
-    made = sorted(file for file in folder.rglob("*") if file.is_file() and not file.is_relative_to(folder / "again"))
+    made = sorted(file for file in folder.rglob("*") if file.is_file())
     rows = [file for file in made if file.is_relative_to(folder / "rows")]
     same = [folder / "methods.tex", folder / "methods.txt"]
     same += [f for f in made if f.parent.name == "tables" or (f.parent.name == "figures" and f.suffix == ".csv")]

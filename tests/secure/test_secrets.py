@@ -54,7 +54,8 @@ FAILING = """
 import os, sys
 print("my token is", os.environ["HF_TOKEN"])
 print('{"password": "hunter-said"}', file=sys.stderr)
-raise RuntimeError('401 for {"passphrase": "hunter-said"} ' + os.environ["DATABASE_URL"] + " with " + os.environ["MY_PASSWORD"])
+told = os.environ["DATABASE_URL"] + " with " + os.environ["MY_PASSWORD"]
+raise RuntimeError('401 for {"passphrase": "hunter-said"} ' + told)
 """
 
 

@@ -1,0 +1,153 @@
+"""What a verb writes: a file that a user named, or a folder that is the verb's own.
+
+`LIST` in a folder names what a verb made there, each file with its SHA-256. Only what is on it, and still as it was
+made, is replaced or deleted. Nothing is written through a link. Not covered: what others write into it meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from vramsweep.harness.errors import UserError
+
+LIST = ".vramsweep.json"
+DRAFT = ".vramsweep-"  # what the name of a folder begins with in which everything is made first
+MOST = 16 << 20  # bytes of a list
+Made = dict[str, list[str]]  # of each file's relative name the digests that it may have
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` to write to, which takes its place at the end; a failure leaves what was there.
+
+    Raises OSError, with the name of `path`.
+    """
+    aside = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
+    try:
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(13, os.strerror(13))
+        yield aside
+        aside.replace(path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text file that a user named, in a folder that may not be there yet. Raises UserError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as place:
+            place.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def into(folder: Path, verb: str, beside: bool = False, earlier: bool = False) -> Iterator[tuple[Path, list[str]]]:
+    """Yield an empty folder, whose files take the place of those that the verb made in `folder` before, and a list that
+    is filled with remarks at the end.
+
+    A folder that holds anything must have the verb's list, unless the files go `beside` others, as in a sweep's folder.
+    A file that stands in the way and is not on the list, or was edited, is kept under another name; `earlier`: without
+    a list it is one of an earlier version's. Raises UserError, and OSError with names in `folder`.
+    """
+    _refuse(folder, verb, beside)
+    folder.mkdir(parents=True, exist_ok=True)
+    draft, notes = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder)), list[str]()
+    try:
+        yield draft, notes
+        notes += _put(draft, folder, verb, earlier and not (folder / LIST).exists())
+    except OSError as error:
+        error.filename = str(error.filename or folder).replace(str(draft), str(folder))
+        raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _refuse(folder: Path, verb: str, beside: bool) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file, and vramsweep {verb} writes a folder; name another with --out")
+    there = sorted(place.name for place in folder.iterdir() if not place.name.startswith(DRAFT))
+    if there and not beside and _listed(folder)[0] != verb:
+        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+        raise UserError(
+            f"{folder} holds {', '.join(there[:3])}{more}, and no list ({LIST}) by which vramsweep {verb} made them;\n"
+            "choose a folder that is empty or not there yet with --out, or move what is in it away"
+        )
+
+
+def _listed(folder: Path) -> tuple[str | None, Made]:
+    """The verb that made the list, and what is on it; nothing where there is no list of ours."""
+    place = folder / LIST
+    try:
+        if place.is_symlink() or not place.is_file() or place.stat().st_size > MOST:
+            return None, {}
+        found = json.loads(place.read_bytes())
+        made = {str(name): [str(one) for one in digests] for name, digests in found["made"].items() if _inside(name)}
+        return str(found["verb"]), made
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None, {}
+
+
+def _inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
+def _put(draft: Path, folder: Path, verb: str, earlier: bool) -> list[str]:
+    """Move what was made into the folder, and delete what was not made again; remarks on what was kept."""
+    made = {file.relative_to(draft).as_posix(): [_digest(file)] for file in sorted(draft.rglob("*")) if file.is_file()}
+    before, notes = _listed(folder)[1], []
+    for name in {LIST: (), **before, **made}:
+        for place in (folder / name, *(folder / above for above in PurePosixPath(name).parents)):
+            if place.is_symlink() and place != folder:
+                raise UserError(
+                    f"{place} is a link to {place.readlink()}, which vramsweep {verb} does not write through; remove "
+                    "it, or choose a folder with --out"
+                )
+    _write_list(folder, verb, {name: [*before.get(name, ()), *made.get(name, ())] for name in before | made})
+    for name, new in made.items():
+        place = folder / name
+        if place.is_file() and not earlier and _digest(place) not in (*before.get(name, ()), *new):
+            kept = _free(place)
+            place.rename(kept)
+            notes.append(f"{kept} is what was at {place.name}, which is not as vramsweep {verb} left it")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (draft / name).replace(place)
+    for name in before.keys() - made.keys():
+        place = folder / name
+        if place.is_file() and _digest(place) in before[name]:
+            place.unlink()
+            with contextlib.suppress(OSError):  # others are in it
+                place.parent.rmdir()
+    _write_list(folder, verb, made)
+    return notes
+
+
+def _free(place: Path) -> Path:
+    """A name beside it that nothing has."""
+    names = (place.with_name(f"{place.name}.kept{number or ''}") for number in range(10_000))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _write_list(folder: Path, verb: str, made: Mapping[str, list[str]]) -> None:
+    with replacing(folder / LIST) as place:
+        place.write_text(json.dumps({"verb": verb, "made": made}, indent=1), encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

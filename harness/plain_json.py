@@ -1,0 +1,45 @@
+"""JSON files that a user wrote, refused where a library behind would fail by a number or by depth.
+
+Python's own reader takes any whole number, which fits neither a float nor a tensor, and nesting until its stack ends,
+which a copy of the same value overruns. Not covered: what a file means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+DEEPEST = 50  # lists and objects in one another
+MOST = 1 << 63  # a whole number of 64 bits is below
+
+
+def read(text: str | bytes, **options: Any) -> Any:
+    """The value. Raises ValueError, which says in one line what is not allowed."""
+    try:
+        found = json.loads(text, **options)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {DEEPEST} lists and objects, the most that is allowed") from None
+    if (why := problem(found)) is not None:
+        raise ValueError(why)
+    return found
+
+
+def problem(value: Any) -> str | None:
+    """Why libraries could not take a value of dicts and lists; None where they can."""
+    level, deep = [("", value)], 0
+    while level:
+        if deep > DEEPEST:
+            return f"it is nested deeper than {DEEPEST} lists and objects, the most that is allowed"
+        below: list[tuple[str, Any]] = []
+        for name, one in level:
+            if isinstance(one, dict):
+                below += [(str(key), inner) for key, inner in one.items()]
+            elif isinstance(one, list):
+                below += [(name, inner) for inner in one]
+            elif isinstance(one, int) and abs(one) >= MOST:
+                return f"{name or 'it'} is a whole number of more than 64 bits; allowed is less than 2**63 (9.2e18)"
+            elif isinstance(one, float) and math.isnan(one):
+                return f"{name or 'it'} is NaN, which is no number; write one, or null"
+        level, deep = below, deep + 1
+    return None
