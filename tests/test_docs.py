@@ -191,3 +191,13 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -
         assert path.stem == "index" or f'href="{path.stem}.html"' in front, path.name
     assert "conf/config.yaml" in pages["sweeping"].read_text()
     assert "](../" not in "".join(page.read_text() for page in pages.values())
+
+
+def test_every_promise_of_the_security_page_names_a_test_and_a_place() -> None:
+    rows = re.findall(r"^\| (?!what|---)(.*) \|$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    assert len(rows) > 15
+    for row in rows:
+        *_, places, tests = (re.findall(r"`([^`]+)`", cell) for cell in row.split(" | "))
+        assert tests and [place for place in places if not (ROOT / place).is_file()] == [], row
+        for file, _, function in (test.partition("::") for test in tests):
+            assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), (file, function)
