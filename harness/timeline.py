@@ -7,7 +7,6 @@ The figure is drawn in a process of the analysis. What comes of a sweep's trial 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 from vramsweep.harness import look, names
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content, replaced
 from vramsweep.harness.parsers import PAGE, Parser
 from vramsweep.harness.row import Row
 from vramsweep.harness.trial import SIMULATION, Trial
@@ -129,8 +129,8 @@ def _mark(row: Row) -> list[Any]:
 
 def _kept(folder: Path, row: Row) -> dict[str, Any] | None:
     try:
-        stored = json.loads(_place(folder, row).read_text())
-    except (OSError, ValueError):
+        stored = json.loads(content(_place(folder, row)))
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(stored, dict) or stored.get("of") != _mark(row):
         return None
@@ -142,8 +142,7 @@ def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:
     place = _place(folder, row)
     try:
         place.parent.mkdir(exist_ok=True)
-        aside = place.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps({"of": _mark(row), "timeline": timeline}))
-        aside.rename(place)
+        with replaced(place) as aside:
+            aside.write_text(json.dumps({"of": _mark(row), "timeline": timeline}))
     except OSError:
         pass  # a folder that is only read; it is made again next time

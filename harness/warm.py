@@ -33,6 +33,7 @@ from typing import Any
 import psutil
 
 from vramsweep.harness import node
+from vramsweep.harness.files import appended
 from vramsweep.harness.waiting import Look, last_words, readable
 
 COMMAND = (sys.executable, "-m", "vramsweep.runners.template")
@@ -114,7 +115,7 @@ class Template:
             descriptor, answers = os.pipe()
             given.callback(os.close, answers)
             ours.callback(os.close, descriptor)
-            with log.open("ab") as err:
+            with appended(log) as err:
                 self._process = subprocess.Popen(
                     [*COMMAND, runner, str(theirs.fileno()), str(answers), str(os.getpid())],
                     env=dict(environ),

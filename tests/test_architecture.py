@@ -65,6 +65,7 @@ def test_imports(path: Path) -> None:
             "console",
             "efficiencies",
             "errors",
+            "files",
             "flags",
             "gpus",
             "inferred",

@@ -6,7 +6,6 @@ covered: links that are made meanwhile.
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from vramsweep.analysis.report.summary import Summary
 from vramsweep.harness import journal
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import reason, replaced
 
 NOTES = 3  # that the end of a sweep shows; the report has all
 # Files and folders of files.
@@ -74,20 +74,15 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_csv(table.frame, places["rows"])
+        with replaced(places["rows"]) as aside:
+            write_csv(table.frame, aside)
         places |= write_residuals(content, folder) | _write_answer(content.answer, folder)
-        _whole(places["report"], page.render(content))
+        with replaced(places["report"]) as aside:
+            aside.write_text(page.render(content), encoding="utf-8")
         notes = files.write(content.figures, places["figures"], formats)
     except OSError as error:
         raise unwritable(error, folder) from None
     return Written(places, content.summary, (*content.warnings, *notes), content.answer, content.screen)
-
-
-def _whole(path: Path, text: str) -> None:
-    """Write a file aside and rename it: whoever reads it, also after a kill, finds the one before or this one."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def no_links(folder: Path, names: Sequence[str] = WRITTEN) -> None:
@@ -114,7 +109,8 @@ def write_residuals(content: Content, folder: Path) -> dict[str, Path]:
     if content.residuals.empty:
         _remove(path)
         return {}
-    write_csv(content.residuals, path)
+    with replaced(path) as aside:
+        write_csv(content.residuals, aside)
     return {"residuals": path}
 
 
@@ -124,11 +120,13 @@ def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
     if answer is None:
         _remove(*files)
         return {}
-    guarded_frame(answer.frame).to_csv(files[0], index=False)
-    files[1].write_text(answer.markdown(), encoding="utf-8")
+    with replaced(files[0]) as aside:
+        guarded_frame(answer.frame).to_csv(aside, index=False)
+    with replaced(files[1]) as aside:
+        aside.write_text(answer.markdown(), encoding="utf-8")
     return {"answer": files[1]}
 
 
 def unwritable(error: OSError, folder: Path) -> UserError:
     """What to say where a file could not be written."""
-    return UserError(f"cannot write {error.filename or folder}: {error.strerror}; choose a folder with --out")
+    return UserError(f"cannot write {error.filename or folder}: {reason(error)}; choose a folder with --out")

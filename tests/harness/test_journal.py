@@ -35,13 +35,13 @@ def test_rows_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [1, 20, -2])
 def test_a_torn_last_line_loses_only_itself(tmp_path: Path, kept: int) -> None:
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "whole"})
-        book.append({"trial_id": "torn"})
+        book.append(row("whole"))
+        book.append(row("torn"))
     file = tmp_path / journal.NAME
     lines = file.read_bytes().split(b"\n")
     file.write_bytes(lines[0] + b"\n" + lines[1][:kept])
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "after"})
+        book.append(row("after"))
     rows, unreadable = journal.read(tmp_path)
     assert [row["trial_id"] for row in rows] == ["whole", "after"]
     assert unreadable == 1
@@ -49,16 +49,16 @@ def test_a_torn_last_line_loses_only_itself(tmp_path: Path, kept: int) -> None:
 
 def test_a_row_that_only_lacks_its_newline_is_kept(tmp_path: Path) -> None:
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "a"})
+        book.append(row("a"))
     file = tmp_path / journal.NAME
     file.write_bytes(file.read_bytes().rstrip(b"\n"))
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "b"})
+        book.append(row("b"))
     assert [row["trial_id"] for row in journal.read(tmp_path)[0]] == ["a", "b"]
 
 
 def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
-    (tmp_path / journal.NAME).write_bytes(b'garbage\n[1]\n{"a":1}\n\xff\xfe\n{"trial_id":"x"}\n')
+    (tmp_path / journal.NAME).write_bytes(b'garbage\n[1]\n{"a":1}\n\xff\xfe\n{"trial_id":"x","outcome":"ok"}\n')
     rows, unreadable = journal.read(tmp_path)
     assert len(rows) == 1
     assert unreadable == 4
@@ -75,12 +75,12 @@ import os, signal
 from pathlib import Path
 from vramsweep.harness.journal import Journal
 book = Journal(Path({str(tmp_path)!r}))
-book.append({{"trial_id": "kept"}})
+book.append({{"trial_id": "kept", "outcome": "ok"}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", code], check=False)
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "after"})
+        book.append(row("after"))
     assert [row["trial_id"] for row in journal.read(tmp_path)[0]] == ["kept", "after"]
 
 
@@ -109,7 +109,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 
 def test_a_full_disk_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "before"})
+        book.append(row("before"))
         real = os.write
 
         def full(fd: int, data: bytes) -> int:
@@ -118,10 +118,10 @@ def test_a_full_disk_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytest.M
 
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(UserError, match="the disk is full"):
-            book.append({"trial_id": "lost"})
+            book.append(row("lost"))
         monkeypatch.undo()
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "after"})
+        book.append(row("after"))
     rows, unreadable = journal.read(tmp_path)
     assert [row["trial_id"] for row in rows] == ["before", "after"]
     assert unreadable == 1
@@ -132,7 +132,7 @@ def test_a_write_that_takes_only_part_is_a_full_disk(tmp_path: Path, monkeypatch
         real = os.write
         monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
         with pytest.raises(UserError, match="the disk is full"):
-            book.append({"trial_id": "half"})
+            book.append(row("half"))
 
 
 @pytest.mark.parametrize("row", [{"trial_id": 5}, {"nonsense": 1}])

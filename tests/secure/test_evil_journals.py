@@ -71,14 +71,14 @@ def test_what_a_column_may_hold_is_kept_as_it_is(name: str) -> None:
 
 
 def test_what_no_json_has_is_unknown() -> None:
-    found = journal.parsed(b'{"trial_id":"a","loss_first":NaN,"loss_last":-Infinity}')
+    found = journal.parsed(b'{"trial_id":"a","outcome":"ok","loss_first":NaN,"loss_last":-Infinity}')
     assert found is not None and (found["loss_first"], found["loss_last"]) == (None, None)
     assert journal.parsed(b'{"trial_id":"a","loss_first":1e400}') is None
 
 
 def test_depth_is_no_row_at_any_level() -> None:
     for levels in (30, 100, 900, 100_000):
-        nested = b'{"trial_id":"a","trial":{"x":' + b"[" * levels + b"]" * levels + b"}}"
+        nested = b'{"trial_id":"a","outcome":"ok","trial":{"x":' + b"[" * levels + b"]" * levels + b"}}"
         assert (journal.parsed(nested) is None) == (levels > 30), levels
 
 
