@@ -92,7 +92,7 @@ def run(
             stack.callback(_say_added, journal)
             mine = _resumed(share, settings, folder, journal, whole, launcher, progress, interrupts, budget)
     except OSError as error:
-        what = f"cannot write {error.filename or f'under {folder}'}: {reason(error)}"
+        what = f"cannot write under {folder}: {reason(error)}"
         if not about_writing(error):
             what = f"the system refused something that the sweep needs: {error}"
         raise UserError(f"{what}; finished rows are safe, mend it and rerun") from None
