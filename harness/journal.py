@@ -216,7 +216,7 @@ def read(place: Path) -> tuple[list[Row], int]:
                     else:
                         rows.append(row)
         except OSError as error:
-            raise _unreadable(file, error) from None
+            raise refusal(file, error) from None
     if len(several) > 1:
         rows.sort(key=_began)
     return rows, unreadable
@@ -258,7 +258,7 @@ class Tail:
                 self._clear()
             found = [row for file in several for row in self._new(file, now[file].st_ino)]
         except OSError as error:
-            raise _unreadable(Path(error.filename or several[0]), error) from None
+            raise refusal(Path(error.filename or several[0]), error) from None
         self.unreadable += found.count(None)
         self.rows += filter(None, found)
         if len(several) > 1:
@@ -334,10 +334,10 @@ def _began(row: Row) -> str:
     return str(row.get("started_at") or "")
 
 
-def _unreadable(file: Path, error: OSError) -> UserError:
-    return UserError(
-        f"cannot read {file}: {reason(error)}; name a folder under results/{mistakes.meant_path(file.parent)}"
-    )
+def refusal(file: Path, error: OSError) -> UserError:
+    """What to say where a journal cannot be read."""
+    meant = "" if file.exists() else mistakes.meant_path(file.parent)
+    return UserError(f"cannot read {file}: {reason(error)}; name a folder under results/{meant}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -162,6 +162,8 @@ def _read_journals(path: Path, files: Sequence[Path]) -> tuple[pd.DataFrame, lis
         return _read_pieces(files[0])
     except (_Unusual, pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, KeyError):
         return _read_lines(path)
+    except OSError as error:
+        raise journal.refusal(files[0], error) from None
 
 
 def _read_pieces(file: Path) -> tuple[pd.DataFrame, list[str]]:
