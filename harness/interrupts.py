@@ -85,9 +85,10 @@ class Interrupts:
         if self.status == 129:
             return
         self.status, asked = 129, self.asked
-        with contextlib.suppress(OSError), appended(self._log) as log:
-            log.write(f"the terminal has gone (SIGHUP): {ASKED.partition(';')[0]}\n".encode())
-        discard(self._terminals)
+        with contextlib.suppress(OSError):
+            discard(self._terminals)
+            with appended(self._log) as log:
+                log.write(f"the terminal has gone (SIGHUP): {ASKED.partition(';')[0]}\n".encode())
         if not asked:
             self._once(number, frame)
 

@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from vramsweep.harness import mistakes, upgrade
 from vramsweep.harness.errors import UserError
@@ -47,7 +47,7 @@ class Journal:
     """The writing end of one writer's journal; `writer` is None where a sweep has only one.
 
     Raises UserError when the folder cannot be written, the disk is full, another sweep holds the lock, and, on writing
-    and closing, when the file is not there any more or lacks rows. `added` counts bytes that others have appended.
+    and closing, when the file is not there any more or lacks rows; what others append to it is left where it is.
     """
 
     def __init__(self, folder: Path, writer: str | None = None) -> None:
@@ -65,7 +65,6 @@ class Journal:
             self._turn = threading.Lock()  # trials that run beside each other write too
             self._end = 0 if new else None  # of what was written last; not known where a line may be torn
             self._last = b""  # what stands there
-            self.added = 0
         except BaseException:
             os.close(self._fd)
             raise
@@ -104,14 +103,12 @@ class Journal:
 
     def _put(self, data: bytes) -> int:
         """Append all of the data; where it begins. Raises OSError."""
-        before, self._end, written = self._end, None, 0
+        self._end, written = None, 0
         while written < len(data):  # where a part is taken, the next error says why
             written += os.write(self._fd, data[written:])
         os.fsync(self._fd)
         self._end, self._last = os.lseek(self._fd, 0, os.SEEK_CUR), data[-_CHECKSUM_LENGTH:]
-        start = self._end - len(data)
-        self.added += 0 if before is None else max(start - before, 0)
-        return start
+        return self._end - len(data)
 
     def _lost(self) -> str | None:
         """What has become of the file, in words, where rows that were written may not be in it any more."""
@@ -208,13 +205,11 @@ def read(place: Path) -> tuple[list[Row], int]:
     several = files(place)
     for file in several:
         try:
-            with opened(file, LIMIT) as stream:
-                for text in lines(stream):
-                    row = parsed(text)
-                    if row is None:
-                        unreadable += 1
-                    else:
-                        rows.append(row)
+            for row, _ in since(file):
+                if row is None:
+                    unreadable += 1
+                else:
+                    rows.append(row)
         except OSError as error:
             raise refusal(file, error) from None
     if len(several) > 1:
@@ -222,13 +217,21 @@ def read(place: Path) -> tuple[list[Row], int]:
     return rows, unreadable
 
 
-def lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines that are not empty, without their ends; of one that is longer than any row, its beginning."""
-    within = False
-    while text := stream.readline(LONGEST):
-        if not within and (found := bare(text)):
-            yield found
-        within = not text.endswith(b"\n")
+def since(file: Path, at: int = 0, torn: bool = True) -> Iterator[tuple[Row | None, int]]:
+    """Each line's row from that byte on, None where it is not believed, and where the line ends.
+
+    `torn`: the last line counts without its end, too. Of one that is longer than any row only the beginning is read as
+    one. Raises OSError.
+    """
+    with opened(file, LIMIT) as stream:
+        if at:
+            stream.seek(at)
+        begins = True
+        while (text := stream.readline(LONGEST)) and (torn or text.endswith(b"\n") or len(text) == LONGEST):
+            at += len(text)
+            if begins and (found := bare(text)):
+                yield parsed(found), at
+            begins = text.endswith(b"\n")
 
 
 class Tail:
@@ -266,19 +269,9 @@ class Tail:
         return bool(found)
 
     def _new(self, file: Path, inode: int) -> Iterator[Row | None]:
-        at = self._read.get(file, (inode, 0))[1]
-        with opened(file, LIMIT) as stream:
-            stream.seek(at)
-            while text := stream.read(LONGEST):
-                whole = text[: text.rfind(b"\n") + 1] or text * (len(text) == LONGEST)
-                if not whole:
-                    break
-                at += len(whole)
-                stream.seek(at)
-                self._read[file] = inode, at
-                for one in filter(None, map(bare, whole.split(b"\n"))):
-                    row = parsed(one)
-                    yield None if row is None else {name: row[name] for name in self._columns}
+        for row, end in since(file, self._read.get(file, (inode, 0))[1], torn=False):
+            self._read[file] = inode, end
+            yield row and {name: row.get(name) for name in self._columns}
 
 
 def parsed(text: bytes) -> Row | None:

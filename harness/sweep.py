@@ -89,7 +89,6 @@ def run(
                 launcher = stack.enter_context(Launcher(settings.isolation, folder / "templates"))
             shards.alone(folder, shard)
             whole = [*earlier, *planned]
-            stack.callback(_say_added, journal)
             mine = _resumed(share, settings, folder, journal, whole, launcher, progress, interrupts, budget)
     except OSError as error:
         what = f"cannot write under {folder}: {reason(error)}"
@@ -121,12 +120,6 @@ def run(
         report(folder)
     missing = {p.trial_id for p in share} - mine.keys() - budget.refused.keys()
     return mine, 1 if unanswered or missing else 0
-
-
-def _say_added(journal: Journal) -> None:
-    if journal.added:
-        what = f"{journal.added:,} bytes were added to {journal.path} while the sweep was writing it"
-        print(f"{what}; its own rows are whole, and `vramsweep status` counts lines that are none", file=sys.stderr)
 
 
 def refuse_links(folder: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from vramsweep.harness import symptoms
-from vramsweep.harness.files import appended, tail
+from vramsweep.harness.files import tail
 from vramsweep.harness.outcome import REASON_LENGTH
 
 LOOK_S = 1.0  # between two looks: each costs the parent some 100 µs
@@ -62,7 +62,7 @@ class Logs:
                     end = tail(path, LOG_KEPT)
                     os.truncate(path, 0)
                     self.dropped += size - len(end)
-                    with appended(path) as file:
+                    with path.open("ab") as file:
                         file.write(b"[%d bytes of this log were dropped]\n" % (size - len(end)) + end)
 
 

@@ -33,7 +33,6 @@ from typing import Any
 import psutil
 
 from vramsweep.harness import node
-from vramsweep.harness.files import appended
 from vramsweep.harness.waiting import Look, last_words, readable
 
 COMMAND = (sys.executable, "-m", "vramsweep.runners.template")
@@ -115,7 +114,7 @@ class Template:
             descriptor, answers = os.pipe()
             given.callback(os.close, answers)
             ours.callback(os.close, descriptor)
-            with appended(log) as err:
+            with log.open("ab") as err:
                 self._process = subprocess.Popen(
                     [*COMMAND, runner, str(theirs.fileno()), str(answers), str(os.getpid())],
                     env=dict(environ),

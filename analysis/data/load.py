@@ -103,13 +103,11 @@ def trials(path: Path, ids: Collection[str]) -> dict[str, Any]:
     for file in journal.files(path):
         if file.suffix != ".jsonl" or not file.is_file():
             continue
-        with opened(file, journal.LIMIT) as stream:
-            for line in journal.lines(stream):
-                if len(found) == len(ids):
-                    break
-                row = journal.parsed(line)
-                if row is not None and row["trial_id"] in ids and isinstance(row.get("trial"), dict):
-                    found[row["trial_id"]] = row["trial"]
+        for row, _ in journal.since(file):
+            if len(found) == len(ids):
+                break
+            if row is not None and row["trial_id"] in ids and isinstance(row.get("trial"), dict):
+                found[row["trial_id"]] = row["trial"]
     return found
 
 

@@ -175,7 +175,6 @@ def test_what_others_do_to_a_journal_meanwhile_loses_no_row_in_silence(
         rows, _ = journal.read(tmp_path)
         assert at_the_end or rows[-1]["trial_id"] == "after"
         assert said or {one["trial_id"] for one in rows} >= {"a", "b"}
-    assert said or at_the_end or book.added
 
 
 @pytest.mark.parametrize("marks", [(b"", b"\r\n"), (b"\xef\xbb\xbf", b"\n"), (b"\xef\xbb\xbf", b"\r\n")])
