@@ -16,8 +16,9 @@ from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.data.ranks import HOW, LISTS, over_ranks
-from vramsweep.harness import mistakes, outputs, units
+from vramsweep.harness import mistakes, units
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import replaced
 from vramsweep.harness.parsers import FIGURE, PAGE, TABLES, OutFile, Parser
 
 IMAGES = ("png", "svg", "pdf")
@@ -388,7 +389,7 @@ def _export(arguments: argparse.Namespace) -> int:
     writer = {".csv": export.write_csv, ".parquet": export.write_parquet}[arguments.out.suffix]
     table = _open(arguments)
     try:
-        with outputs.replacing(arguments.out) as place:
+        with replaced(arguments.out) as place:
             writer(table.frame, place)
     except OSError as error:
         raise UserError(f"cannot write {arguments.out}: {error.strerror}") from None

@@ -127,7 +127,7 @@ def _versions(row: Row) -> dict[str, str]:
 
 def attempts(folder: Path) -> int:
     """The highest number of an attempt so far; a killed parent leaves attempts without a row."""
-    return max((int(p.name) for p in folder.glob("*") if p.name.isdigit()), default=0)
+    return max((int(p.name) for p in folder.glob("*") if p.name.isdecimal()), default=0)
 
 
 def now() -> str:

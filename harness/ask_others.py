@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.attempt import environment
+from vramsweep.harness.files import appended, replaced
 from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.others import FILE, Said, said
 from vramsweep.harness.plan import Planned
@@ -35,15 +36,16 @@ def ask(wanted: Mapping[str, Any], tracked: Collection[str], folder: Path) -> Sa
     if not left:
         return known
     request = folder / "others.json"
-    request.write_text(json.dumps({"trials": left, "tracked": list(tracked)}))
+    with replaced(request) as aside:
+        aside.write_text(json.dumps({"trials": left, "tracked": list(tracked)}))
     print(f"asking other tools about {len(left)} runs; they say it in {file}", flush=True)
-    with (folder / "others.log").open("a") as log:
+    with appended(folder / "others.log") as log:
         done = subprocess.run(
             build_command("vramsweep.runners.others", str(request), str(file)),
             env=environment("", "simulated", os.environ), stdout=log, stderr=log, check=False,
         )  # fmt: skip
     if done.returncode == 0:  # all had their time
-        with file.open("a") as answers:
+        with appended(file) as answers:
             for name in left:
-                answers.write(json.dumps({"trial_id": name, "tracked": name in slow, "others": {}}) + "\n")
+                answers.write(json.dumps({"trial_id": name, "tracked": name in slow, "others": {}}).encode() + b"\n")
     return said(file)

@@ -39,11 +39,12 @@ from typing import Any, Protocol
 
 from vramsweep.harness import leftovers, machine, row, starving, variables
 from vramsweep.harness.errors import describe
+from vramsweep.harness.files import content, tail
 from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.occupancy import Occupancy
 from vramsweep.harness.outcome import REASON_LENGTH, Evidence, HostMemory
 from vramsweep.harness.templates import OF_A_WORKER, Templates
-from vramsweep.harness.waiting import Logs, Look, last_words, opened, readable, tail
+from vramsweep.harness.waiting import Logs, Look, last_words, readable
 from vramsweep.harness.warm import Bounds, Lost, Template
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -361,11 +362,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     """The worker's result, or None and why it cannot be used."""
     path = folder / RESULT
     try:
-        with opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > RESULT_LIMIT:
-                return None, f"{RESULT} has {size} bytes, which is no result"
-            result = json.loads(file.read(RESULT_LIMIT))
+        result = json.loads(content(path, RESULT_LIMIT, links=False))
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, RecursionError) as error:

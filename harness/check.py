@@ -223,8 +223,8 @@ class Verdict:
 
 def judged(folder: Path) -> Verdict:
     """The verdict on a results folder. Raises UserError if there is no journal in it."""
-    rows, _ = journal.read(folder)
-    plan = status.read(folder)
+    rows, unreadable = journal.read(folder)
+    plan = status.of(folder, rows, unreadable, journal.plans(folder))
     of, found = evidence(rows, plan), findings(rows, plan)
     claims = {claim: not any(claim in one.forbids for one in found) for claim in of.claims}
     return Verdict(str(folder), len(of.answers), len(of.measured), claims, tuple(found))

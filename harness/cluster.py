@@ -24,6 +24,7 @@ from types import FrameType
 
 from vramsweep.harness import account, cli, journal, plan, shards
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content, replaced
 from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.shards import Shard, Slurm
@@ -123,9 +124,8 @@ def _submitted(
         raise UserError(f"cluster=slurm: {_refusal(error)}") from None
     record = {name: f"{shard.number}/{shard.count}" for name, shard in submitted(folder).items()}
     record |= {job.job_id: f"{shard.number}/{shard.count}" for job, shard in zip(jobs, wanted, strict=True)}
-    aside = place / f"{JOBS}.{os.getpid()}"
-    aside.write_text(json.dumps({"submitted_at": account.now(), "jobs": record}, indent=1))
-    aside.rename(place / JOBS)
+    with replaced(place / JOBS) as aside:
+        aside.write_text(json.dumps({"submitted_at": account.now(), "jobs": record}, indent=1))
     return [job.job_id for job in jobs]
 
 
@@ -155,7 +155,7 @@ def submitted(folder: Path) -> dict[str, Shard]:
     """The jobs that were ever submitted for the sweep in this folder, by name, and the shard of each."""
     found: dict[str, Shard] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, RecursionError):
-        for name, text in json.loads((folder / FOLDER / JOBS).read_bytes())["jobs"].items():
+        for name, text in json.loads(content(folder / FOLDER / JOBS))["jobs"].items():
             with contextlib.suppress(UserError):
                 found[name] = shards.parse(text)
     return found

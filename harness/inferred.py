@@ -8,10 +8,11 @@ id of a measured point that differs only in length and batch), and of each colum
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from vramsweep.harness.files import content, replaced
 
 NAME = "inferred.jsonl"
 
@@ -20,15 +21,14 @@ def write(folder: Path, lines: Iterable[Mapping[str, Any]], asked: Collection[st
     """Replace what was inferred before of the trials that were `asked` for, by id, as it rests on fewer points; what
     another command has inferred of others stays."""
     others = [line for line in read(folder) if line.get("trial_id") not in asked]
-    aside = folder / f"{NAME}.{os.getpid()}"
-    aside.write_text("".join(json.dumps(line) + "\n" for line in (*others, *lines)), encoding="utf-8")
-    aside.rename(folder / NAME)
+    with replaced(folder / NAME) as aside:
+        aside.write_text("".join(json.dumps(line) + "\n" for line in (*others, *lines)), encoding="utf-8")
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The lines; none where nothing was inferred. A line that is none is left out."""
     try:
-        text = (folder / NAME).read_text(encoding="utf-8")
+        text = content(folder / NAME).decode()
     except (OSError, UnicodeDecodeError):
         return []
     found = []

@@ -1,8 +1,9 @@
-"""Ctrl-C once, Ctrl-C twice, SIGTERM: when a sweep stops.
+"""Ctrl-C once, Ctrl-C twice, SIGTERM, SIGHUP: when a sweep stops.
 
 Once: the trial that runs comes to its end, and its row is kept; then `Finished` is raised, at a place where nothing is
-half done. Twice, or SIGTERM: KeyboardInterrupt is raised at once, wherever that is. Workers have sessions of their own,
-so that a terminal's Ctrl-C is for the launcher alone.
+half done. Twice, or SIGTERM: KeyboardInterrupt is raised at once, wherever that is. SIGHUP, when the terminal goes, is
+once, however often it comes, and a line in the sweep's folder says so. Workers have sessions of their own, so that a
+terminal's Ctrl-C is for the launcher alone.
 
 Not covered: signals that cannot be caught (leftovers.py ends what those leave).
 """
@@ -14,8 +15,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
+from vramsweep.harness.files import appended
+from vramsweep.harness.terminal import discard
+
+LOG = "interrupted.log"  # in the sweep's folder
 ASKED = "finishing what runs, then the report; Ctrl-C again stops now"
 
 
@@ -26,24 +32,29 @@ class Finished(KeyboardInterrupt):
 class Interrupts:
     """Whether the user has asked a sweep to stop. Only the main thread hears of signals: elsewhere nothing changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Path = Path(os.devnull)) -> None:
         self.asked = False
+        self.status = 130  # of a process that ends so
+        self._log, self._terminals = log, [number for number in (1, 2) if os.isatty(number)]
         self._busy = False
         self.answer: Callable[[str], None] = to_stderr  # says something from within a signal's handler
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[Interrupts]:
-        """For the block, SIGINT and SIGTERM do as described above."""
+        """For the block, SIGINT, SIGTERM and SIGHUP do as described above."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        own = {signal.SIGINT: self._once, signal.SIGTERM: _at_once, signal.SIGHUP: self._hung_up}
+        before = {number: signal.getsignal(number) for number in own}
         before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-        for number in before:  # what a shell has told a job in the background to ignore stays ignored
-            signal.signal(number, self._once if number == signal.SIGINT else _at_once)
+        for number in before:  # what a shell, or nohup, has told a job in the background to ignore stays ignored
+            signal.signal(number, own[number])
         try:
             yield self
         finally:
+            if self.status == 129:  # it comes from the kernel and from the shell, and a report may follow
+                before[signal.SIGHUP] = signal.SIG_IGN
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
@@ -69,6 +80,17 @@ class Interrupts:
         if not self._busy:
             raise Finished
         self.answer(ASKED)
+
+    def _hung_up(self, number: int, frame: FrameType | None) -> None:
+        if self.status == 129:
+            return
+        self.status, asked = 129, self.asked
+        with contextlib.suppress(OSError):
+            discard(self._terminals)
+            with appended(self._log) as log:
+                log.write(f"the terminal has gone (SIGHUP): {ASKED.partition(';')[0]}\n".encode())
+        if not asked:
+            self._once(number, frame)
 
 
 def to_stderr(text: str) -> None:

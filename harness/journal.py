@@ -8,11 +8,13 @@ folder) each have a file of their own, `journal-<writer>.jsonl`, and readers mer
 
 A line ends in the checksum of the row before it, `,"checksum":"%08x"}`: CRC-32 of the row's JSON. A line that is not
 what was written is skipped and counted, never half-believed; lines without one (before schema version 2, or made by
-others) are taken as they are, if what they say is what their columns can hold (row.believable).
+others) are taken as they are, if they say whose and how it ended, and hold what their columns can (row.believable).
+What an editor or git puts around lines, carriage returns and a byte order mark, is no part of them.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import json
@@ -20,28 +22,32 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from vramsweep.harness import mistakes, upgrade
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content, descriptor, opened, reason
 from vramsweep.harness.lock import Lock
-from vramsweep.harness.row import Row, believable, complete, encodable, system
+from vramsweep.harness.row import BY_NAME, Row, believable, complete, encodable, system
 
 NAME = "journal.jsonl"
 PLAN = "plan.json"  # beside it: the command, its trials, and the answer that its report begins with; of each writer
 _CHECKSUM = re.compile(rb',"(.{8})":"([0-9a-f]{8})"\}$', re.DOTALL)
 _CHECKSUM_LENGTH = len(',"checksum":"00000000"}')
+LIMIT = 1 << 34  # bytes of a journal: millions of rows
+LONGEST = 1 << 27  # bytes of a line: twice the largest result
+_UNSAID: Row = dict.fromkeys(BY_NAME)
 System = tuple[str | None, ...]
 
 
 class Journal:
     """The writing end of one writer's journal; `writer` is None where a sweep has only one.
 
-    Raises UserError when the folder cannot be written, the disk is full, another sweep holds the lock, and, on writing,
-    when the file is not there any more.
+    Raises UserError when the folder cannot be written, the disk is full, another sweep holds the lock, and, on writing
+    and closing, when the file is not there any more or lacks rows; what others append to it is left where it is.
     """
 
     def __init__(self, folder: Path, writer: str | None = None) -> None:
@@ -49,7 +55,7 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             new = not self.path.exists()
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            self._fd = descriptor(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except OSError as error:
             raise _unwritable(self.path, error) from None
         try:
@@ -57,7 +63,8 @@ class Journal:
             if new:
                 _sync_folder(folder)
             self._turn = threading.Lock()  # trials that run beside each other write too
-            self._before = b"" if new else b"\n"  # the first row; the line that it ends may be torn
+            self._end = 0 if new else None  # of what was written last; not known where a line may be torn
+            self._last = b""  # what stands there
         except BaseException:
             os.close(self._fd)
             raise
@@ -80,38 +87,61 @@ class Journal:
         whole = [complete(row) for row in rows]
         if whole:
             with self._turn:
-                data, self._before = self._before + b"".join(map(line, whole)), b"\n"  # as this one may be torn
-                self._write(data)
-                self._before = b""
+                self._write(b"".join(map(line, whole)))
         return whole
 
     def _write(self, data: bytes) -> None:
+        lost = self._lost()
         try:
-            written = os.write(self._fd, data)
-            if written != len(data):  # a full disk takes part of the row: say so rather than go on with torn rows
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._fd)
-            there = self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self._fd))
+            size = os.fstat(self._fd).st_size
+            if self._put(data if self._end == size else b"\n" + data) != size:  # somebody wrote in between
+                self._put(b"\n" + data)
         except OSError as error:
             raise _unwritable(self.path, error) from None
-        if not there:
-            raise UserError(
-                f"{self.path} was deleted or moved while the sweep was writing it, so the sweep stops; rows go with "
-                "the file: put it back, or run the same command again"
-            )
+        if lost := lost or self._lost():
+            raise UserError(lost)
+
+    def _put(self, data: bytes) -> int:
+        """Append all of the data; where it begins. Raises OSError."""
+        self._end, written = None, 0
+        while written < len(data):  # where a part is taken, the next error says why
+            written += os.write(self._fd, data[written:])
+        os.fsync(self._fd)
+        self._end, self._last = os.lseek(self._fd, 0, os.SEEK_CUR), data[-_CHECKSUM_LENGTH:]
+        return self._end - len(data)
+
+    def _lost(self) -> str | None:
+        """What has become of the file, in words, where rows that were written may not be in it any more."""
+        try:
+            there = os.path.samestat(self.path.stat(), found := os.fstat(self._fd))
+        except OSError:
+            there = False
+        what = "deleted or moved"
+        if there:
+            at = (self._end or 0) - len(self._last)
+            if self._end is None or os.pread(self._fd, len(self._last), at) == self._last:
+                return None
+            what = f"cut or rewritten (it had {self._end:,} bytes and has {found.st_size:,})"
+        return (
+            f"{self.path} was {what} while the sweep was writing it, so the sweep stops; rows go with it: put the file "
+            "back, or run the same command again"
+        )
 
     def close(self) -> None:
         """Give the lock back."""
         with self._turn:
-            descriptor, self._fd = self._fd, -1  # a trial that ends later, when all is stopped, writes nowhere
-        os.close(descriptor)
+            closing, self._fd = self._fd, -1  # a trial that ends later, when all is stopped, writes nowhere
+        os.close(closing)
         self._lock.release()
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        lost = None if kind else self._lost()
         self.close()
+        if lost:
+            raise UserError(lost)
 
 
 def line(row: Row) -> bytes:
@@ -125,10 +155,16 @@ def intact(text: bytes) -> bool:
 
     No column ends a line as a checksum does, so one of another name is a checksum that was damaged.
     """
+    text = bare(text)
     found = _CHECKSUM.search(text, max(0, len(text) - _CHECKSUM_LENGTH))
     if found is None:
         return b'"checksum"' not in text
     return found[1] == b"checksum" and zlib.crc32(b"}", zlib.crc32(text[: found.start()])) == int(found[2], 16)
+
+
+def bare(text: bytes) -> bytes:
+    """A line as it was written."""
+    return text.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
 
 
 def name(writer: str | None) -> str:
@@ -146,7 +182,7 @@ def plans(folder: Path) -> list[dict[str, Any]]:
     found = []
     for file in (folder / PLAN, *sorted(folder.glob("plan-*.json"))):
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            one = json.loads(file.read_bytes())
+            one = json.loads(content(file))
             found += [one] if isinstance(one, dict) else []
     return sorted(found, key=lambda one: str(one.get("started_at")))
 
@@ -169,18 +205,33 @@ def read(place: Path) -> tuple[list[Row], int]:
     several = files(place)
     for file in several:
         try:
-            lines = file.read_bytes().split(b"\n")
+            for row, _ in since(file):
+                if row is None:
+                    unreadable += 1
+                else:
+                    rows.append(row)
         except OSError as error:
-            raise _unreadable(file, error) from None
-        for text in filter(None, lines):
-            row = parsed(text)
-            if row is None:
-                unreadable += 1
-            else:
-                rows.append(row)
+            raise refusal(file, error) from None
     if len(several) > 1:
         rows.sort(key=_began)
     return rows, unreadable
+
+
+def since(file: Path, at: int = 0, torn: bool = True) -> Iterator[tuple[Row | None, int]]:
+    """Each line's row from that byte on, None where it is not believed, and where the line ends.
+
+    `torn`: the last line counts without its end, too. Of one that is longer than any row only the beginning is read as
+    one. Raises OSError.
+    """
+    with opened(file, LIMIT) as stream:
+        if at:
+            stream.seek(at)
+        begins = True
+        while (text := stream.readline(LONGEST)) and (torn or text.endswith(b"\n") or len(text) == LONGEST):
+            at += len(text)
+            if begins and (found := bare(text)):
+                yield parsed(found), at
+            begins = text.endswith(b"\n")
 
 
 class Tail:
@@ -208,44 +259,36 @@ class Tail:
             if any(file not in now or now[file].st_ino != one[0] or now[file].st_size < one[1]
                    for file, one in before.items()):  # fmt: skip
                 self._clear()
-            texts = [text for file in several for text in self._lines(file, now[file].st_ino)]
+            found = [row for file in several for row in self._new(file, now[file].st_ino)]
         except OSError as error:
-            raise _unreadable(Path(error.filename or several[0]), error) from None
-        for text in texts:
-            row = parsed(text)
-            if row is None:
-                self.unreadable += 1
-            else:
-                self.rows.append({name: row.get(name) for name in self._columns})
+            raise refusal(Path(error.filename or several[0]), error) from None
+        self.unreadable += found.count(None)
+        self.rows += filter(None, found)
         if len(several) > 1:
             self.rows.sort(key=_began)
-        return bool(texts)
+        return bool(found)
 
-    def _lines(self, file: Path, inode: int) -> list[bytes]:
-        at = self._read.get(file, (inode, 0))[1]
-        with file.open("rb") as lines:
-            lines.seek(at)
-            text = lines.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read[file] = inode, at + len(whole)
-        return list(filter(None, whole.split(b"\n")))
+    def _new(self, file: Path, inode: int) -> Iterator[Row | None]:
+        for row, end in since(file, self._read.get(file, (inode, 0))[1], torn=False):
+            self._read[file] = inode, end
+            yield row and {name: row.get(name) for name in self._columns}
 
 
 def parsed(text: bytes) -> Row | None:
-    """The row of one line in today's layout; None where it is none, or not what was written."""
+    """The row of one line in today's layout, with every column; None where it is none, or not what was written."""
     row = None
     if intact(text):
         with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(text, parse_constant=_unknown)
+            row = json.loads(bare(text), parse_constant=_unknown)
             if b"\\ud" in text:  # perhaps half a character: rows of other programs, and of version 1
                 row = encodable(row)
-    if not isinstance(row, dict) or not isinstance(row.get("trial_id"), str):
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("trial_id", "outcome")):
         return None
     row.pop("checksum", None)
     if not believable(row):
         return None
     found = upgrade.row(row)
-    return found if found is row or believable(found) else None
+    return _UNSAID | found if found is row or believable(found) else None
 
 
 def _unknown(_name: str) -> None:
@@ -284,10 +327,10 @@ def _began(row: Row) -> str:
     return str(row.get("started_at") or "")
 
 
-def _unreadable(file: Path, error: OSError) -> UserError:
-    return UserError(
-        f"cannot read {file}: {error.strerror}; name a folder under results/{mistakes.meant_path(file.parent)}"
-    )
+def refusal(file: Path, error: OSError) -> UserError:
+    """What to say where a journal cannot be read."""
+    meant = "" if file.exists() else mistakes.meant_path(file.parent)
+    return UserError(f"cannot read {file}: {reason(error)}; name a folder under results/{meant}")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -301,8 +344,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(f"the disk is full: {path} takes no more rows; all rows before are safe, free space and rerun")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UserError(f"{reason(error)}: {path} takes no more rows; all rows before are safe, make room and rerun")
     if error.errno == errno.ELOOP:
         return UserError(f"{path} is a link, which no journal is written through; choose another folder: results=DIR")
-    return UserError(f"cannot write {path}: {error.strerror}; choose a writable folder with results=DIR")
+    return UserError(f"cannot write {path}: {reason(error)}; choose a writable folder with results=DIR")

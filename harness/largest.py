@@ -19,6 +19,7 @@ from vramsweep.harness import account, lengths, outcome, plan, registry
 from vramsweep.harness.attempt import LARGEST, LOGS, Launcher, environment
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.predictions import FOLDER
 from vramsweep.harness.trial import Trial
@@ -85,7 +86,7 @@ def _attempted(
     if not (place / LARGEST).exists():
         reason = outcome.classify(done.evidence)[1] or "the process ended without an answer"
         raise UserError(f"{reason}; {place / LOGS[1]} may say more")
-    found: dict[str, Any] = json.loads((place / LARGEST).read_text())
+    found: dict[str, Any] = json.loads(content(place / LARGEST, links=False))
     worst = max(found.values(), key=lambda one: one["unanswered"])
     if worst["unanswered"]:
         print(

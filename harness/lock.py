@@ -17,6 +17,7 @@ from typing import Any
 
 from vramsweep.harness import identity
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content, opened
 
 fcntl: Any
 try:
@@ -75,7 +76,7 @@ def claim(path: Path) -> Path:
 
 def held(path: Path) -> bool:
     """Whether a process is writing the journal at `path`; False too where a machine cannot tell of another one's."""
-    with path.open("rb") as file:
+    with contextlib.suppress(OSError), opened(path) as file:
         try:
             _flock(file.fileno(), "LOCK_SH")
         except BlockingIOError:
@@ -130,7 +131,7 @@ def _set_aside(path: Path) -> None:
 def _writer(file: Path) -> dict[str, object]:
     """Who a claim is of; empty where there is none, or it does not say."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_bytes())
+        found = json.loads(content(file))
         return found if isinstance(found, dict) else {}
     return {}
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vramsweep.harness.files import content
+
 FILE = "others.jsonl"
 Answers = dict[str, int | None]  # bytes by tool; None where it says nothing
 
@@ -27,7 +29,10 @@ class Said:
 def said(file: Path) -> Said:
     """What the file holds; nothing where there is none."""
     known = Said()
-    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
+    text = b""
+    with contextlib.suppress(OSError):
+        text = content(file)
+    for line in text.decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError, TypeError, AttributeError, LookupError, RecursionError):
             _add(known, json.loads(line))  # or it was cut off, or never one of ours
     return known

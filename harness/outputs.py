@@ -10,13 +10,13 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import reason, replaced
 
 LIST = ".vramsweep.json"
 DRAFT = ".vramsweep-"  # what the name of a folder begins with in which everything is made first
@@ -24,33 +24,14 @@ MOST = 16 << 20  # bytes of a list
 Made = dict[str, list[str]]  # of each file's relative name the digests that it may have
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write to, which takes its place at the end; a failure leaves what was there.
-
-    Raises OSError, with the name of `path`.
-    """
-    aside = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
-    try:
-        if path.exists() and not os.access(path, os.W_OK):
-            raise PermissionError(13, os.strerror(13))
-        yield aside
-        aside.replace(path)
-    except OSError as error:
-        error.filename, error.filename2 = str(path), None
-        raise
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 def write(path: Path, text: str) -> None:
     """Write a text file that a user named, in a folder that may not be there yet. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as place:
+        with replaced(path) as place:
             place.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+        raise UserError(f"cannot write {path}: {reason(error)}") from None
 
 
 @contextlib.contextmanager
@@ -144,7 +125,7 @@ def _free(place: Path) -> Path:
 
 
 def _write_list(folder: Path, verb: str, made: Mapping[str, list[str]]) -> None:
-    with replacing(folder / LIST) as place:
+    with replaced(folder / LIST) as place:
         place.write_text(json.dumps({"verb": verb, "made": made}, indent=1), encoding="utf-8")
 
 

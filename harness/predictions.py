@@ -19,11 +19,11 @@ from typing import Any
 
 from vramsweep.harness import account, outcome, registry, shards
 from vramsweep.harness.attempt import LOGS, PREDICTIONS, Attempted, Launcher, checked, environment, steps
+from vramsweep.harness.files import LIMIT, opened
 from vramsweep.harness.journal import Journal
 from vramsweep.harness.plan import Planned, Settings
 from vramsweep.harness.progress import Progress
 from vramsweep.harness.row import Row
-from vramsweep.harness.waiting import opened
 
 FOLDER = "shared"  # beside the trials' own folders of attempts
 ISOLATION = "shared"
@@ -126,9 +126,9 @@ class Answers:
         """Those since the last time; a line that is not yet whole is left for the next time."""
         for path in sorted(self._place.glob(PREDICTIONS)):
             try:
-                with opened(path) as file:
+                with opened(path, links=False) as file:
                     file.seek(self._read.get(path, 0))
-                    text = file.read()
+                    text = file.read(LIMIT)
             except OSError:  # no file that the worker's processes write
                 continue
             whole = text[: text.rfind(b"\n") + 1]

@@ -37,8 +37,9 @@ from vramsweep.harness.attempt import RECORDING, Launcher, about_writing, enviro
 from vramsweep.harness.budget import Budget
 from vramsweep.harness.dominated import Dominators
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import reason, replaced
 from vramsweep.harness.interpreter import build_command
-from vramsweep.harness.interrupts import Finished, Interrupts
+from vramsweep.harness.interrupts import LOG, Finished, Interrupts
 from vramsweep.harness.journal import Journal, finished, plan_name, plans, read, terminal
 from vramsweep.harness.occupancy import Taken
 from vramsweep.harness.plan import Planned, Settings
@@ -51,10 +52,10 @@ SETTLE_S = 0.3  # for a signal to be heard by the launcher too
 
 
 class Interrupted(SystemExit):
-    """The user has stopped a sweep; `at_once` if what ran then was ended."""
+    """The user has stopped a sweep, or their terminal has gone; `at_once` if what ran then was ended."""
 
-    def __init__(self, at_once: bool) -> None:
-        super().__init__(130)
+    def __init__(self, status: int, at_once: bool) -> None:
+        super().__init__(status)
         self.at_once = at_once
 
 
@@ -75,14 +76,14 @@ def run(
     time.monotonic(), from where the budget counts; without it, now. The status of a sweep that its budget has stopped
     is that of the trials which ran. Raises Interrupted and UserError.
     """
-    budget = Budget(settings, began_s=began_s)
+    budget, interrupts = Budget(settings, began_s=began_s), Interrupts(folder / LOG)
     refuse_links(folder)
     shard = shards.parse(settings.shard)
     share = shard.share(planned)
     try:
         with (
             Journal(folder, shard.writer) as journal,
-            Interrupts().heard() as interrupts,
+            interrupts.heard(),
             contextlib.ExitStack() as stack,
         ):
             if launcher is None:
@@ -91,7 +92,7 @@ def run(
             whole = [*earlier, *planned]
             mine = _resumed(share, settings, folder, journal, whole, launcher, progress, interrupts, budget)
     except OSError as error:
-        what = f"cannot write under {folder}: {error.strerror}"
+        what = f"cannot write under {folder}: {reason(error)}"
         if not about_writing(error):
             what = f"the system refused something that the sweep needs: {error}"
         raise UserError(f"{what}; finished rows are safe, mend it and rerun") from None
@@ -99,7 +100,7 @@ def run(
         print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
         if settings.report and isinstance(stop, Finished):
             report(folder)
-        raise Interrupted(at_once=not isinstance(stop, Finished)) from None
+        raise Interrupted(interrupts.status, at_once=not isinstance(stop, Finished)) from None
     mine = {p.trial_id: mine[p.trial_id] for p in share if p.trial_id in mine}
     unanswered = [row["outcome"] for row in mine.values() if not outcome.is_answer(row["outcome"])]
     faults = sum(not outcome.is_verdict(kind) for kind in unanswered)
@@ -436,6 +437,5 @@ def _write_plan(folder: Path, planned: Sequence[Planned], settings: Settings, ru
         "shard": settings.shard,
     }
     place = folder / plan_name(shards.parse(settings.shard).writer)
-    aside = place.with_name(f"{place.name}.{os.getpid()}")
-    aside.write_text(json.dumps(record))
-    aside.rename(place)  # a reader, or a full disk, meets a whole one
+    with replaced(place) as aside:
+        aside.write_text(json.dumps(record))

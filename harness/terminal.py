@@ -88,14 +88,20 @@ def open_streams() -> str | None:
     return "standard output is closed; to discard it say >/dev/null" if closed else None
 
 
+def discard(descriptors: Iterable[int]) -> None:
+    """Drop what is written to these from now on. Raises OSError."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for number in descriptors:
+        os.dup2(null, number)
+    os.close(null)
+
+
 def gone(lost: Unwritten) -> int:
     """The exit status where a stream could not be written: 141, as of a process that SIGPIPE ends, if its reader has
     gone; else 2, and a line says why. What is left in the stream is dropped, or its end would speak of it.
     """
     with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, lost.stream.fileno())
-        os.close(null)
+        discard([lost.stream.fileno()])
     if lost.number == errno.EPIPE:
         return 128 + 13
     with contextlib.suppress(Unwritten):

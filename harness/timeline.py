@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import look, names, outputs
+from vramsweep.harness import look, names
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content, replaced
 from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.parsers import PAGE, Parser
 from vramsweep.harness.row import Row
@@ -127,8 +128,8 @@ def _mark(row: Row) -> list[Any]:
 
 def _kept(folder: Path, row: Row) -> dict[str, Any] | None:
     try:
-        stored = json.loads(_place(folder, row).read_text())
-    except (OSError, ValueError):
+        stored = json.loads(content(_place(folder, row)))
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(stored, dict) or stored.get("of") != _mark(row):
         return None
@@ -142,7 +143,7 @@ def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:
         return
     try:
         place.parent.mkdir(exist_ok=True)
-        with outputs.replacing(place) as aside:
+        with replaced(place) as aside:
             aside.write_text(json.dumps({"of": _mark(row), "timeline": timeline}))
     except OSError:
         pass  # a folder that is only read; it is made again next time

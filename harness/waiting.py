@@ -7,16 +7,14 @@ fill the disk by the morning) and read its end, never the whole of it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
-import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 from vramsweep.harness import symptoms
+from vramsweep.harness.files import tail
 from vramsweep.harness.outcome import REASON_LENGTH
 
 LOOK_S = 1.0  # between two looks: each costs the parent some 100 µs
@@ -66,22 +64,6 @@ class Logs:
                     self.dropped += size - len(end)
                     with path.open("ab") as file:
                         file.write(b"[%d bytes of this log were dropped]\n" % (size - len(end)) + end)
-
-
-def opened(path: Path) -> BinaryIO:
-    """A file that a worker left, to read. Raises OSError for what is none: a link, a pipe, a device, a folder."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no file", str(path))
-    return os.fdopen(descriptor, "rb")
-
-
-def tail(path: Path, size: int) -> bytes:
-    """The last `size` bytes of a file that a worker left, or all of it. Raises OSError."""
-    with opened(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-        return file.read(size)
 
 
 def last_words(path: Path) -> str | None:

@@ -24,13 +24,13 @@ from rich.table import Table
 from vramsweep.harness import account, identity, journal, status
 from vramsweep.harness.attempt import RESULT, SPEC
 from vramsweep.harness.console import Console
+from vramsweep.harness.files import content
 from vramsweep.harness.outcome import is_answer
 from vramsweep.harness.predictions import together
 from vramsweep.harness.progress import duration
 from vramsweep.harness.row import SYSTEM, Row
 from vramsweep.harness.status import Status
 from vramsweep.harness.trial import Trial
-from vramsweep.harness.waiting import opened
 
 RECENT = 20  # trials that the rate is that of
 FAILURES = 5
@@ -280,8 +280,8 @@ def _folders(place: Path) -> list[Path]:
 def _of_spec(spec: Path, trial_id: str, labels: dict[str, str]) -> str:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         if trial_id not in labels:
-            with opened(spec) as file:
-                labels[trial_id] = Trial.model_validate(json.loads(file.read(SPEC_LIMIT))["trial"]).label()
+            read = json.loads(content(spec, SPEC_LIMIT, links=False))
+            labels[trial_id] = Trial.model_validate(read["trial"]).label()
     return labels.get(trial_id, trial_id)
 
 

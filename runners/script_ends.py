@@ -18,8 +18,9 @@ from typing import NoReturn
 
 from vramsweep.harness import attempt
 from vramsweep.harness.attempt import ENDED, LOGS, STEPS
+from vramsweep.harness.files import tail
 from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.harness.waiting import LOG_KEPT, tail
+from vramsweep.harness.waiting import LOG_KEPT
 from vramsweep.runners import seen as of_processes
 from vramsweep.runners.hook import sitecustomize as hook
 from vramsweep.runners.seen import Seen

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from vramsweep.harness import node, registry
 from vramsweep.harness.attempt import RESULT, STEPS
+from vramsweep.harness.files import content
 from vramsweep.harness.trial import InvalidTrial, Trial
 from vramsweep.harness.waiting import readable
 from vramsweep.runners import pieces, result, shapes, tracing, worker
@@ -55,7 +56,7 @@ class Tracer:
         place = self.folder / f"{_key(trial)}-symbolic"
         self._run([(_tracing_symbols(trial, place), self.deadline_s), *self._untraced(beside)])
         try:
-            found = shapes.of_plain(json.loads((place / SYMBOLIC).read_bytes()))
+            found = shapes.of_plain(json.loads(content(place / SYMBOLIC, links=False)))
         except (
             OSError,
             ValueError,
@@ -84,7 +85,7 @@ class Tracer:
     def refused(self, trial: Trial) -> dict[str, Any] | None:
         """The error that says why it cannot be traced, if that is known."""
         with contextlib.suppress(FileNotFoundError):
-            error: dict[str, Any] = json.loads((self.folder / _key(trial) / RESULT).read_bytes())
+            error: dict[str, Any] = json.loads(content(self.folder / _key(trial) / RESULT, links=False))
             return error
         return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from vramsweep.harness import machine
+from vramsweep.harness.files import content, replaced
 from vramsweep.harness.gpus import Gpu
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
@@ -126,20 +126,17 @@ def kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path
         return found
     trace, details = trace_trial(trial, card, folder, runner)
     traces.mkdir(parents=True, exist_ok=True)
-    aside = place(trial, card, traces).with_suffix(f".{os.getpid()}")
-    aside.write_bytes(written({"trace": plain(on(trace, KEPT_ON)), "details": details}))
-    aside.rename(place(trial, card, traces))
+    with replaced(place(trial, card, traces)) as aside:
+        aside.write_bytes(written({"trace": plain(on(trace, KEPT_ON)), "details": details}))
     return trace, details
 
 
 def stored(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, Any]] | None:
     """The trial's trace from the folder `traces`; None if it is not in it, or not as it was written."""
     file = place(trial, card, traces)
-    if not file.is_file():
-        return None
     try:
-        trace, details = read(file.read_bytes())
-    except FileNotFoundError:
+        trace, details = read(content(file))
+    except OSError:
         return None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         print(f"{file} is no trace as it was written ({error!s:.80}): it is made anew", flush=True)

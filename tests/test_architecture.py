@@ -30,8 +30,8 @@ def imports(path: Path) -> set[str]:
 
 # what analysis may take of the harness
 OF_HARNESS = """
-    allocator check command console efficiencies errors flags gpus inferred interpreter journal mistakes names others
-    outputs parsers repeats row techniques terminal trial units
+    allocator check command console efficiencies errors files flags gpus inferred interpreter journal mistakes names
+    others outputs parsers repeats row techniques terminal trial units
 """
 
 

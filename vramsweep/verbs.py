@@ -21,6 +21,7 @@ STATUSES = {
     0: "done",
     1: "done, and the answer is no, as a verb's help says; or a traceback, which is a fault of ours",
     2: "a mistake that can be mended: of the words, a file, the machine",
+    129: "the terminal has gone (SIGHUP): what ran was finished",
     130: "interrupted",
     141: "whoever read the output has gone, as after `| head`",
 }

@@ -22,6 +22,7 @@ from vramsweep.analysis.data.load import Table, from_frame, load
 from vramsweep.analysis.data.mapping import FileMapping, by_name, by_position, from_file, from_settings
 from vramsweep.harness import journal
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import LIMIT, content
 
 _CHECKPOINTING = {"True": "full", "False": "none"}
 _BARE = "seq_len, peak_active_mib, peak_reserved_mib, iterations_per_s"
@@ -57,7 +58,7 @@ def open_rows(
 
 def _is_ours(path: Path) -> bool:
     with path.open(encoding="utf-8-sig", errors="replace") as stream:
-        return {"trial_id", "outcome"} <= {cell.strip().strip('"') for cell in stream.readline().split(",")}
+        return {"trial_id", "outcome"} <= {cell.strip().strip('"') for cell in stream.readline(LIMIT).split(",")}
 
 
 def _several(reports: Sequence[Path], folder: Path, constants: Mapping[str, Any]) -> tuple[Table, list[str]]:
@@ -84,7 +85,7 @@ def read_json(path: Path, constants: Mapping[str, Any]) -> tuple[Table, list[str
     `constants` are values of our columns that the report does not know. Raises UserError.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(content(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error!s:.200}") from None
     if not isinstance(found, dict):
@@ -180,7 +181,7 @@ def _precision(dtype: Any, arguments: Mapping[str, Any]) -> str | None:
 
 def _sibling(path: Path, name: str) -> dict[str, Any]:
     try:
-        found = json.loads((path.parent / name).read_text(encoding="utf-8"))
+        found = json.loads(content(path.parent / name))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -281,7 +282,7 @@ def _declared(
 def _lines(path: Path, notes: list[str]) -> Lines:
     """The cells of every line that has any; semicolons or tabs separate them where the first line has no comma."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = content(path).decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

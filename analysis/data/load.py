@@ -25,6 +25,7 @@ from vramsweep.analysis.data.export import as_it_was, each
 from vramsweep.analysis.data.remarks import flagged, measured_again, system_columns, systems
 from vramsweep.harness import journal, mistakes, others
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import opened
 from vramsweep.harness.row import BY_NAME, COLUMNS, EARLY, LARGEST, SCHEMA_VERSION, TEXT_LISTS
 from vramsweep.harness.trial import LEFT_OUT
 
@@ -102,13 +103,11 @@ def trials(path: Path, ids: Collection[str]) -> dict[str, Any]:
     for file in journal.files(path):
         if file.suffix != ".jsonl" or not file.is_file():
             continue
-        with file.open("rb") as stream:
-            for line in stream:
-                if len(found) == len(ids):
-                    break
-                row = journal.parsed(line.rstrip(b"\n"))
-                if row is not None and row["trial_id"] in ids and isinstance(row.get("trial"), dict):
-                    found[row["trial_id"]] = row["trial"]
+        for row, _ in journal.since(file):
+            if len(found) == len(ids):
+                break
+            if row is not None and row["trial_id"] in ids and isinstance(row.get("trial"), dict):
+                found[row["trial_id"]] = row["trial"]
     return found
 
 
@@ -159,28 +158,30 @@ def _read_journals(path: Path, files: Sequence[Path]) -> tuple[pd.DataFrame, lis
         if len(files) > 1:
             raise _Unusual
         return _read_pieces(files[0])
-    except (_Unusual, pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+    except (_Unusual, pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, KeyError):
         return _read_lines(path)
+    except OSError as error:
+        raise journal.refusal(files[0], error) from None
 
 
 def _read_pieces(file: Path) -> tuple[pd.DataFrame, list[str]]:
     used: set[str] = set()
     pieces: list[pa.Table] = []
-    with file.open("rb") as stream:
+    with opened(file, journal.LIMIT) as stream:
         while piece := stream.read(_PIECE):
             whole = piece.rfind(b"\n") + 1
             if whole:
                 stream.seek(whole - len(piece), os.SEEK_CUR)
                 piece = piece[:whole]
             else:  # a line longer than a piece, or the last one
-                piece += stream.readline()
+                piece += stream.readline(journal.LONGEST)
             if not all(map(journal.intact, piece.split(b"\n"))):
                 raise _Unusual
             pieces.append(_slim(_read_piece(memoryview(piece), used)))
     table = pa.concat_tables(pieces, promote_options="default").combine_chunks()
     if "schema_version" in table.column_names and pc.min(table["schema_version"]).as_py() < SCHEMA_VERSION:
         raise _Unusual
-    if EARLY in table.column_names:
+    if EARLY in table.column_names or any(table[name].null_count for name in ("trial_id", "outcome")):
         raise _Unusual
     extras = _varying(table)
     table = table.select([name for name in table.column_names if not name.startswith(EXTRA)])

@@ -25,7 +25,7 @@ import plotly.graph_objects as go
 import plotly.io
 import psutil
 
-from vramsweep.harness import outputs
+from vramsweep.harness.files import replaced
 from vramsweep.harness.interpreter import build_command
 
 
@@ -121,7 +121,7 @@ def _draw(asked: Sequence[dict[str, Any]], place: Path) -> tuple[int, str]:
     for one, drawn in zip(asked, aside, strict=True):
         if drawn.exists():
             try:
-                with outputs.replacing(Path(one["file"])) as part:
+                with replaced(Path(one["file"])) as part:
                     shutil.copyfile(drawn, part)
             except OSError as error:
                 problems.append(str(error))

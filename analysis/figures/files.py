@@ -11,6 +11,7 @@ from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, draw
 from vramsweep.analysis.figures.layout import column, page
 from vramsweep.analysis.figures.plots import BLOG, Figure
+from vramsweep.harness.files import replaced
 
 
 def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) -> list[str]:
@@ -20,9 +21,11 @@ def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) 
     """
     folder.mkdir(parents=True, exist_ok=True)
     for figure in figures:
-        guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
         plot = page(figure).update_layout(width=None)
-        plot.write_html(folder / f"{figure.name}.html", include_plotlyjs="directory", config={"displaylogo": False})
+        with replaced(folder / f"{figure.name}.csv") as aside:
+            guarded_frame(figure.data).to_csv(aside, index=False)
+        with replaced(folder / f"{figure.name}.html") as aside:
+            plot.write_html(aside, include_plotlyjs="directory", config={"displaylogo": False})
     return images(figures, folder, formats) if formats and figures else []
 
 

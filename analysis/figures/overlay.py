@@ -42,8 +42,8 @@ from vramsweep.analysis.figures.plots import (
 )
 from vramsweep.analysis.figures.registry import source
 from vramsweep.analysis.model.curves import Array
-from vramsweep.harness import outputs
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import replaced
 
 OWN = {"out_of_memory", "trial_ids"}  # columns by which the data of a figure is known
 FORMATS = (".html", ".png", ".svg", ".pdf")
@@ -121,10 +121,10 @@ def write(drawn: Figure, out: Path) -> None:
         data = out.with_suffix(".csv")
         if data.exists() and not set(data.open(encoding="utf-8").readline(4096).strip().split(",")) >= OWN:
             raise UserError(f"--figure {out} writes its data to {data}, which holds something else; name another file")
-        with outputs.replacing(data) as place:
+        with replaced(data) as place:
             guarded_frame(drawn.data).to_csv(place, index=False)
         if out.suffix == ".html":
-            with outputs.replacing(out) as place:
+            with replaced(out) as place:
                 plot.write_html(place, include_plotlyjs="directory", config={"displaylogo": False})
         else:
             draw([Picture(plot, out, width, height, scale=2 if out.suffix == ".png" else 1)])

@@ -11,8 +11,8 @@ from plotly.subplots import make_subplots
 from vramsweep.analysis.compare.validation import GIB, MEMORY
 from vramsweep.analysis.figures.browser import Picture, draw
 from vramsweep.analysis.figures.plots import COLOURS, GREY
-from vramsweep.harness import outputs
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import replaced
 
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 REACH = 10.0  # percent: errors beyond it stand at the edge, with their number
@@ -84,7 +84,7 @@ def write(found: pd.DataFrame, out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".html":
-            with outputs.replacing(out) as place:
+            with replaced(out) as place:
                 plot.write_html(place)
         else:
             draw([Picture(plot, out, scale=2)])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content
 
 DEFAULT_MAX_BYTES = 1 << 30
 
@@ -71,14 +72,12 @@ def load(path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Any:
     """
     try:
         size = path.stat().st_size
-        if not path.is_file():
-            raise UnsafePickle(f"{path.name} is not a file")
         if size > max_bytes:
             raise UnsafePickle(
                 f"{path.name} has {size / 2**20:,.1f} MiB, more than the {max_bytes / 2**20:,.1f} MiB allowed: "
                 "record fewer events (max_entries), or raise the limit with --max-file-size"
             )
-        data = path.read_bytes()
+        data = content(path, max_bytes)
     except (OSError, ValueError) as error:  # a name with a NUL in it, as a foreign row may have
         raise UnsafePickle(f"cannot read {path.name}: {getattr(error, 'strerror', None) or error}") from None
     return loads(data, path.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,19 @@ def test_without_a_browser_one_line_says_what_to_install(monkeypatch: pytest.Mon
         and "Chrome" in note
         and note.endswith(": install Chromium, for example apt-get install chromium")
     )
+
+
+def test_a_file_that_cannot_be_written_is_named_and_nothing_of_it_stays(tmp_path: Path, cli: Cli) -> None:
+    path = synthetic.write(tmp_path, synthetic.sweep(lengths=(128,), batches=(1,)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit, name in ((99, "rows.csv"), (1 << 20, "report.html")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            said = cli.refuse("report", path, "--images", "none")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert f"cannot write {path / name}: no file of this process may grow that large" in said
+        assert {file.name for file in path.iterdir()} == {"journal.jsonl"}
 
 
 def test_user_errors_are_one_line_and_exit_status_2(tmp_path: Path, cli: Cli) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -70,9 +74,50 @@ def test_handlers_are_put_back_and_threads_have_none() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_what_is_ignored_stays_ignored() -> None:
-    """As by a shell's job in the background: a Ctrl-C in its terminal is for others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with Interrupts().heard() as interrupts, interrupts.finishing():
-        ask()
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_is_ignored_stays_ignored(number: int, tmp_path: Path) -> None:
+    """As by a shell's job in the background, or nohup: what its terminal does is for others."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with Interrupts(tmp_path / "log").heard() as interrupts, interrupts.finishing():
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+        assert signal.getsignal(number) is signal.SIG_IGN
+        assert interrupts.status == 130 and not list(tmp_path.iterdir())
+    finally:
+        signal.signal(number, before)
+
+
+GONE = """
+import fcntl, os, sys, termios, time
+from pathlib import Path
+from vramsweep.harness.interrupts import Finished, Interrupts
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+interrupts = Interrupts(Path(sys.argv[1]) / "log")
+try:
+    with interrupts.heard(), interrupts.finishing():
+        print("ready", flush=True)
+        for _ in range(500):
+            time.sleep(0.02)
+            print("still here", file=sys.stderr, flush=True)
+            if interrupts.asked:
+                os.kill(os.getpid(), 1)
+                break
+        (Path(sys.argv[1]) / "row").touch()
+except Finished:
+    os.kill(os.getpid(), 1)
+    print("said to nobody", flush=True)
+    sys.exit(interrupts.status)
+"""
+
+
+def test_a_terminal_that_goes_is_asked_once_however_often_it_is_said(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", GONE, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    assert b"ready" in os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(60) == 129
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "row"]
+    assert (tmp_path / "log").read_text() == "the terminal has gone (SIGHUP): finishing what runs, then the report\n"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import resource
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,13 @@ def test_rows_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [1, 20, -2])
 def test_a_torn_last_line_loses_only_itself(tmp_path: Path, kept: int) -> None:
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "whole"})
-        book.append({"trial_id": "torn"})
+        book.append(row("whole"))
+        book.append(row("torn"))
     file = tmp_path / journal.NAME
     lines = file.read_bytes().split(b"\n")
     file.write_bytes(lines[0] + b"\n" + lines[1][:kept])
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "after"})
+        book.append(row("after"))
     rows, unreadable = journal.read(tmp_path)
     assert [row["trial_id"] for row in rows] == ["whole", "after"]
     assert unreadable == 1
@@ -49,16 +52,16 @@ def test_a_torn_last_line_loses_only_itself(tmp_path: Path, kept: int) -> None:
 
 def test_a_row_that_only_lacks_its_newline_is_kept(tmp_path: Path) -> None:
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "a"})
+        book.append(row("a"))
     file = tmp_path / journal.NAME
     file.write_bytes(file.read_bytes().rstrip(b"\n"))
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "b"})
+        book.append(row("b"))
     assert [row["trial_id"] for row in journal.read(tmp_path)[0]] == ["a", "b"]
 
 
 def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
-    (tmp_path / journal.NAME).write_bytes(b'garbage\n[1]\n{"a":1}\n\xff\xfe\n{"trial_id":"x"}\n')
+    (tmp_path / journal.NAME).write_bytes(b'garbage\n[1]\n{"a":1}\n\xff\xfe\n{"trial_id":"x","outcome":"ok"}\n')
     rows, unreadable = journal.read(tmp_path)
     assert len(rows) == 1
     assert unreadable == 4
@@ -75,12 +78,12 @@ import os, signal
 from pathlib import Path
 from vramsweep.harness.journal import Journal
 book = Journal(Path({str(tmp_path)!r}))
-book.append({{"trial_id": "kept"}})
+book.append({{"trial_id": "kept", "outcome": "ok"}})
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", code], check=False)
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "after"})
+        book.append(row("after"))
     assert [row["trial_id"] for row in journal.read(tmp_path)[0]] == ["kept", "after"]
 
 
@@ -109,7 +112,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
 
 def test_a_full_disk_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "before"})
+        book.append(row("before"))
         real = os.write
 
         def full(fd: int, data: bytes) -> int:
@@ -118,21 +121,88 @@ def test_a_full_disk_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytest.M
 
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(UserError, match="the disk is full"):
-            book.append({"trial_id": "lost"})
+            book.append(row("lost"))
         monkeypatch.undo()
     with Journal(tmp_path) as book:
-        book.append({"trial_id": "after"})
+        book.append(row("after"))
     rows, unreadable = journal.read(tmp_path)
     assert [row["trial_id"] for row in rows] == ["before", "after"]
     assert unreadable == 1
 
 
-def test_a_write_that_takes_only_part_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_may_grow_no_further_is_not_a_full_disk(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Journal(tmp_path) as book:
-        real = os.write
-        monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
-        with pytest.raises(UserError, match="the disk is full"):
-            book.append({"trial_id": "half"})
+        book.append(row("before"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (book.path.stat().st_size + 100, before[1]))
+        try:
+            with pytest.raises(UserError, match=r"ulimit -f\): .*journal.jsonl takes no more rows"):
+                book.append(row("half"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        book.append(row("after"))
+    rows, unreadable = journal.read(tmp_path)
+    assert ([one["trial_id"] for one in rows], unreadable) == (["before", "after"], 1)
+
+
+OTHERS: dict[str, tuple[Callable[[Path, bytes], Any], str | None]] = {
+    "a row is appended": (lambda file, data: file.write_bytes(data + journal.line(row("c"))), None),
+    "half a line is appended": (lambda file, data: file.write_bytes(data + b'{"trial_id'), None),
+    "an editor saves what it had read, and more": (
+        lambda file, data: file.write_bytes(data[: len(data) // 2] + b"x" * len(data)),
+        "cut or rewritten",
+    ),
+    "it is cut": (lambda file, data: file.write_bytes(data[:-9]), "cut or rewritten"),
+    "it is emptied": (lambda file, data: file.write_bytes(b""), "cut or rewritten"),
+    "it is replaced": (lambda file, data: (file.unlink(), file.write_bytes(data)), "deleted or moved"),
+    "it is deleted": (lambda file, data: file.unlink(), "deleted or moved"),
+}
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_others_do_to_a_journal_meanwhile_loses_no_row_in_silence(
+    tmp_path: Path, what: str, at_the_end: bool
+) -> None:
+    meddle, said = OTHERS[what]
+    book = Journal(tmp_path)
+    book.extend([row("a"), row("b")])
+    meddle(book.path, book.path.read_bytes())
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext(), book:
+        if not at_the_end:
+            book.append(row("after"))
+    if book.path.exists() and said != "deleted or moved":  # then what was written since is in the other file
+        rows, _ = journal.read(tmp_path)
+        assert at_the_end or rows[-1]["trial_id"] == "after"
+        assert said or {one["trial_id"] for one in rows} >= {"a", "b"}
+
+
+@pytest.mark.parametrize("marks", [(b"", b"\r\n"), (b"\xef\xbb\xbf", b"\n"), (b"\xef\xbb\xbf", b"\r\n")])
+def test_lines_that_git_or_an_editor_has_changed_are_read_as_they_were(
+    tmp_path: Path, marks: tuple[bytes, bytes]
+) -> None:
+    with Journal(tmp_path) as book:
+        book.extend([row("a"), row("b")])
+    before = journal.read(tmp_path)
+    book.path.write_bytes(marks[0] + book.path.read_bytes().replace(b"\n", marks[1]) + marks[1])
+    tail = journal.Tail(tmp_path, ("trial_id",))
+    assert journal.read(tmp_path) == before
+    assert tail.look() and tail.unreadable == 0
+    with Journal(tmp_path) as book:
+        book.append(row("c"))
+    assert [one["trial_id"] for one in journal.read(tmp_path)[0]] == ["a", "b", "c"]
+    assert tail.look() and [one["trial_id"] for one in tail.rows] == ["a", "b", "c"]
+    found = load(tmp_path)
+    assert (found.frame["trial_id"].tolist(), found.warnings) == (["a", "b", "c"], ())
+
+
+def test_a_line_longer_than_any_row_is_one_unreadable_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "LONGEST", 10_000)
+    lines = [journal.line(row("a")), b"x" * 25_000 + b"\n", journal.line(row("b"))]
+    (tmp_path / journal.NAME).write_bytes(b"".join(lines))
+    assert ([one["trial_id"] for one in journal.read(tmp_path)[0]], journal.read(tmp_path)[1]) == (["a", "b"], 1)
+    tail = journal.Tail(tmp_path, ("trial_id",))
+    assert tail.look() and [one["trial_id"] for one in tail.rows] == ["a", "b"]
 
 
 @pytest.mark.parametrize("row", [{"trial_id": 5}, {"nonsense": 1}])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
+import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vramsweep.__main__ import main
-from vramsweep.harness import check, journal, others, repeats, steadiness, upgrade
+from vramsweep.harness import check, cluster, inferred, journal, lock, others, repeats, steadiness, upgrade
+from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME, SCHEMA_VERSION, TEXT_LISTS
 
 FITTING: dict[type, tuple[Any, ...]] = {
@@ -71,14 +76,14 @@ def test_what_a_column_may_hold_is_kept_as_it_is(name: str) -> None:
 
 
 def test_what_no_json_has_is_unknown() -> None:
-    found = journal.parsed(b'{"trial_id":"a","loss_first":NaN,"loss_last":-Infinity}')
+    found = journal.parsed(b'{"trial_id":"a","outcome":"ok","loss_first":NaN,"loss_last":-Infinity}')
     assert found is not None and (found["loss_first"], found["loss_last"]) == (None, None)
     assert journal.parsed(b'{"trial_id":"a","loss_first":1e400}') is None
 
 
 def test_depth_is_no_row_at_any_level() -> None:
     for levels in (30, 100, 900, 100_000):
-        nested = b'{"trial_id":"a","trial":{"x":' + b"[" * levels + b"]" * levels + b"}}"
+        nested = b'{"trial_id":"a","outcome":"ok","trial":{"x":' + b"[" * levels + b"]" * levels + b"}}"
         assert (journal.parsed(nested) is None) == (levels > 30), levels
 
 
@@ -197,3 +202,91 @@ def test_a_plan_that_is_none_leaves_the_rows(plan: bytes, tmp_path: Path, capsys
     assert main(["status", str(tmp_path)]) == 0
     assert main(["check", str(tmp_path)]) == 1
     assert "Traceback" not in capsys.readouterr().err
+
+
+SPECIAL: dict[str, Callable[[Path], Any]] = {
+    "a pipe": os.mkfifo,
+    "a link to a device without end": lambda place: place.symlink_to("/dev/zero"),
+    "a link to a pipe": lambda place: (os.mkfifo(f"{place}.pipe"), place.symlink_to(f"{place}.pipe")),
+    "a folder": Path.mkdir,
+    "a file of a terabyte": lambda place: (place.touch(), os.truncate(place, 1 << 40)),
+}
+READ = (journal.NAME, "journal-b.jsonl", journal.PLAN, "plan-b.json", others.FILE, "inferred.jsonl")
+READ += ("cluster/jobs.json", "timelines/a.json", "traces/a.json")
+
+
+@contextlib.contextmanager
+def ends(seconds: int) -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise AssertionError("it waits")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def look(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+    """Every verb that looks at a results folder; its statuses, none of which is a traceback's."""
+    found = {}
+    for words in (
+        "status",
+        "check",
+        "fit",
+        "frontier",
+        "export",
+        "calibrate",
+        "compare",
+        "explain",
+        "timeline",
+        "report",
+    ):
+        more = {"export": [f"{out}.csv"], "calibrate": [str(folder)], "compare": ["--by", "seq_len=128,256"]}
+        more |= {"report": ["--out", str(out)], "timeline": ["--kept"]}
+        with ends(120):
+            found[words] = main([words, str(folder), *more.get(words, [])])
+        assert "Traceback" not in capsys.readouterr().err
+    assert set(found.values()) <= {0, 1, 2}, found
+    return found
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_no_verb_waits_for_what_is_no_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, name in enumerate(READ):
+        folder = tmp_path / str(number)
+        place = folder / name
+        place.parent.mkdir(parents=True)
+        if name != journal.NAME:
+            (folder / journal.NAME).write_bytes(text(row()))
+        SPECIAL[kind](place)
+        if name == journal.NAME:
+            assert set(look(folder, tmp_path / "out", capsys).values()) == {2}
+        with ends(60):
+            refused = name.startswith("journal")
+            assert (main(["status", str(folder)]), main(["check", str(folder)])) == ((2, 2) if refused else (0, 1))
+            assert others.said(folder / others.FILE).found == {} and inferred.read(folder) == []
+            assert cluster.submitted(folder) == {} and not lock.held(place)
+            with pytest.raises(UserError) if refused else contextlib.nullcontext(), journal.Journal(folder):
+                journal.read(folder)
+
+
+def test_a_row_that_does_not_say_how_it_ended_is_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"trial_id": "a"},
+        {"outcome": "ok"},
+        {"trial_id": "a", "outcome": None},
+        {"trial_id": "b", "outcome": "?"},
+    ]
+    for number, few in enumerate((lines[:1], lines)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / journal.NAME).write_bytes(b"\n".join(map(text, few)))
+        if number == 0:
+            look(folder, tmp_path / "out", capsys)
+        rows, unreadable = journal.read(folder)
+        assert unreadable == min(len(few), 3)
+        assert all(one.keys() >= BY_NAME.keys() for one in rows)
+        main(["status", str(folder)])
+        assert f"{unreadable} unreadable" in capsys.readouterr().out
