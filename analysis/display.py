@@ -49,11 +49,7 @@ def _template() -> jinja2.Template:
 
 
 def html(
-    title: str,
-    table: pd.DataFrame,
-    sentences: Sequence[str] = (),
-    whole: str = "",
-    notes: Sequence[str] = (),
+    title: str, table: pd.DataFrame, sentences: Sequence[str] = (), whole: str = "", notes: Sequence[str] = ()
 ) -> str:
     """A title, a table of text cells, sentences, and what is folded: the whole in words, and notes."""
     if len(table) > MOST:

@@ -57,9 +57,7 @@ class Reached:
 def parser() -> Parser:
     """The verb's own options; its other words are settings."""
     parser = Parser(
-        prog="vramsweep advise",
-        usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]",
-        description=DETAILS,
+        prog="vramsweep advise", usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]", description=DETAILS
     )
     parser.add_argument("--goal", choices=tuple(GOALS), default="fastest", help="what is to be best (default: fastest)")
     parser.add_argument("--accept", choices=ACCEPTED, help="the most of the result that may change")

@@ -232,4 +232,4 @@ def found(value: Any) -> str | None:
 
 def holds(value: Any, known: Collection[str]) -> bool:
     """Whether plain data holds one of the `known` secrets."""
-    return cleaned(value, known) != cleaned(value)
+    return bool(cleaned(value, known) != cleaned(value))

@@ -41,9 +41,7 @@ _WITHIN = {"seq_len", "repeat", "seed"}
 def parser() -> Parser:
     """The verb's own options; its other words are settings."""
     parser = Parser(
-        prog="vramsweep predict",
-        usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]",
-        description=DETAILS,
+        prog="vramsweep predict", usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]", description=DETAILS
     )
     parser.add_argument(
         "--largest",

@@ -81,11 +81,7 @@ def run(
     shard = shards.parse(settings.shard)
     share = shard.share(planned)
     try:
-        with (
-            Journal(folder, shard.writer) as journal,
-            interrupts.heard(),
-            contextlib.ExitStack() as stack,
-        ):
+        with Journal(folder, shard.writer) as journal, interrupts.heard(), contextlib.ExitStack() as stack:
             if launcher is None:
                 launcher = stack.enter_context(Launcher(settings.isolation, folder / "templates"))
             shards.alone(folder, shard)

@@ -91,11 +91,7 @@ SYMPTOMS = (
         Outcome.ENVIRONMENT,
         r"Too many open files|Resource temporarily unavailable|can't start new thread",
     ),
-    Symptom(
-        "others use the card",
-        Outcome.CONTENDED,
-        r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use",
-    ),
+    Symptom("others use the card", Outcome.CONTENDED, r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use"),
     Symptom(  # torch asks NVML who holds the card's memory once it ran out, and stops where NVML may not say
         "no room on the card, in disguise: of torch's report, of what a library takes when it starts, NCCL's",
         Outcome.OOM,

@@ -56,11 +56,7 @@ RULES: tuple[Rule, ...] = (
         "`accelerate launch` would decide device, precision and sharding",  # USE_CPU=true silently drops DeepSpeed
         ("ACCELERATE_*", "FSDP_*", "PARALLELISM_CONFIG_*", "FORK_LAUNCHED"),
     ),
-    Rule(
-        Fate.DROP,
-        "the allocator's settings are the axis `allocator`",
-        ALLOCATOR,
-    ),
+    Rule(Fate.DROP, "the allocator's settings are the axis `allocator`", ALLOCATOR),
     Rule(Fate.DROP, "it would make the host wait for every kernel", ("CUDA_LAUNCH_BLOCKING",)),
     Rule(
         Fate.DROP,

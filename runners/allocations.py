@@ -149,11 +149,7 @@ def _accumulates(args: tuple[Any, ...]) -> bool:
         return False
     if not torch._prims_common.is_non_overlapping_and_dense_or_false(args[0]):
         return False
-    held = (
-        sys.getrefcount(args[0]),
-        use_count(args[0]),
-        torch._C._storage_Use_Count(args[0].untyped_storage()._cdata),
-    )
+    held = (sys.getrefcount(args[0]), use_count(args[0]), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata))
     return held == UNHELD
 
 

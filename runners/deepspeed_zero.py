@@ -42,12 +42,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     data = build.data(trial)
     zero.checked(trial, engine)
     meter.built(
-        lambda: {
-            **described.describe(net, optimizer),
-            **zero.told(engine),
-            **data.columns,
-            "runner_config": config,
-        },
+        lambda: {**described.describe(net, optimizer), **zero.told(engine), **data.columns, "runner_config": config},
         functools.partial(zero.skipped, engine),
     )
     micro = 0

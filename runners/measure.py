@@ -150,11 +150,7 @@ class Warmup:
             self.loss_first = _finite(loss)
 
     def columns(self) -> Columns:
-        return {
-            "warmup_steps": len(self.times),
-            "warmup_step_times_s": self.times,
-            "loss_first": self.loss_first,
-        }
+        return {"warmup_steps": len(self.times), "warmup_step_times_s": self.times, "loss_first": self.loss_first}
 
 
 class Probe:
@@ -325,12 +321,7 @@ class Meter:
     """
 
     def __init__(
-        self,
-        asked: Asked,
-        folder: Path,
-        gauges: Gauges,
-        rank: int,
-        publish: Callable[[Columns], Columns] = alone,
+        self, asked: Asked, folder: Path, gauges: Gauges, rank: int, publish: Callable[[Columns], Columns] = alone
     ) -> None:
         self.rank, self.asked, self.gauges = rank, asked, gauges
         self.warmup = Warmup(self.gauges)

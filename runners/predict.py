@@ -70,11 +70,7 @@ class HostPrediction:
 
 
 def replay(
-    trace: Trace,
-    config: AllocatorConfig,
-    memory_limit: int | None,
-    ahead: bool = False,
-    look: Look | None = None,
+    trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahead: bool = False, look: Look | None = None
 ) -> Prediction:
     """Replay the trace from an empty allocator. Raises UserError for settings that cannot be simulated.
 

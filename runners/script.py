@@ -60,10 +60,7 @@ def run(trial: Trial, folder: Path) -> Columns:
     more = sum("columns" in one for one in seen) - len(trained)
     if more > 0:
         row["notes"] = [*(row["notes"] or ()), f"{more} more processes trained; this row is of the first training"]
-    row |= {
-        "environment": variables.recorded(os.environ),
-        "device_baseline_bytes": baseline,
-    }
+    row |= {"environment": variables.recorded(os.environ), "device_baseline_bytes": baseline}
     if code == 0 and all(one["complete"] for one in trained):
         return row
     result.values(folder, row, complete=False)

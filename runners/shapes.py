@@ -175,10 +175,7 @@ class _Symbols:
 
     def __init__(self, trial: Trial) -> None:
         self.env = ShapeEnv(
-            duck_shape=False,
-            specialize_zero_one=True,
-            allow_scalar_outputs=False,
-            allow_dynamic_output_shape_ops=False,
+            duck_shape=False, specialize_zero_one=True, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
         )
         self.fake = _Fake(shape_env=self.env, static_shapes=True, allow_non_fake_inputs=True)
         self._trial, self._point = trial, Point(trial.seq_len, trial.micro_batch)

@@ -96,13 +96,7 @@ def _in_use(frame: pd.DataFrame) -> set[str]:
 def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: int = 10) -> list[str]:
     """Key findings, the most important first; compare/lengths.py has those of lengths that vary."""
     groups = [group for group in groups if not group.varies]
-    found = [
-        *_growth(groups, fits),
-        *_allocators(table, groups),
-        *_waste(groups),
-        *_fastest(table),
-        *_edge(groups),
-    ]
+    found = [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table), *_edge(groups)]
     return found[:most]
 
 

@@ -290,11 +290,7 @@ def _starts(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def _table(
-    name: str,
-    caption: str,
-    heads: Sequence[tuple[str, str, str]],
-    lines: Sequence[Sequence[str]],
-    notes: Sequence[str],
+    name: str, caption: str, heads: Sequence[tuple[str, str, str]], lines: Sequence[Sequence[str]], notes: Sequence[str]
 ) -> Table | None:
     """The table without columns that nothing is known of; None where there is no line."""
     if not lines:

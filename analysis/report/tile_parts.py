@@ -12,17 +12,7 @@ from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures.composition import OF_PEAK, called, oom_parts
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.report.tiles import (
-    FLAT,
-    NARROW,
-    Head,
-    Tile,
-    basis,
-    ended,
-    last_piece,
-    memory_fit,
-    said,
-)
+from vramsweep.analysis.report.tiles import FLAT, NARROW, Head, Tile, basis, ended, last_piece, memory_fit, said
 
 _PHASES = ("load", "forward", "backward", "optimizer")
 
