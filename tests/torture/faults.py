@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torture.arena import ROOT, SEVERAL, SLOTS, TARGETS, USUAL, Arena, Count, Sweep
-from vramsweep.harness import journal, outcome
+from torture.journals import appended_to, journal_damaged
+from vramsweep.harness import outcome
 from vramsweep.harness.row import Outcome
 
 sys.path[:0] = [str(ROOT / "tests" / "harness"), str(TARGETS.parent)]  # the texts of CUDA's faults, the targets
@@ -115,8 +116,8 @@ def stopped(role: str) -> Callable[[Arena, int], Count]:
     return inject
 
 
-def interrupted(presses: int) -> Callable[[Arena, int], Count]:
-    """Ctrl-C at a random moment, as a terminal sends it: to the launcher's whole group."""
+def interrupted(presses: int, number: int = signal.SIGINT, status: int = 130) -> Callable[[Arena, int], Count]:
+    """Ctrl-C (or a terminal's end) at a random moment, as a terminal sends it: to the launcher's whole group."""
 
     def inject(arena: Arena, times: int) -> Count:
         count = Count()
@@ -128,10 +129,10 @@ def interrupted(presses: int) -> Callable[[Arena, int], Count]:
                 continue
             for _ in range(presses):
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(sweep.role("launcher")[0] if sweep.role("launcher") else 1 << 22, signal.SIGINT)
+                    os.killpg(sweep.role("launcher")[0] if sweep.role("launcher") else 1 << 22, number)
                 time.sleep(arena.random.uniform(0, 0.3))
             sweep.inject()
-            _ended_as_told(sweep, {0, 130}, signal.SIGINT)
+            _ended_as_told(sweep, {0, status}, number)
             if presses == 1 and sweep.rows() and not _reported(sweep):
                 count.lost += 1
                 count.say(f"there are rows and no report: {sweep.said()[-300:]}")
@@ -156,7 +157,7 @@ MISBEHAVIOUR = {
     "ignores_signals": "timeout", "floods": "ok", "forks_daemons": "ok", "exits_without_a_word": "bad_result",
     "leaves_garbage": "bad_result", "leaves_nan": "bad_result", "leaves_too_much": "bad_result",
     "leaves_another_s_row": "bad_result", "closes_its_pipes": "ok", "closes_every_file": "crash",
-    "starts_threads_that_stay": "ok",
+    "starts_threads_that_stay": "ok", "forks_for_ever": "ok",
 }  # fmt: skip
 
 
@@ -414,29 +415,6 @@ def two_launchers(*words: str, without_locks: bool = False) -> Callable[[Arena, 
     return inject
 
 
-def journal_damaged(change: Callable[[bytes, int], bytes], spared: int) -> Callable[[Arena, int], Count]:
-    """Each byte of a real journal in turn: no row but those of the damaged lines is lost, none is other than it was."""
-
-    def inject(arena: Arena, times: int) -> Count:
-        count = Count()
-        sweep = arena.sweep(count, trials=3)
-        sweep.finish()
-        whole, rows = sweep.journal(), sweep.rows()
-        count.resumed = 0
-        for at in range(0, len(whole), max(1, len(whole) // times)):
-            count.injected += 1
-            damaged = change(whole, at)
-            found = [row for row in map(journal.parsed, filter(None, damaged.split(b"\n"))) if row is not None]
-            wanted = rows[: whole[: at + 1].count(b"\n")] if len(damaged) < len(whole) else rows
-            missing = sum(row not in found for row in wanted)
-            count.lost += max(0, missing - spared)
-            count.doubled += sum(row not in rows for row in found)  # half-believed
-            count.resumed += 1
-        return count
-
-    return inject
-
-
 def faults_of_cuda(arena: Arena, times: int) -> Count:
     """Each text in which CUDA, its libraries and the system say what went wrong: raised in a worker, as torch's own
     class of error, and by C++ that ends the process."""
@@ -498,6 +476,7 @@ FAULTS: tuple[Fault, ...] = (
     *(Fault(f"SIGSTOP of a {role}", stopped(role), 5, 1) for role in ("launcher", "template", "worker")),
     Fault("Ctrl-C once", interrupted(1), 10, 3),
     Fault("Ctrl-C twice", interrupted(2), 10, 1),
+    Fault("SIGHUP: the terminal goes", interrupted(1, signal.SIGHUP, 129), 10, 1),
     *(Fault(f"a worker that {name.replace('_', ' ')}", misbehaving(name), 2, 0) for name in MISBEHAVIOUR),
     Fault("all these workers in one sweep", misbehaving(*MISBEHAVIOUR), 1, 1),
     Fault("a worker that fills the memory", memory_filled, 5, 1),
@@ -510,6 +489,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("one card of four is lost", card_lost, 10, 1),
     Fault("two launchers", two_launchers(), 10, 1),
     Fault("two launchers, no locks", two_launchers(without_locks=True), 10, 1),
+    Fault("the journal appended to meanwhile", appended_to, 10, 1),
     Fault("the journal cut at each byte", journal_damaged(lambda data, at: data[:at], 0), 1 << 30, 2000),
     Fault(
         "each byte of the journal changed",

@@ -101,6 +101,17 @@ def forks_daemons(trial: Any) -> Any:
     return good(trial)
 
 
+def forks_for_ever(trial: Any) -> Any:
+    """Four processes, each of which starts another in a session of its own, and ends; for 20 s at most."""
+    code = (
+        "import os, time\nend = time.monotonic() + 20\nwhile time.monotonic() < end:\n os.fork() and os._exit(0)\n"
+        " os.setsid()\n time.sleep(0.05)"
+    )
+    for _ in range(4):
+        subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+    return good(trial)
+
+
 def exits_without_a_word(trial: Any) -> Any:
     os._exit(0)
 
