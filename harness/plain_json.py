@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 DEEPEST = 50  # lists and objects in one another
-MOST = 1 << 63  # a whole number of 64 bits is below
+MOST = 10**36  # of a file's whole numbers; for "no limit" transformers writes int(1e30)
 
 
 def read(text: str | bytes, **options: Any) -> Any:
@@ -25,7 +25,7 @@ def read(text: str | bytes, **options: Any) -> Any:
     return found
 
 
-def problem(value: Any) -> str | None:
+def problem(value: Any, most: int = MOST) -> str | None:
     """Why libraries could not take a value of dicts and lists; None where they can."""
     level, deep = [("", value)], 0
     while level:
@@ -37,8 +37,10 @@ def problem(value: Any) -> str | None:
                 below += [(str(key), inner) for key, inner in one.items()]
             elif isinstance(one, list):
                 below += [(name, inner) for inner in one]
-            elif isinstance(one, int) and abs(one) >= MOST:
-                return f"{name or 'it'} is a whole number of more than 64 bits; allowed is less than 2**63 (9.2e18)"
+            elif isinstance(one, int) and abs(one) >= most:
+                return (
+                    f"{name or 'it'} is a whole number of {len(str(abs(one)))} digits; allowed is less than {most:.1e}"
+                )
             elif isinstance(one, float) and math.isnan(one):
                 return f"{name or 'it'} is NaN, which is no number; write one, or null"
         level, deep = below, deep + 1

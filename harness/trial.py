@@ -133,10 +133,10 @@ class DeviceAxis(_Frozen):
     gpus_per_node: int = Field(default=8, ge=1)
     link: str | None = None
     interconnect: str | None = None
-    node_memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    memory_gib: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    node_memory_gib: float | None = Field(default=None, gt=0, lt=1e9, allow_inf_nan=False)
+    memory_gib: float | None = Field(default=None, gt=0, lt=1e9, allow_inf_nan=False)
     capability: str | None = None
-    headroom_gib: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    headroom_gib: float = Field(default=0.0, ge=0, lt=1e9, allow_inf_nan=False)
 
     @field_validator("capability", mode="before")
     @classmethod
@@ -365,7 +365,7 @@ def parse(values: Mapping[str, Any]) -> Trial:
 
     Raises InvalidTrial if a value has the wrong type or range, or if the combination breaks a rule.
     """
-    if (why := plain_json.problem(dict(values))) is not None:
+    if (why := plain_json.problem(dict(values), 1 << 63)) is not None:
         raise InvalidTrial(why)
     try:
         trial = Trial.model_validate(dict(values))

@@ -165,6 +165,36 @@ REAL: dict[str, list[str]] = {  # where there is something to print at once; the
 }
 
 
+def test_a_folder_that_is_gone_and_docstrings_that_are_are_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb in VERBS:
+        place = tmp_path / verb.name
+        place.mkdir()
+        monkeypatch.chdir(place)
+        place.rmdir()
+        for example in () if verb.side == verbs.FRONT else verb.examples:
+            assert front_door.main(words(example)) == 2
+            assert re.fullmatch(r"vramsweep: the current folder .*; cd to one that is there\n", capsys.readouterr().err)
+        assert front_door.main([verb.name, "--help"]) == 0
+    monkeypatch.chdir(ROOT)
+    for level, left in (("2", "1"), ("1", "1"), ("", "")):  # what workers get, who need the docstrings of transformers
+        monkeypatch.setenv("PYTHONOPTIMIZE", level)
+        assert front_door.main(["cards", "--json"]) == 0 and os.environ["PYTHONOPTIMIZE"] == left
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "typed", ["explain model=tiny seq_len=64", f"report {ROWS} --out OUT --images none", f"paper {ROWS} --out OUT"]
+)
+def test_an_interpreter_without_docstrings_and_asserts_does_the_same(tmp_path: Path, typed: str) -> None:
+    line = [sys.executable, "-OO", "-m", "vramsweep", *typed.replace("OUT", str(tmp_path / "out")).split()]
+    own = os.environ | {"PYTHONOPTIMIZE": "2", "BROWSER_PATH": "none"}
+    done = subprocess.run(line, cwd=ROOT, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
 @each
 @pytest.mark.parametrize("broken", ["its reader has gone", "its disk is full"])
 def test_an_output_that_has_gone_is_no_traceback(

@@ -7,6 +7,7 @@ there are is in verbs.py.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -54,6 +55,8 @@ def _main(words: list[str]) -> int:
         said = f"there is no verb {name!r}; verbs: {', '.join(verbs.BY_NAME)}"
         raise UserError(f"{said}{mistakes.meant(name, verbs.BY_NAME)}")
     own = rest[: rest.index("--")] if "--" in rest else rest
+    if os.environ.get("PYTHONOPTIMIZE", "").isdigit() and int(os.environ["PYTHONOPTIMIZE"]) > 1:
+        os.environ["PYTHONOPTIMIZE"] = "1"  # transformers makes docstrings of docstrings, and fails where there are none
     try:
         if {"-h", "--help"} & set(own):
             print(verb.help(), end="")
@@ -62,6 +65,7 @@ def _main(words: list[str]) -> int:
             from vramsweep import completion
 
             return completion.main(rest)
+        _stands_in_a_folder()
         status: int = importlib.import_module(f"vramsweep.{verb.side}.cli").main([name, *rest])
         return status
     except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something
@@ -69,6 +73,14 @@ def _main(words: list[str]) -> int:
             raise
         print(f"vramsweep: {extras.missing(error.name, name)}", file=sys.stderr)
         return 2
+
+
+def _stands_in_a_folder() -> None:
+    """Raises UserError where the current folder is gone: a relative name means nothing there, and Hydra asks for it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the current folder cannot be told ({error.strerror}); cd to one that is there") from None
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import TINY, tiny
 
 from vramsweep.harness.trial import InvalidTrial, parse
@@ -17,6 +18,13 @@ SAYS = {
     "hidden_size": (1 << 62, -64),
     "vocab_size": (10**18, 0),
 }
+
+
+OWN = TINY["model"]["config"] | {"model_type": "qwen2"}
+DEEP = (
+    json.dumps(OWN)[:-1] + ', "extra": ' + '{"a":' * 600 + "1" + "}" * 601
+)  # json reads it, a copy overruns the stack
+HUGE = json.dumps(OWN)[:-1] + ', "attention_dropout": 1e0}'
 
 
 def folder(tmp_path: Path, text: str) -> dict[str, Any]:
@@ -33,11 +41,36 @@ def test_sizes_of_no_model(tmp_path: Path, name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "null", "[" * 100_000, '{"a":' * 100_000, "\x00", '{"model_type": "../x"}']
+    "text",
+    [
+        "",
+        "{",
+        "[1]",
+        DEEP,
+        HUGE.replace("1e0", "NaN"),
+        HUGE.replace("1e0", "9" * 5000),
+        HUGE.replace("1e0", "9" * 400),
+        "null",
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "\x00",
+        '{"model_type": "../x"}',
+    ],
 )
 def test_no_configuration_at_all(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidTrial) as found:
         build._config(parse(folder(tmp_path, text)))
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("intermediate_size", 10**30), ("intermediate_size", -1), ("num_attention_heads", 0), ("rope_theta", "x"),
+     ("head_dim", 1 << 62), ("pad_token_id", 10**9), ("initializer_range", -1.0), ("rope_theta", 10**30)],
+)  # fmt: skip
+def test_what_describes_no_model_that_can_be_made(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(InvalidTrial, match=r"model\.path \S*: ") as found:
+        build.model(parse(folder(tmp_path, json.dumps(OWN | {name: value}))), torch.device("cpu"))
     assert "\n" not in str(found.value)
 
 
