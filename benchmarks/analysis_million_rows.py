@@ -64,7 +64,6 @@ def measure(path: Path) -> dict[str, float]:
     """Seconds of each part, in this process."""
     from vramsweep.analysis.data.groups import groups
     from vramsweep.analysis.data.load import load
-    from vramsweep.analysis.figures.files import as_div
     from vramsweep.analysis.report.content import collect
 
     begin, cpu = time.perf_counter(), time.process_time()
@@ -72,7 +71,7 @@ def measure(path: Path) -> dict[str, float]:
     loaded = time.perf_counter()
     content = collect(table)  # groups, fits and draws
     fitted = time.perf_counter()
-    pages = sum(len(as_div(figure, i)) for i, figure in enumerate(content.figures))
+    pages = sum(len(figure.plot.to_html(include_plotlyjs=False, full_html=False)) for figure in content.figures)
     drawn = time.perf_counter()
     return {
         "rows": len(table.frame),

@@ -75,11 +75,6 @@ def seconds(text: str, said: str | None = None) -> float:
     return spent
 
 
-def period(text: str, said: str | None = None) -> float:
-    """Seconds in a bare number, or in a time with its units. Raises UserError."""
-    return seconds(f"{text}s" if _bare(text) else text, said)
-
-
 def in_its_unit(key: str, text: str) -> str:
     """A setting's value as a bare number of the unit that its key is called after: device.memory_gib=24GB is 22.35….
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import plotly.io
-
 from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, draw
 from vramsweep.analysis.figures.layout import column, page
-from vramsweep.analysis.figures.plots import BLOG, Figure
+from vramsweep.analysis.figures.plots import Figure
 from vramsweep.harness.files import replaced
 
 
@@ -57,17 +55,3 @@ def plotly_script() -> str:
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
-
-
-def as_div(figure: Figure, number: int) -> str:
-    """The figure as an HTML fragment without the plotly script."""
-    return str(
-        plotly.io.to_html(
-            figure.plot,
-            include_plotlyjs=False,
-            full_html=False,
-            div_id=f"figure-{number}",
-            default_height=f"{BLOG[1]}px",
-            config={"displaylogo": False, "responsive": True},
-        )
-    )
