@@ -6,6 +6,7 @@ one of expandable segments made by hand. Stack frames are left out: nothing chec
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import pickle
@@ -114,7 +115,7 @@ def _places(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, Any
 def _change(kind: int, parent: Any, key: Any, value: int, places: Sequence[tuple[Any, Any]]) -> None:
     other, its = places[value * 7 % len(places)]
     if kind == 0:
-        parent[key] = VALUES[value % len(VALUES)]
+        parent[key] = copy.deepcopy(VALUES[value % len(VALUES)])  # with what it shares; a later edit may change it
     elif kind == 1:
         del parent[key]
     elif kind == 2 and isinstance(parent, list):
