@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from vramsweep.harness import machine
+from vramsweep.harness import credentials, machine, variables
 from vramsweep.harness.gpus import Gpu
 from vramsweep.harness.links import Collective
 from vramsweep.harness.roofline import Work
@@ -127,7 +127,8 @@ def kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path
     trace, details = trace_trial(trial, card, folder, runner)
     traces.mkdir(parents=True, exist_ok=True)
     aside = place(trial, card, traces).with_suffix(f".{os.getpid()}")
-    aside.write_bytes(written({"trace": plain(on(trace, KEPT_ON)), "details": details}))
+    told = credentials.cleaned(details, variables.secrets(os.environ))  # a library's configuration among them
+    aside.write_bytes(written({"trace": plain(on(trace, KEPT_ON)), "details": told}))
     aside.rename(place(trial, card, traces))
     return trace, details
 
