@@ -39,7 +39,7 @@ _LAST = re.compile(
 )
 _ALONE = re.compile("token|auth|bearer|pat|pass|jwt|cookies?")
 _MAYBE = re.compile(
-    rf"(?:^|_)(?:\w*tokens?|keys?|apikey|o?auths?|pat|cookies?|jwt|bearer|signature|sig|{_PASSWORD})(?=_|$)"
+    rf"(?:^|_)(?:\w*tokens?|keys?|apikey|o?auths?|pats?|cookies?|jwt|bearer|signature|sig|{_PASSWORD})(?=_|$)"
 )
 # and what makes them harmless
 _ABOUT = re.compile(
@@ -93,7 +93,7 @@ _FORMS = {
     "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}(?:[^\w/+]{1,20}[A-Za-z0-9/+]{40}(?![\w/+=]))?|"
     r"(?<![A-Za-z0-9])(?i:aws)[\w \t.:=\"'-]{0,40}?(?<![\w/+=])(?P<value>(?=[a-z0-9/+]*[A-Z])(?=[A-Z0-9/+]*[a-z])"
     r"(?=[A-Za-z/+]*\d)[A-Za-z0-9/+]{40})(?![\w/+=])",
-    "a private key": r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?P<key>.*?)(?:-----END|\Z)",
+    "a private key": r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?P<key>(?!\*).*?)(?:-----END|\Z)",
     "a webhook": r"(?<![\w.])(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks)/"
     r"(?P<path>[\w/-]{8,})",
     "the user:password@ of an address": r"""://(?P<user>[^/\s:@"']*:[^/\s"'?#]+|[^/\s:@]{16,})@""",  # or a token there

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from vramsweep.harness import machine
+from vramsweep.harness import credentials, machine, variables
 from vramsweep.harness.files import content, replaced
 from vramsweep.harness.gpus import Gpu
 from vramsweep.harness.links import Collective
@@ -126,8 +126,9 @@ def kept(trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path
         return found
     trace, details = trace_trial(trial, card, folder, runner)
     traces.mkdir(parents=True, exist_ok=True)
+    told = credentials.cleaned(details, variables.secrets(os.environ))  # a library's configuration among them
     with replaced(place(trial, card, traces)) as aside:
-        aside.write_bytes(written({"trace": plain(on(trace, KEPT_ON)), "details": details}))
+        aside.write_bytes(written({"trace": plain(on(trace, KEPT_ON)), "details": told}))
     return trace, details
 
 

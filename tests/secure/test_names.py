@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -20,7 +24,7 @@ from vramsweep.analysis.figures import timeline as figure
 from vramsweep.harness import look, names, outputs, plan, timeline
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import complete
-from vramsweep.harness.trial import parse
+from vramsweep.harness.trial import Trial, parse
 
 OUT = [
     "../x",
@@ -224,6 +228,17 @@ def test_a_list_names_nothing_outside_and_an_earlier_reports_files_are_replaced(
     assert put(folder, earlier=True, rows_csv="2") == [] and held(folder) == {"rows.csv": "2"}
 
 
+def sent(folder: Path, trial: Trial) -> None:
+    """A folder that somebody made, with one row."""
+    row = {
+        "trial_id": "0123456789abcdef", "attempt": 1, "terminal": True, "outcome": "ok", "device": "simulated",
+        "model": "m", "runner": trial.runner.name, "seq_len": 32, "micro_batch": 2, "peak_reserved_bytes": 1 << 30,
+        "peak_allocated_bytes": 1 << 30, "trial": trial.model_dump(mode="json"), "started_at": "2026-01-01T00:00:00Z",
+    }  # fmt: skip
+    (folder / "traces").mkdir(parents=True, exist_ok=True)
+    (folder / "journal.jsonl").write_text(json.dumps(complete(row)) + "\n")
+
+
 @pytest.mark.parametrize(
     "named",
     [
@@ -245,12 +260,7 @@ def test_looking_at_a_folder_runs_none_of_its_code(
         json.dumps(named).replace("FILE", str(evil))
     )
     trial = parse(values)
-    row = {
-        "trial_id": "0123456789abcdef", "attempt": 1, "terminal": True, "outcome": "ok", "device": "simulated",
-        "model": "m", "runner": trial.runner.name, "seq_len": 32, "micro_batch": 2, "peak_reserved_bytes": 1 << 30,
-        "peak_allocated_bytes": 1 << 30, "trial": trial.model_dump(mode="json"), "started_at": "2026-01-01T00:00:00Z",
-    }  # fmt: skip
-    (folder / "journal.jsonl").write_text(json.dumps(complete(row)) + "\n")
+    sent(folder, trial)
     for words in (["explain"], ["timeline", "0123456789abcdef"]):
         assert front_door.main([words[0], str(folder), *words[1:]]) == 2
         said = capsys.readouterr().err
@@ -259,3 +269,43 @@ def test_looking_at_a_folder_runs_none_of_its_code(
     if "target" in named["runner"]:
         assert front_door.main(["report", str(folder), "--images", "none"]) == 0
     assert not mark.exists()
+
+
+@pytest.mark.slow
+def test_looking_at_a_folder_asks_no_hub_and_reads_nothing_that_a_row_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append((self.path, self.headers.get("authorization")))
+            self.send_error(404)
+
+        do_GET = do_HEAD
+
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    for name, text in {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_ofthisuser",
+                       "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_IMPLICIT_TOKEN": "0"}.items():  # fmt: skip
+        monkeypatch.setenv(name, text)
+    own = tmp_path / "own"
+    own.mkdir()
+    os.mkfifo(own / "config.json")
+    (tmp_path / "data.txt").write_text("1\n" * 9)
+    of_hub = {"name": "m", "model_type": None, "config": {}, "path": "somebody/model"}
+    named = [{"model": of_hub}, {"model": {**of_hub, "path": str(own)}}, {"data": f"lengths:{tmp_path}/data.txt"}]
+    trials = [parse(tiny(device={"name": "simulated", "gpu": "a100-40gb"}, **one)) for one in named]
+    monkeypatch.setattr("vramsweep.harness.trial._fingerprint", refuse := Mock(side_effect=AssertionError("read")))
+    for at, trial in enumerate(trials):
+        sent(tmp_path / f"sent{at}", trial)
+        for verb in ("explain", "timeline"):
+            assert front_door.main([verb, str(tmp_path / f"sent{at}")]) == 2
+            assert "as a row says" in capsys.readouterr().err
+    assert not refuse.called
+    with pytest.raises(UserError):  # and if it were traced
+        look.ask("timeline", trials[:1], tmp_path, trace=True)
+    assert asked == []
+    assert front_door.main(["explain", "model=hub", "model.path=somebody/model", "seq_len=8", "gpu=a100-40gb"]) == 2
+    hub.shutdown()
+    assert ("Bearer hf_ofthisuser" in {token for _, token in asked}) is True  # whoever names it, asks

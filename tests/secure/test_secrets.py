@@ -54,18 +54,18 @@ FAILING = """
 import os, sys
 print("my token is", os.environ["HF_TOKEN"])
 print('{"password": "hunter-said"}', file=sys.stderr)
-told = os.environ["DATABASE_URL"] + " with " + os.environ["MY_PASSWORD"]
-raise RuntimeError('401 for {"passphrase": "hunter-said"} ' + told)
+text = '401 for {"passphrase": "hunter-said"} '
+raise RuntimeError(text + os.environ["DATABASE_URL"] + " with " + os.environ["MY_PASSWORD"])
 """
 
 
 def written(folder: Path) -> list[str]:
-    """The files that hold something planted, but for logs of the script that prints its own."""
+    """The files that hold something planted, but for logs: a script's, DeepSpeed's, a traceback."""
     looked_for = [text.encode() for text in (*PLANTED.values(), RANDOM, REMOTE, HOME, "hunter-")]
     return [
         f"{file.relative_to(folder)}: {text.decode()}"
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and not ("failing" in file.parts and file.suffix == ".log")
+        if file.is_file() and not ({"failing", "ds", "model2"} & {*file.parts} and file.suffix == ".log")
         for text in looked_for
         if text in _bytes(file) or text.decode() in str(file)
     ]
@@ -117,10 +117,10 @@ def test_nothing_that_was_planted_is_in_the_results(tmp_path: Path) -> None:
     call("run", "device=cpu", "protocol=brief", "retries=0", "name=failing", "--", sys.executable, "fails.py", status=1)
     for name in ("model", "model2"):  # the second is no model, and the reason quotes it
         words = [f"model.path={work / name}", "model.name=own", "precision=fp32", f"name={name}"]
-        call("sweep", *tiny, "model=hub", "device=cpu", *words, status=int(name == "model2"))
+        call("sweep", *tiny, "model=hub", "device=cpu", *words, status=2 * (name == "model2"))
     for name in ("ds", "ds2"):
         words = [f"ds_config={name}.json", "runner=deepspeed", "device.gpu=a100-40gb", f"name={name}"]
-        call("sweep", *tiny, "device=simulated", "micro_batch=2", *words, status=int(name == "ds2"))
+        call("sweep", *tiny, "device=simulated", "micro_batch=2", *words, status=2 * (name == "ds2"))
     for name in ("measured", "failing", "ds"):
         call("paper", f"results/{name}")
     call("export", "results/measured", "results/measured/x.csv")
