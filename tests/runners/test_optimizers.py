@@ -224,7 +224,6 @@ LARGE: dict[str, Any] = {"seq_len": 16, "micro_batch": 1, "model": {"config": {"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "over",
     ("name", "precision"),
     [*((name, "fp32") for name in ("adamw_torch_foreach", "adamw_torch_loop", "adafactor", "sgd_momentum")),
      *((name, "bf16_master") for name in ("adamw_torch_loop", "adamw_torch_foreach", "sgd"))],
