@@ -122,7 +122,7 @@ def _warnings(result: WhatIf) -> list[str]:
     match = result.rows[0].match
     notes = ['"rebuilt": what was live at the start is allocated anew first; compare these rows with one another.']
     if result.history == "part":
-        notes.append(f"Peaks are of its {result.events} events: it begins late, or its ring (max_entries) was full.")
+        notes.append(f"Peaks are of its {result.events} events: it begins late, or its ring (max_entries) lost some.")
     if len(result.rows) > 2 and (found := saving(result)) is not None:
         saved = f"reserves {_mib(found[1])} MiB less than" if found[1] > 0 else "saves nothing over"
         notes.append(

@@ -50,7 +50,7 @@ def test_search_adds_a_grid_and_ranks(capsys):
         ([-1], 'No history: its ring held one event (max_entries, or enabled="state"). The final state is '
          "3,606.0 MiB reserved, 30.3 allocated; the peak is unknown."),
         ([-2, -1], "Nothing to compare: its 2 events make no segment and no block."),
-        ([*range(-4, 0)], "Peaks are of its 4 events: it begins late, or its ring (max_entries) dropped"),
+        ([*range(-4, 0)], "Peaks are of its 4 events: it begins late, or its ring (max_entries) lost"),
     ],
 )  # fmt: skip
 def test_a_recording_without_history_is_not_called_exact(events, said, tmp_path, capsys):

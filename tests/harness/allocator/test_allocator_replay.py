@@ -106,8 +106,8 @@ def test_the_shipped_recording_is_exact_without_being_told_addresses():
 )
 def test_own_recordings_replay_exactly_however_much_the_ring_buffer_dropped(operations, config, share):
     recorder = record(operations, config)
-    keep = max(1, int(len(recorder.trace) * share))
-    if not recorder.trace:
+    keep = max(2, int(len(recorder.trace) * share))  # one event is no history
+    if len(recorder.trace) < 2:
         return
     loaded = check(recorder.snapshot(keep), "own")
     row = replay_as_recorded(loaded, undo(loaded))
@@ -127,7 +127,7 @@ def test_own_recordings_with_retries_and_errors_replay_exactly_when_the_limit_is
     limit = 200 * MIB
     for config in ("", "garbage_collection_threshold:0.6"):
         recorder = record(operations, config, limit)
-        if recorder.trace:
+        if len(recorder.trace) > 1:
             loaded = check(recorder.snapshot(), "own")
             row = replay_as_recorded(loaded, undo(loaded), limit)
             assert row.match is not None
