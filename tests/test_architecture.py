@@ -74,6 +74,7 @@ def test_imports(path: Path) -> None:
             "others",
             "outputs",
             "parsers",
+            "plain_json",
             "repeats",
             "row",
             "techniques",

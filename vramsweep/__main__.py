@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from vramsweep import __version__, verbs
 from vramsweep.harness import extras, mistakes, terminal
@@ -56,7 +57,9 @@ def _main(words: list[str]) -> int:
         raise UserError(f"{said}{mistakes.meant(name, verbs.BY_NAME)}")
     own = rest[: rest.index("--")] if "--" in rest else rest
     if os.environ.get("PYTHONOPTIMIZE", "").isdigit() and int(os.environ["PYTHONOPTIMIZE"]) > 1:
-        os.environ["PYTHONOPTIMIZE"] = "1"  # transformers makes docstrings of docstrings, and fails where there are none
+        os.environ["PYTHONOPTIMIZE"] = (
+            "1"  # transformers makes docstrings of docstrings, and fails where there are none
+        )
     try:
         if {"-h", "--help"} & set(own):
             print(verb.help(), end="")
@@ -78,7 +81,7 @@ def _main(words: list[str]) -> int:
 def _stands_in_a_folder() -> None:
     """Raises UserError where the current folder is gone: a relative name means nothing there, and Hydra asks for it."""
     try:
-        os.getcwd()
+        Path.cwd()
     except OSError as error:
         raise UserError(f"the current folder cannot be told ({error.strerror}); cd to one that is there") from None
 

@@ -502,6 +502,8 @@ def test_mistakes_on_the_command_line_are_named(
     ("mapping", "text"),
     [
         ("nope", "is no JSON"),
+        ('{"seq_len": {"from": 1, "scale": 1' + "0" * 400 + "}}", "scale is a whole number of 401 digits"),
+        ('{"seq_len": {"value": -1' + "0" * 400 + "}}", "value is a whole number of 401 digits"),
         ("[1]", "must be a JSON object"),
         ('{"seq_len": 1, "seq_len": 2}', "'seq_len' is said twice"),
         ('{"seq_len": 1, "peak_active_mib": 7}', "no column 7; it has 1, 2, 3, 4"),

@@ -115,7 +115,7 @@ def test_html_has_its_data_beside_it_and_nothing_is_written_over(
     assert cli.main(["compare", str(rows), str(b), "--figure", str(tmp_path / "rows.png")]) == 2
     assert "give it another name" in capsys.readouterr().err
     assert cli.main(["compare", str(a), str(b), "--figure", str(tmp_path / "rows.html")]) == 2
-    assert "rows.csv, which holds something else; name another file" in capsys.readouterr().err
+    assert "rows.csv, which holds something else; give it another name" in capsys.readouterr().err
     assert rows.read_bytes() == before
     assert cli.main(["compare", str(a), str(b), "--figure", str(out)]) == 1  # its own
 
