@@ -303,14 +303,6 @@ def _compare(arguments: argparse.Namespace) -> int:
         raise UserError("compare takes two sets of rows, or one with --by AXIS=VALUE,VALUE")
     if not 0 <= arguments.tolerance < 1:
         raise UserError(f"--tolerance is a share such as 0.001 (0.1 %), or 0; not {arguments.tolerance:g}")
-    if arguments.figure is not None:
-        from vramsweep.analysis.figures import overlay
-
-        overlay.check(arguments.figure, arguments.rows)
-    if arguments.report is not None:
-        from vramsweep.analysis.report import compare_page
-
-        compare_page.check(arguments.report, arguments.rows)
     if arguments.by:
         axis, _, values = arguments.by.partition("=")
         a, b = verdicts.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
@@ -325,8 +317,12 @@ def _compare(arguments: argparse.Namespace) -> int:
     else:
         print(verdicts_words.text(found, along, arguments.all))
     if arguments.report is not None:
+        from vramsweep.analysis.report import compare_page
+
         compare_page.write(found, along, (a, b), arguments.report)
     if arguments.figure is not None:  # last, as it may need a browser
+        from vramsweep.analysis.figures import overlay
+
         overlay.write(overlay.figure(found, along, (a, b)), arguments.figure)
     return 1 if found.worse else 0
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.files import reason, replaced
@@ -43,8 +44,9 @@ def into(folder: Path, verb: str, beside: bool = False, earlier: bool = False) -
     A file that stands in the way and is not on the list, or was edited, is kept under another name; `earlier`: without
     a list it is one of an earlier version's. Raises UserError, and OSError with names in `folder`.
     """
-    _refuse(folder, verb, beside)
     folder.mkdir(parents=True, exist_ok=True)
+    if not beside:
+        _refuse(folder, verb)
     draft, notes = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder)), list[str]()
     try:
         yield draft, notes
@@ -56,13 +58,9 @@ def into(folder: Path, verb: str, beside: bool = False, earlier: bool = False) -
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _refuse(folder: Path, verb: str, beside: bool) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise UserError(f"{folder} is a file, and vramsweep {verb} writes a folder; name another with --out")
+def _refuse(folder: Path, verb: str) -> None:
     there = sorted(place.name for place in folder.iterdir() if not place.name.startswith(DRAFT))
-    if there and not beside and _listed(folder)[0] != verb:
+    if there and _listed(folder)[0] != verb:
         more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise UserError(
             f"{folder} holds {', '.join(there[:3])}{more}, and no list ({LIST}) by which vramsweep {verb} made them;\n"
@@ -77,33 +75,33 @@ def _listed(folder: Path) -> tuple[str | None, Made]:
         if place.is_symlink() or not place.is_file() or place.stat().st_size > MOST:
             return None, {}
         found = json.loads(place.read_bytes())
-        made = {str(name): [str(one) for one in digests] for name, digests in found["made"].items() if _inside(name)}
-        return str(found["verb"]), made
+        inside = {
+            n: list(one) for n, one in found["made"].items() if not n.startswith("/") and ".." not in n.split("/")
+        }
+        return str(found["verb"]), inside
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None, {}
-
-
-def _inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _put(draft: Path, folder: Path, verb: str, earlier: bool) -> list[str]:
     """Move what was made into the folder, and delete what was not made again; remarks on what was kept."""
     made = {file.relative_to(draft).as_posix(): [_digest(file)] for file in sorted(draft.rglob("*")) if file.is_file()}
     before, notes = _listed(folder)[1], []
-    for name in {LIST: (), **before, **made}:
-        for place in (folder / name, *(folder / above for above in PurePosixPath(name).parents)):
-            if place.is_symlink() and place != folder:
-                raise UserError(
-                    f"{place} is a link to {place.readlink()}, which vramsweep {verb} does not write through; remove "
-                    "it, or choose a folder with --out"
-                )
+    for name in (LIST, *before, *made):
+        place = next(
+            (p for p in (folder / name, *(folder / name).parents) if p.is_symlink() and folder in p.parents), None
+        )
+        if place is not None:
+            raise UserError(
+                f"{place} is a link to {place.readlink()}, which vramsweep {verb} does not write through; remove it, "
+                "or choose a folder with --out"
+            )
     _write_list(folder, verb, {name: [*before.get(name, ()), *made.get(name, ())] for name in before | made})
     for name, new in made.items():
         place = folder / name
         if place.is_file() and not earlier and _digest(place) not in (*before.get(name, ()), *new):
-            kept = _free(place)
+            names = (place.with_name(f"{place.name}.kept{number or ''}") for number in itertools.count())
+            kept = next(name for name in names if not os.path.lexists(name))
             place.rename(kept)
             notes.append(f"{kept} is what was at {place.name}, which is not as vramsweep {verb} left it")
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -116,12 +114,6 @@ def _put(draft: Path, folder: Path, verb: str, earlier: bool) -> list[str]:
                 place.parent.rmdir()
     _write_list(folder, verb, made)
     return notes
-
-
-def _free(place: Path) -> Path:
-    """A name beside it that nothing has."""
-    names = (place.with_name(f"{place.name}.kept{number or ''}") for number in range(10_000))
-    return next(name for name in names if not os.path.lexists(name))
 
 
 def _write_list(folder: Path, verb: str, made: Mapping[str, list[str]]) -> None:

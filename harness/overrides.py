@@ -130,7 +130,10 @@ def _allowed(group: str, options: Sequence[str]) -> list[str]:
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
-    return OverridesParser.create().parse_overrides(list(overrides))
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except RecursionError:
+        raise UserError("a setting is nested too deep to be read; write it in a file of --config-dir") from None
 
 
 @contextlib.contextmanager
@@ -160,6 +163,12 @@ def explained(overrides: Sequence[str]) -> Iterator[None]:
         raise UserError(_explanation(error, overrides)) from None
     except yaml.YAMLError as error:
         raise UserError(f"--config-dir: {config_files.problem(error)}") from None
+    except ValueError as error:
+        if "integer string conversion" not in str(error):
+            raise
+        raise UserError(
+            "a setting, or a file of --config-dir, has a number of thousands of digits; shorten it"
+        ) from None
 
 
 def _explanation(error: Exception, overrides: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ def imports(path: Path) -> set[str]:
 # what analysis may take of the harness
 OF_HARNESS = """
     allocator check command console efficiencies errors files flags gpus inferred interpreter journal mistakes names
-    others outputs parsers repeats row techniques terminal trial units
+    others outputs parsers plain_json repeats row techniques terminal trial units
 """
 
 

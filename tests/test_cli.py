@@ -177,6 +177,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "budget=8": ("budget=8 has no unit: 8m, 8h or 8s",),
     "max_cost=40EUR price_per_hour=1": ("max_cost=40EUR: allowed is a number above 0, in any currency",),
     "--cfg job -m": ("do not go together",),
+    f"seq_len={'9' * 5000}": ("a number of thousands of digits",),
+    f"seq_len={'9' * 400}": (
+        "no trial can run: seq_len is a whole number of 400 digits; allowed is less than 9.2e+18",
+    ),
+    f"seq_len={'[' * 900}1{']' * 900}": ("nested too deep",),
     "-sc install=bash": ("vramsweep completion bash",),
 }
 

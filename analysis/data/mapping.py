@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB
-from vramsweep.harness import mistakes
+from vramsweep.harness import mistakes, plain_json
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.row import BY_NAME, Outcome
 
@@ -203,11 +203,11 @@ def from_file(path: Path) -> FileMapping:
     Raises UserError if it cannot be read, and for names that are not ours.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found = plain_json.read(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise UserError(f"cannot read the mapping {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"the mapping {path} is no JSON: {error!s:.200}") from None
+    except ValueError as error:
+        raise UserError(f"the mapping {path} is no JSON that can be read: {error!s:.200}") from None
     if not isinstance(found, dict):
         raise UserError(f'the mapping {path} must be a JSON object such as {{"seq_len": "Length"}}')
     sources: list[Source] = []

@@ -6,7 +6,7 @@ The panels share their axis, so that where a difference begins can be read off a
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.files import replaced
 
 OWN = {"out_of_memory", "trial_ids"}  # columns by which the data of a figure is known
-FORMATS = (".html", ".png", ".svg", ".pdf")
 BETWEEN = COLOURS[2]
 BLOG, COLUMN = (800, 250, 150), (336, 120, 85)  # pixels: width, height of an upper panel, of a lower one
 DENSE = 100  # points; from here on they are smaller, and a running median is the line between them
@@ -98,16 +97,6 @@ def _sources(sides: Sequence[Table]) -> str:
     return f"A and B: {told[0]} each"
 
 
-def check(out: Path, inputs: Collection[Path]) -> None:
-    """Raises UserError where the figure, or its data beside it, cannot be written or would overwrite an input."""
-    if out.suffix not in FORMATS:
-        raise UserError(f"--figure writes {', '.join(FORMATS)}, not {out.name}")
-    taken = {path.resolve() for path in inputs}
-    for file in (out, out.with_suffix(".csv")):
-        if file.resolve() in taken:
-            raise UserError(f"--figure {out} would write its data over {file}; give it another name")
-
-
 def write(drawn: Figure, out: Path) -> None:
     """The figure by the suffix, and the data drawn as CSV beside it.
 
@@ -120,7 +109,9 @@ def write(drawn: Figure, out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         data = out.with_suffix(".csv")
         if data.exists() and not set(data.open(encoding="utf-8").readline(4096).strip().split(",")) >= OWN:
-            raise UserError(f"--figure {out} writes its data to {data}, which holds something else; name another file")
+            raise UserError(
+                f"--figure {out} writes its data to {data}, which holds something else; give it another name"
+            )
         with replaced(data) as place:
             guarded_frame(drawn.data).to_csv(place, index=False)
         if out.suffix == ".html":

@@ -6,7 +6,6 @@ Not covered: how verdicts come about (compare/verdicts.py), the figure (figures/
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,14 +34,6 @@ class Said:
     value: str
     why: str
     basis: str = ""
-
-
-def check(out: Path, inputs: Collection[Path]) -> None:
-    """Raises UserError where the page is no HTML file or would overwrite an input."""
-    if out.suffix != ".html":
-        raise UserError(f"--report writes a page, FILE.html; not {out.name}")
-    if out.resolve() in {path.resolve() for path in inputs}:
-        raise UserError(f"--report {out} would write over its own input; give it another name")
 
 
 def write(found: Comparison, along: Along, sides: tuple[Table, Table], out: Path) -> None:
