@@ -24,11 +24,10 @@ runs:
   - {name: one, measured: [{quantity: allocated, value: 2, unit: MiB}]}
 """
 TRAIN = """
-import torch
-from beside import SIZE
-net = torch.nn.Linear(SIZE, SIZE).cuda()
+import torch, beside
+net = torch.nn.Linear(8, 8).cuda()
 for _ in range(3):
-    net(torch.ones(4, SIZE, device="cuda")).sum().backward()
+    net(torch.ones(4, 8, device="cuda")).sum().backward()
     torch.optim.SGD(net.parameters(), lr=0.1).step()
 """
 PREDICTED = ("model=tiny", "seq_len=32,64,96", "device.gpu=t4-16gb", "precision=fp32")
@@ -50,9 +49,8 @@ LINES = (  # in a sweep's own folder; {out} is another
 def trap(folder: Path) -> Path:
     """Lay a trap under every name that could be imported; the file that any of them would make."""
     marker = folder.parent / "trapped"
-    names = sys.stdlib_module_names | metadata.packages_distributions().keys()
-    names |= {"sitecustomize", "usercustomize", "harness", "runners", "analysis", "vramsweep", "hydra_plugins"}
-    for name in filter(str.isidentifier, names):
+    names = sys.stdlib_module_names | metadata.packages_distributions().keys() | {"sitecustomize", "usercustomize"}
+    for name in filter(str.isidentifier, names | {"harness", "runners", "analysis", "vramsweep"}):
         text = f"import sys\nwith open({str(marker)!r}, 'a') as file:\n    print(__name__, sys.argv, file=file)\n"
         (folder / f"{name}.py").write_text(text + "raise SystemExit('trapped')\n")
     return marker
@@ -67,7 +65,7 @@ def test_no_verb_imports_anything_from_the_current_folder(
     assert front_door.main(["predict", *PREDICTED, f"results={tmp_path}", "name=theirs", "report=false"]) == 0
     out.mkdir()
     (out / "mine.py").write_text((TARGETS / "faults.py").read_text() + "\nimport beside\n")  # a neighbour is importable
-    for name, text in (("case.yaml", CASE), ("train.py", TRAIN), ("beside.py", "SIZE = 8\n")):
+    for name, text in (("case.yaml", CASE), ("train.py", TRAIN), ("beside.py", "")):
         (out / name).write_text(text)
     marker = trap(folder)
     monkeypatch.chdir(folder)
