@@ -31,13 +31,15 @@ _OWNERS = _any(
     "aws azure gcp google comet neptune ngc kaggle databricks admin root account storage deploy security vault sas"
 )
 _OF_KEYS = _any("encrypt encryption sign signing master shared service license ssh ssl tls gpg pgp rsa hmac webhook")
-_OF_TOKENS = _any("refresh session csrf xsrf bot slack discord telegram npm pypi docker client service login ci my jwt")
+_OF_TOKENS = _any(
+    "app user refresh session csrf xsrf bot slack discord telegram npm pypi docker client service login ci my jwt"
+)
 _PASSWORD = r"\w*(?:passw(?:or)?d|passphrase|passcode|secret|credential|pwd)s?"
 _LAST = re.compile(
     rf"(?:\w+_)?(?:(?P<password>{_PASSWORD})|(?:{_OWNERS}|{_OF_KEYS})_?keys?|(?:{_OWNERS}|{_OF_TOKENS})_?tokens?|"
     rf"authorization|auth|(?:{_OWNERS}_)?pat|{_any('user db smtp ssh mysql redis admin root http ftp')}_?pass|cookies?)"
 )
-_ALONE = re.compile("token|auth|bearer|pat|pass|jwt|cookies?")
+_ALONE = re.compile("token|auth|bearer|pat|pass|pw|creds?|jwt|cookies?")
 _MAYBE = re.compile(
     rf"(?:^|_)(?:\w*tokens?|keys?|apikey|o?auths?|pats?|cookies?|jwt|bearer|signature|sig|{_PASSWORD})(?=_|$)"
 )
@@ -57,7 +59,7 @@ _ENDING = re.compile(r"(?:_(?:\d+|value|text|string|str|raw|plain|old|new))+$")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 # Names with what follows: NAME=VALUE, "NAME": "VALUE", --NAME VALUE, ["--NAME", "VALUE"], ENV["NAME"] = "VALUE".
-_EQUALS = r"""\\{0,3}["']?\]?[ \t]{0,3}(?::=|=>|=|:(?![:/]))(?!=)[ \t]{0,3}"""
+_EQUALS = r"""\\{0,3}["']?\]?[ \t]{0,8}(?::=|=>|=|:(?![:/]))(?!=)[ \t]{0,8}"""
 _PAIR = re.compile(
     rf"""(?<![\w.-])(?:(?P<switch>--?[A-Za-z][\w.-]*+)(?:{_EQUALS}|(?P<space>\\{{0,3}}["']?,?\s{{1,20}}))|(?P<name>\w[\w.-]*+){_EQUALS})"""
 )
@@ -71,7 +73,7 @@ _TO_LINE_END = re.compile(r"""(?P<value>[^\n"']+)""")
 _UNTIL = {'"': re.compile(r'(?P<value>[^"\n]+)'), "'": re.compile(r"(?P<value>[^'\n]+)")}
 # Values that are none: empty, masked, said elsewhere, a switch's, how one signs in, or a word of a sentence.
 _NONE = re.compile(
-    r"[*.…]*|[<$`=].*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
+    r"[*.…]*|\$(?:\w+|[({].*)|<[^>]*>|=.*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
         "true false yes no on off none null basic bearer digest ntlm oauth2? kerberos negotiate is are or and was must "
         "not for in requires? required cannot can has have option argument str"),
     re.IGNORECASE | re.DOTALL,
@@ -89,18 +91,20 @@ _FORMS = {
     "a token": r"\b(?:gh[oprsu]_|github_pat_|glpat-|xox[abeprs]-|npm_|dckr_pat_|nvapi-|gsk_|wandb_v1_)[\w-]{16,}|"
     r"\bsk-(?:proj-|ant-|svcacct-|or-v1-)[\w-]{20,}|\bsk-(?=[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{20,}|"
     r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bSG\.[\w-]{16,}+\.[\w-]{16,}|"
-    r"(?<![\w-])eyJ[\w-]{8,}+\.[\w-]{8,}+\.[\w-]*",
+    r"(?<![\w-])eyJ[\w-]{8,}+\.[\w-]{8,}+\.[\w-]*|\b(?:pypi|xapp|glrt)-[\w-]{16,}|\bhvs\.[\w-]{16,}|"
+    r"\b(?:dop_v1|r8|rpa|lsv2_pt)_[\w-]{16,}|(?<!\w)\d{8,10}:AA[\w-]{12,}",
     "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}(?:[^\w/+]{1,20}[A-Za-z0-9/+]{40}(?![\w/+=]))?|"
     r"(?<![A-Za-z0-9])(?i:aws)[\w \t.:=\"'-]{0,40}?(?<![\w/+=])(?P<value>(?=[a-z0-9/+]*[A-Z])(?=[A-Z0-9/+]*[a-z])"
     r"(?=[A-Za-z/+]*\d)[A-Za-z0-9/+]{40})(?![\w/+=])",
-    "a private key": r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?P<key>(?!\*).*?)(?:-----END|\Z)",
+    "a private key": r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----(?P<key>(?!\*).*?)(?:-----END|\Z)",
     "a webhook": r"(?<![\w.])(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks)/"
     r"(?P<path>[\w/-]{8,})",
     "the user:password@ of an address": r"""://(?P<user>[^/\s:@"']*:[^/\s"'?#]+|[^/\s:@]{16,})@""",  # or a token there
+    "the user:password of curl": r"\bcurl\b[^\n|;]{0,200}?\s(?:-u|--user)[ =]?(?P<login>[^\s:]+:\S+)",
     "a bearer token": r"(?i:\bbearer[ \t:]{1,5})(?P<bearer>[\w.~+/=-]{8,})",
 }
 _FORM = {name: re.compile(pattern, re.DOTALL) for name, pattern in _FORMS.items()}
-_ANYONE = re.compile(r"://[^/\s]*@")
+_ANYONE = re.compile(r"://[^/\s]*@|\b[\w.-]{1,64}:[^\s:@/]{3,64}@\w")
 _RUN = re.compile(r"[A-Za-z0-9+=]{20,}")
 _LONG_RUN = re.compile(r"[\w+=-]{32,}", re.ASCII)
 _UUID = re.compile(r"(?:GPU-|MIG-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)

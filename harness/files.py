@@ -19,7 +19,7 @@ LIMIT = 1 << 28  # bytes of a file that is read whole: a plan of some million tr
 GIVEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")  # opened for us by a shell, as by <(...): may be a pipe
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 _NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
-_HINTS = {
+FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk's quota is used up",
     errno.EFBIG: "no file of this process may grow that large (see ulimit -f)",
@@ -87,4 +87,4 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def reason(error: OSError) -> str:
     """Say in words why a file could not be read or written."""
-    return _HINTS.get(error.errno or 0) or error.strerror or str(error)
+    return FULL.get(error.errno or 0) or error.strerror or str(error)

@@ -1,7 +1,8 @@
 """What a verb writes: a file that a user named, or a folder that is the verb's own.
 
 `LIST` in a folder names what a verb made there, each file with its SHA-256. Only what is on it, and still as it was
-made, is replaced or deleted. Nothing is written through a link. Not covered: what others write into it meanwhile.
+made, is replaced or deleted; and as a folder may be somebody else's, with its list, only what the verb makes (`MAKES`).
+Nothing is written through a link. Not covered: what others write into it meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from vramsweep.harness.errors import UserError
@@ -22,6 +24,13 @@ from vramsweep.harness.files import reason, replaced
 LIST = ".vramsweep.json"
 DRAFT = ".vramsweep-"  # what the name of a folder begins with in which everything is made first
 MOST = 16 << 20  # bytes of a list
+MAKES = {
+    "report": ("rows.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "figures/*"),
+    "paper": (
+        *("rows/*", "rows.csv", "residuals.csv", "figures/*", "tables/*", "methods.t*", "environment.json", "lock.txt"),
+        *("reproduce.py", "README.md", "example.tex"),
+    ),
+}
 Made = dict[str, list[str]]  # of each file's relative name the digests that it may have
 
 
@@ -36,13 +45,13 @@ def write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def into(folder: Path, verb: str, beside: bool = False, earlier: bool = False) -> Iterator[tuple[Path, list[str]]]:
+def into(folder: Path, verb: str, beside: bool = False) -> Iterator[tuple[Path, list[str]]]:
     """Yield an empty folder, whose files take the place of those that the verb made in `folder` before, and a list that
     is filled with remarks at the end.
 
     A folder that holds anything must have the verb's list, unless the files go `beside` others, as in a sweep's folder.
-    A file that stands in the way and is not on the list, or was edited, is kept under another name; `earlier`: without
-    a list it is one of an earlier version's. Raises UserError, and OSError with names in `folder`.
+    A file that stands in the way and is not on the list, or was edited, is kept under another name, as one that an
+    earlier version left. Raises UserError, and OSError with names in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not beside:
@@ -50,7 +59,7 @@ def into(folder: Path, verb: str, beside: bool = False, earlier: bool = False) -
     draft, notes = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder)), list[str]()
     try:
         yield draft, notes
-        notes += _put(draft, folder, verb, earlier and not (folder / LIST).exists())
+        notes += _put(draft, folder, verb)
     except OSError as error:
         error.filename = str(error.filename or folder).replace(str(draft), str(folder))
         raise
@@ -60,7 +69,7 @@ def into(folder: Path, verb: str, beside: bool = False, earlier: bool = False) -
 
 def _refuse(folder: Path, verb: str) -> None:
     there = sorted(place.name for place in folder.iterdir() if not place.name.startswith(DRAFT))
-    if there and _listed(folder)[0] != verb:
+    if there and _listed(folder, verb) is None:
         more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise UserError(
             f"{folder} holds {', '.join(there[:3])}{more}, and no list ({LIST}) by which vramsweep {verb} made them;\n"
@@ -68,25 +77,24 @@ def _refuse(folder: Path, verb: str) -> None:
         )
 
 
-def _listed(folder: Path) -> tuple[str | None, Made]:
-    """The verb that made the list, and what is on it; nothing where there is no list of ours."""
+def _listed(folder: Path, verb: str) -> Made | None:
+    """Read what is on the verb's list, of what it can have made; None where there is no list of the verb's."""
     place = folder / LIST
     try:
         if place.is_symlink() or not place.is_file() or place.stat().st_size > MOST:
-            return None, {}
+            return None
         found = json.loads(place.read_bytes())
-        inside = {
-            n: list(one) for n, one in found["made"].items() if not n.startswith("/") and ".." not in n.split("/")
-        }
-        return str(found["verb"]), inside
+        made = {n: list(one) for n, one in found["made"].items() if ".." not in n.split("/")}
+        own = {n: one for n, one in made.items() if any(fnmatchcase(n, pattern) for pattern in MAKES[verb])}
+        return own if found["verb"] == verb else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None, {}
+        return None
 
 
-def _put(draft: Path, folder: Path, verb: str, earlier: bool) -> list[str]:
+def _put(draft: Path, folder: Path, verb: str) -> list[str]:
     """Move what was made into the folder, and delete what was not made again; remarks on what was kept."""
     made = {file.relative_to(draft).as_posix(): [_digest(file)] for file in sorted(draft.rglob("*")) if file.is_file()}
-    before, notes = _listed(folder)[1], []
+    before, kept = _listed(folder, verb) or {}, list[Path]()
     for name in (LIST, *before, *made):
         place = next(
             (p for p in (folder / name, *(folder / name).parents) if p.is_symlink() and folder in p.parents), None
@@ -99,11 +107,10 @@ def _put(draft: Path, folder: Path, verb: str, earlier: bool) -> list[str]:
     _write_list(folder, verb, {name: [*before.get(name, ()), *made.get(name, ())] for name in before | made})
     for name, new in made.items():
         place = folder / name
-        if place.is_file() and not earlier and _digest(place) not in (*before.get(name, ()), *new):
+        if place.is_file() and _digest(place) not in (*before.get(name, ()), *new):
             names = (place.with_name(f"{place.name}.kept{number or ''}") for number in itertools.count())
-            kept = next(name for name in names if not os.path.lexists(name))
-            place.rename(kept)
-            notes.append(f"{kept} is what was at {place.name}, which is not as vramsweep {verb} left it")
+            kept.append(next(name for name in names if not os.path.lexists(name)))
+            place.rename(kept[-1])
         place.parent.mkdir(parents=True, exist_ok=True)
         (draft / name).replace(place)
     for name in before.keys() - made.keys():
@@ -113,7 +120,8 @@ def _put(draft: Path, folder: Path, verb: str, earlier: bool) -> list[str]:
             with contextlib.suppress(OSError):  # others are in it
                 place.parent.rmdir()
     _write_list(folder, verb, made)
-    return notes
+    more = f", and {len(kept) - 1} more *.kept," * (len(kept) > 1)
+    return [f"{kept[0]}{more} is what was there and not as vramsweep {verb} had left it" for _ in kept[:1]]
 
 
 def _write_list(folder: Path, verb: str, made: Mapping[str, list[str]]) -> None:

@@ -134,7 +134,7 @@ def _kept(folder: Path, row: Row) -> dict[str, Any] | None:
     if not isinstance(stored, dict) or stored.get("of") != _mark(row):
         return None
     found = stored.get("timeline")
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and isinstance(found.get("peak"), dict) else None
 
 
 def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:

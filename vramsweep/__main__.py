@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from vramsweep import __version__, verbs
-from vramsweep.harness import extras, mistakes, terminal
+from vramsweep.harness import extras, files, mistakes, terminal
 from vramsweep.harness.errors import UserError
 
 
@@ -31,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _main(list(sys.argv[1:] if argv is None else argv))
             except UserError as error:
                 print(f"vramsweep: {error}", file=sys.stderr)
+                return 2
+            except OSError as error:
+                if error.errno not in files.FULL:
+                    raise
+                print(f"vramsweep: {error.filename or tempfile.gettempdir()}: {files.reason(error)}", file=sys.stderr)
                 return 2
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)

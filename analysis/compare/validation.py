@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content
 
 MEMORY = ("allocated", "active", "reserved", "device")
 SPEED = ("step", "tokens/s", "samples/s")
@@ -44,8 +45,10 @@ class Validation:
 def load(path: Path) -> Validation:
     """Read what `vramsweep validate` wrote. Raises UserError if it is no such file."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(content(path))
         frame = pd.DataFrame(record["readings"])
+        if not {"grade", "outcome"} <= set(frame):
+            raise LookupError
         return Validation(errors(frame), record["made"], record["mistakes"], record["others"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise UserError(

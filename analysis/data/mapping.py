@@ -20,6 +20,7 @@ from typing import Any
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB
 from vramsweep.harness import mistakes, plain_json
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content
 from vramsweep.harness.row import BY_NAME, Outcome
 
 Place = str | int  # a column of theirs, by name or by position from 1
@@ -203,7 +204,7 @@ def from_file(path: Path) -> FileMapping:
     Raises UserError if it cannot be read, and for names that are not ours.
     """
     try:
-        found = plain_json.read(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found = plain_json.read(content(path), object_pairs_hook=_once)
     except OSError as error:
         raise UserError(f"cannot read the mapping {path}: {error.strerror}") from None
     except ValueError as error:

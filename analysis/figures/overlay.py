@@ -43,7 +43,7 @@ from vramsweep.analysis.figures.plots import (
 from vramsweep.analysis.figures.registry import source
 from vramsweep.analysis.model.curves import Array
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import replaced
+from vramsweep.harness.files import content, replaced
 
 OWN = {"out_of_memory", "trial_ids"}  # columns by which the data of a figure is known
 BETWEEN = COLOURS[2]
@@ -108,7 +108,7 @@ def write(drawn: Figure, out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         data = out.with_suffix(".csv")
-        if data.exists() and not set(data.open(encoding="utf-8").readline(4096).strip().split(",")) >= OWN:
+        if data.exists() and not set(content(data).partition(b"\n")[0].decode().strip().split(",")) >= OWN:
             raise UserError(
                 f"--figure {out} writes its data to {data}, which holds something else; give it another name"
             )
@@ -116,7 +116,7 @@ def write(drawn: Figure, out: Path) -> None:
             guarded_frame(drawn.data).to_csv(place, index=False)
         if out.suffix == ".html":
             with replaced(out) as place:
-                plot.write_html(place, include_plotlyjs="directory", config={"displaylogo": False})
+                plot.write_html(place, config={"displaylogo": False})
         else:
             draw([Picture(plot, out, width, height, scale=2 if out.suffix == ".png" else 1)])
     except (RuntimeError, ValueError, OSError) as error:

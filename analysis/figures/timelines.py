@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFr
     if not (folder / "traces").is_dir() or not (table.frame["device"] == "simulated").any():
         return [], [], []
     records, notes = _asked(folder)
-    tables = [
+    try:
+        return [of_timeline(record) for record in records], _tables(records), notes
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return [], [], [f"no timeline of a step: what is kept under {folder / 'timelines'} is none; delete it"]
+
+
+def _tables(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, pd.DataFrame]]:
+    return [
         (
             f"What holds the peak of a step: {label(record['about'])}",
             names.safe(f"peak_{record['trial_id']}"),
@@ -33,7 +41,6 @@ def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFr
         )
         for record in records
     ]
-    return [of_timeline(record) for record in records], tables, notes
 
 
 def _asked(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:

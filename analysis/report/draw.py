@@ -8,6 +8,7 @@ from vramsweep.analysis.figures.timeline import of_timelines
 from vramsweep.analysis.report import page
 from vramsweep.harness import outputs
 from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import content
 
 
 def draw(data: Path, out: Path) -> None:
@@ -16,7 +17,7 @@ def draw(data: Path, out: Path) -> None:
     Raises UserError.
     """
     try:
-        found = json.loads(data.read_text(encoding="utf-8"))
+        found = json.loads(content(data))
         if isinstance(found, list):
             text = page.of_figures("Memory over a step", of_timelines(found))
         else:

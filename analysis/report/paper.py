@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -114,8 +115,9 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
     journals = [file for file in journal.files(source) if file.is_file()] if source.is_dir() else []
     if journals and all(names.inside(source, file.name) for file in journals):
         for file in (*journals, *_beside(table, source)):
-            if file.is_file() and names.inside(source, str(file.relative_to(source))):
-                _copy(file, folder, file.relative_to(source))
+            name = os.path.relpath(file, source)  # a row may name any place
+            if names.inside(source, name) and file.is_file():
+                _copy(file, folder, Path(name))
         if (folder / "timelines").is_dir():
             (folder / "traces").mkdir(exist_ok=True)
             (folder / "traces" / "README").write_text(

@@ -19,7 +19,7 @@ from vramsweep.analysis.figures import files
 from vramsweep.analysis.report import page, summary
 from vramsweep.analysis.report.content import Content, collect
 from vramsweep.analysis.report.summary import Summary
-from vramsweep.harness import journal, outputs
+from vramsweep.harness import outputs
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.files import reason, replaced
@@ -69,10 +69,9 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
     be written, or there is no such answer."""
     content, source = collect(table, answer), Path(table.source)
     beside = folder.resolve() in (source.resolve(), source.resolve().parent)
-    earlier = (folder / "report.html").is_file() and any(file.is_file() for file in journal.files(folder))
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
-        with outputs.into(folder, "report", beside, earlier) as (draft, kept):
+        with outputs.into(folder, "report", beside) as (draft, kept):
             if places["rows"].resolve() == source.resolve():
                 shutil.copyfile(source, draft / "rows.csv")
             else:

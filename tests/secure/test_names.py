@@ -130,8 +130,8 @@ def test_files_that_are_called_after_a_trial_stay_in_the_folder(tmp_path: Path) 
     place = timeline._place(tmp_path / "sweep", row)
     assert place.parent == tmp_path / "sweep" / "timelines"
     (tmp_path / "sweep").mkdir()
-    timeline._keep(tmp_path / "sweep", row, {"events": 1})
-    assert timeline._kept(tmp_path / "sweep", row) == {"events": 1}
+    timeline._keep(tmp_path / "sweep", row, {"peak": {}})
+    assert timeline._kept(tmp_path / "sweep", row) == {"peak": {}}
     assert [one for one in tmp_path.rglob("*") if one.is_file()] == [place]
     place.write_text("[1]")
     assert timeline._kept(tmp_path / "sweep", row) is None
@@ -150,9 +150,9 @@ def test_a_figure_that_is_called_after_a_trial_is_one_file(monkeypatch: pytest.M
     assert names.wrong(name) is None
 
 
-def put(folder: Path, beside: bool = True, earlier: bool = False, **files: str) -> list[str]:
+def put(folder: Path, beside: bool = True, **files: str) -> list[str]:
     """Write files such as a_csv, sub__a_csv by a verb; its remarks."""
-    with outputs.into(folder, "report", beside, earlier) as (draft, notes):
+    with outputs.into(folder, "report", beside) as (draft, notes):
         for name, text in files.items():
             place = draft / name.replace("__", "/").replace("_", ".")
             place.parent.mkdir(exist_ok=True)
@@ -189,7 +189,7 @@ def test_nothing_is_written_through_links(tmp_path: Path) -> None:
 
 def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    put(folder, beside=False, rows_csv="1", figures__a_csv="1", old__a_csv="1", figures__b_csv="1")
+    put(folder, beside=False, rows_csv="1", figures__a_csv="1", answer_csv="1", figures__b_csv="1")
     with pytest.raises(UserError, match="no list"), outputs.into(folder, "paper"):
         pass
     (folder / "figures" / "mine.pdf").write_text("mine")
@@ -197,8 +197,8 @@ def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path
     (folder / "rows.csv").write_text("edited")
     said = put(folder, beside=False, rows_csv="2", figures__a_csv="2")
     mine = {"figures/mine.pdf": "mine", "figures/b.csv": "edited", "rows.csv.kept": "edited"}
-    assert held(folder) == {"rows.csv": "2", "figures/a.csv": "2"} | mine and not (folder / "old").exists()
-    assert len(said) == 1 and "rows.csv.kept is what was at rows.csv" in said[0]
+    assert held(folder) == {"rows.csv": "2", "figures/a.csv": "2"} | mine and not (folder / "answer.csv").exists()
+    assert len(said) == 1 and "rows.csv.kept is what was there" in said[0]
     with pytest.raises(OSError), outputs.into(folder, "report") as (draft, _):
         (draft / "rows.csv").write_text("3")
         raise OSError(28, "full", str(draft / "rows.csv"))
@@ -215,17 +215,18 @@ def test_a_list_that_is_none_makes_no_folder_the_verbs_own(tmp_path: Path, text:
     assert held(tmp_path) == {"README.md": "x", "README.md.kept": "mine"}
 
 
-def test_a_list_names_nothing_outside_and_an_earlier_reports_files_are_replaced(tmp_path: Path) -> None:
+def test_a_list_names_nothing_outside_or_that_the_verb_does_not_make(tmp_path: Path) -> None:
     mine = tmp_path / "bashrc"
     mine.write_text("mine")
     folder = tmp_path / "sweep"
     folder.mkdir()
-    made = {name: [outputs._digest(mine)] for name in ("../bashrc", str(mine), "a/../../bashrc")}
+    (folder / "journal.jsonl").write_text("mine")
+    made = {n: [outputs._digest(mine)] for n in ("../bashrc", str(mine), "a/../../bashrc", "journal.jsonl")}
     (folder / outputs.LIST).write_text(json.dumps({"verb": "report", "made": made}))
     put(folder, rows_csv="1")
-    assert mine.read_text() == "mine"
+    assert mine.read_text() == "mine" == (folder / "journal.jsonl").read_text()
     (folder / outputs.LIST).unlink()
-    assert put(folder, earlier=True, rows_csv="2") == [] and held(folder) == {"rows.csv": "2"}
+    assert len(put(folder, rows_csv="2")) == 1 and held(folder)["rows.csv.kept"] == "1"
 
 
 def sent(folder: Path, trial: Trial) -> None:
