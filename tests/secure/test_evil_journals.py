@@ -231,7 +231,8 @@ def ends(seconds: int) -> Iterator[None]:
 def look(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
     """Every verb that looks at a results folder; its statuses, none of which is a traceback's."""
     found = {}
-    for words in "status check fit frontier export calibrate compare explain timeline report".split():
+    verbs = ("status", "check", "fit", "frontier", "export", "calibrate", "compare", "explain", "timeline", "report")
+    for words in verbs:
         more = {"export": [f"{out}.csv"], "calibrate": [str(folder)], "compare": ["--by", "seq_len=128,256"]}
         more |= {"report": ["--out", str(out)], "timeline": ["--kept"]}
         with ends(120):
