@@ -73,7 +73,7 @@ _TO_LINE_END = re.compile(r"""(?P<value>[^\n"']+)""")
 _UNTIL = {'"': re.compile(r'(?P<value>[^"\n]+)'), "'": re.compile(r"(?P<value>[^'\n]+)")}
 # Values that are none: empty, masked, said elsewhere, a switch's, how one signs in, or a word of a sentence.
 _NONE = re.compile(
-    r"[*.…]*|\$(?:\w+|[({].*)|<[^>]*>|=.*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
+    r"[*.…]*|\w{0,8}\.{3}|\$(?:\w+|[({].*)|<[^>]*>|=.*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
         "true false yes no on off none null basic bearer digest ntlm oauth2? kerberos negotiate is are or and was must "
         "not for in requires? required cannot can has have option argument str"),
     re.IGNORECASE | re.DOTALL,

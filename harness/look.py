@@ -131,7 +131,7 @@ def of_row(question: str, verb: str, trial_id: str, trial: Trial, traces: Path) 
     [answer] = ask(question, [trial], traces, trace=outside is None)
     if answer is None and outside is not None:
         raise UserError(
-            f"the trace of trial {trial_id} is gone, and making it would {outside}, as a row says: name the trial in "
+            f"no trace of trial {trial_id} is kept, and making it would {outside}, as a row says: name the trial in "
             f"words if you want that: vramsweep {verb} runner={trial.runner.name} ..."
         )
     return answer

@@ -298,15 +298,14 @@ def test_looking_at_a_folder_asks_no_hub_and_reads_nothing_that_a_row_names(
     named = [{"model": of_hub}, {"model": {**of_hub, "path": str(own)}}, {"data": f"lengths:{tmp_path}/data.txt"}]
     trials = [parse(tiny(device={"name": "simulated", "gpu": "a100-40gb"}, **one)) for one in named]
     monkeypatch.setattr("vramsweep.harness.trial._fingerprint", refuse := Mock(side_effect=AssertionError("read")))
-    for at, trial in enumerate(trials):
-        sent(tmp_path / f"sent{at}", trial)
-        for verb in ("explain", "timeline"):
-            assert front_door.main([verb, str(tmp_path / f"sent{at}")]) == 2
-            assert "as a row says" in capsys.readouterr().err
+    for verb, trial in zip(("explain", "timeline", "explain"), trials, strict=True):
+        sent(folder := tmp_path / f"sent{trials.index(trial)}", trial)
+        assert front_door.main([verb, str(folder)]) == 2
+        assert "as a row says" in capsys.readouterr().err
     assert not refuse.called
     with pytest.raises(UserError):  # and if it were traced
         look.ask("timeline", trials[:1], tmp_path, trace=True)
     assert asked == []
     assert front_door.main(["explain", "model=hub", "model.path=somebody/model", "seq_len=8", "gpu=a100-40gb"]) == 2
     hub.shutdown()
-    assert ("Bearer hf_ofthisuser" in {token for _, token in asked}) is True  # whoever names it, asks
+    assert "Bearer hf_ofthisuser" in {token for _, token in asked}  # whoever names it, asks
