@@ -46,8 +46,8 @@ def measure(zombies: int, daemons: int) -> dict[str, float]:
             began = time.perf_counter()
             launcher._end()
             spent = time.perf_counter() - began
-        if launcher._stuck or set(launcher._leftovers()):
-            raise SystemExit(f"not ended: {set(launcher._leftovers()) or launcher._stuck}")
+        if left := set(dict(launcher._leftovers())) | launcher._stuck:
+            raise SystemExit(f"not ended: {left}")
     return {"zombies": zombies, "daemons": daemons, "seconds": spent, "listings": listed.call_count}
 
 

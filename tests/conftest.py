@@ -18,6 +18,7 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+from _pytest.capture import CaptureResult
 
 from vramsweep import __main__ as front_door
 from vramsweep.harness import card_lock, machine, plan, sweep
@@ -126,7 +127,7 @@ class Cli:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.capsys = capsys
 
-    def run(self, *words: object, status: int = 0) -> pytest.CaptureResult[str]:
+    def run(self, *words: object, status: int = 0) -> CaptureResult[str]:
         """What the verb prints (`out`, `err`); it has to end with this status."""
         self.capsys.readouterr()
         ended = front_door.main([str(word) for word in words])
