@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 from vramsweep.harness import leftovers, machine, row, starving, variables
 from vramsweep.harness.errors import describe
-from vramsweep.harness.files import content, tail
+from vramsweep.harness.files import content, reason, tail
 from vramsweep.harness.interpreter import build_command
 from vramsweep.harness.occupancy import Occupancy
 from vramsweep.harness.outcome import REASON_LENGTH, Evidence, HostMemory
@@ -366,7 +366,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, RecursionError) as error:
-        return None, f"{RESULT} cannot be read: {error}"
+        return None, f"{RESULT} cannot be read: {reason(error) if isinstance(error, OSError) else error}"
     return checked(result)
 
 

@@ -34,6 +34,7 @@ READERS = {f"yaml.{name}" for name in ("load", "load_all", "parse", "compose", "
 EXCEPTIONS = {
     ("harness/allocator/safepickle.py", "pickle"): "the one reader of pickles, which allows no global",
     ("runners/traced_script.py", "runpy"): "runs the script that a trial's runner.command names, as asked for",
+    ("harness/start.py", "runpy"): "runs the module of ours that interpreter.build_command names",
     (
         "runners/script_memory.py",
         "torch.load",

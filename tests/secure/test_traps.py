@@ -41,7 +41,7 @@ LINES = (  # in a sweep's own folder; {out} is another
     "predict model=tiny seq_len=32 results={out} name=p", "plan model=tiny device=cpu",
     "sweep model=tiny seq_len=32 name=s device=cpu protocol=brief results=. report=false",
     "sweep runner=custom runner.target={out}/mine.py:good name=c device=cpu results=. report=false isolation=cold",
-    "run name=r results=. report=false device=simulated -- python {out}/train.py",
+    "run name=r results=. report=false device=simulated -- {python} {out}/train.py",
     "completion query vramsweep", "doctor", "cards", "techniques", "columns", "help",
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_no_verb_imports_anything_from_the_current_folder(
         (out / name).write_text(text)
     marker = trap(folder)
     monkeypatch.chdir(folder)
-    every = [line.format(out=out, snapshot=SNAPSHOT).split() for line in LINES]
+    every = [line.format(out=out, snapshot=SNAPSHOT, python=sys.executable).split() for line in LINES]
     assert {line[0] for line in every} == verbs.BY_NAME.keys()
     capsys.readouterr()
     for line in every:

@@ -115,7 +115,7 @@ def test_the_figure_is_drawn_by_another_process(tmp_path, capsys):
         ([str(SMALL), "--max-file-size", "1KiB"], "raise the limit with --max-file-size"),
         ([str(SMALL), "--speed"], "unrecognized arguments: --speed; vramsweep replay --help lists"),
         (
-            [str(SMALL), "--figure", "/nonexistent-folder/x.html"],
+            [str(SMALL), "--figure", "/dev/null/x.html"],
             "the figure could not be drawn: vramsweep: cannot write",
         ),
         ([], "the following arguments are required: file; vramsweep replay --help"),

@@ -103,7 +103,7 @@ def test_the_size_limit_can_be_set(tmp_path):
 def test_no_such_file(tmp_path):
     with pytest.raises(UnsafePickle, match="cannot read nothing: No such file"):
         recording.load(tmp_path / "nothing")
-    with pytest.raises(UnsafePickle, match="is not a file"):
+    with pytest.raises(UnsafePickle, match="no regular file"):
         recording.load(tmp_path)
 
 
