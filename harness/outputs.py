@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +25,7 @@ from vramsweep.harness.files import reason, replaced
 LIST = ".vramsweep.json"
 DRAFT = ".vramsweep-"  # what the name of a folder begins with in which everything is made first
 MOST = 16 << 20  # bytes of a list
+A_DAY_S = 86_400.0
 MAKES = {
     "report": ("rows.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "figures/*"),
     "paper": (
@@ -56,6 +58,9 @@ def into(folder: Path, verb: str, beside: bool = False) -> Iterator[tuple[Path, 
     folder.mkdir(parents=True, exist_ok=True)
     if not beside:
         _refuse(folder, verb)
+    for left in folder.glob(f"{DRAFT}*/"):  # by one that was killed
+        if time.time() - left.lstat().st_mtime > A_DAY_S and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
     draft, notes = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder)), list[str]()
     try:
         yield draft, notes

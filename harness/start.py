@@ -7,6 +7,7 @@ is the copy that this file belongs to, installed or not. What lies beside the pa
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ from pathlib import Path
 
 def main(words: list[str]) -> None:
     """Run the module that follows -m as `__main__`; `words` may hold an interpreter's options before it (-u)."""
+    if sys.flags.optimize > 1 and os.environ.get("PYTHONOPTIMIZE") != "1":  # transformers needs its docstrings
+        os.environ["PYTHONOPTIMIZE"] = "1"
+        os.execv(sys.executable, sys.orig_argv)
     package = Path(__file__).absolute().parents[1]
     spec = importlib.util.spec_from_file_location(
         "vramsweep", package / "__init__.py", submodule_search_locations=[str(package)]

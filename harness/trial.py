@@ -26,6 +26,7 @@ from vramsweep.harness.errors import EnvironmentFault, UserError, describe
 from vramsweep.harness.gpus import GPUS, Capability, Gpu
 
 ID_VERSION = 2
+MOST = 1 << 20  # what counts something may be at most: beyond it, sizes overflow and loops have no end
 SIMULATION = 14  # raise it when what a simulated run predicts changes
 # What ids of version 2 leave out: each setting at the value that rows had before it was one. Frozen: a default that
 # changes in conf/ does not change a line here, and a new axis adds one. Techniques bring theirs along.
@@ -130,7 +131,7 @@ class DeviceAxis(_Frozen):
 
     name: Literal["cuda", "cpu", "simulated"]
     gpu: str | None = None
-    gpus_per_node: int = Field(default=8, ge=1)
+    gpus_per_node: int = Field(default=8, ge=1, le=MOST)
     link: str | None = None
     interconnect: str | None = None
     node_memory_gib: float | None = Field(default=None, gt=0, lt=1e9, allow_inf_nan=False)
@@ -171,8 +172,8 @@ class ProtocolAxis(_Frozen):
     """
 
     name: str
-    warmup_steps: int = Field(ge=1)
-    measured_steps: int = Field(ge=1)
+    warmup_steps: int = Field(ge=1, le=MOST)
+    measured_steps: int = Field(ge=1, le=MOST)
     job: bool = False
 
 
@@ -187,14 +188,14 @@ class Trial(_Frozen):
     """
 
     model: ModelAxis
-    seq_len: int = Field(ge=1)
-    micro_batch: int = Field(ge=1)
-    grad_accum: int = Field(default=1, ge=1)
+    seq_len: int = Field(ge=1, le=1 << 31)
+    micro_batch: int = Field(ge=1, le=MOST)
+    grad_accum: int = Field(default=1, ge=1, le=MOST)
     precision: str
     allocator: AllocatorAxis
     runner: RunnerAxis
     sharding: Literal["none", "ddp", "fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"] = "none"
-    world_size: int = Field(default=1, ge=1)
+    world_size: int = Field(default=1, ge=1, le=MOST)
     offload_optimizer: bool = False
     offload_param: bool = False
     zero_init: bool = True
@@ -204,15 +205,15 @@ class Trial(_Frozen):
     protocol: ProtocolAxis
     quantization: str = "none"
     adapter: str = "none"
-    lora_r: int = Field(default=16, ge=1)
-    lora_alpha: int = Field(default=16, ge=1)
+    lora_r: int = Field(default=16, ge=1, le=MOST)
+    lora_alpha: int = Field(default=16, ge=1, le=MOST)
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     lora_target_modules: str = "all-linear"
     attention: str = "sdpa"
     kernels: str = "none"
     loss: str = "default"
     checkpointing: str = "none"
-    checkpointing_every: int = Field(default=1, ge=1)
+    checkpointing_every: int = Field(default=1, ge=1, le=MOST)
     checkpointing_reentrant: bool = False
     checkpointing_ops: str = "default"
     activation_offload: bool = False
@@ -226,7 +227,7 @@ class Trial(_Frozen):
     use_cache: str = "default"
     weights: Literal["random", "pretrained"] = "random"
     data: str = "synthetic"
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     record: bool = False
     repeat: int = Field(default=0, ge=0)
     fingerprints: dict[str, str] = {}

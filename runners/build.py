@@ -91,6 +91,7 @@ def prepare(trial: Trial) -> None:
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 24),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), 1 << 20),
     "vocab_size": 1 << 31,
 }
 
@@ -226,15 +227,16 @@ def _own_code(trial: Trial, error: Exception) -> InvalidTrial | None:
 
 
 def _no_model(trial: Trial, error: Exception) -> InvalidTrial | None:
-    """What to say where transformers cannot make what a folder's config.json describes; None for other failures.
+    """What to say where transformers cannot make what a configuration describes; None for other failures.
 
     Of torch's RuntimeErrors most are about memory or the device.
     """
     of_sizes = re.search("negative dimension|size calculation overflow|expects std", str(error))
-    if trial.model.path is None or trial.model.trust_remote_code or (isinstance(error, RuntimeError) and not of_sizes):
+    if trial.model.trust_remote_code or (isinstance(error, RuntimeError) and not of_sizes):
         return None
     said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return InvalidTrial(f"model.path {trial.model.path}: its config.json describes no model that can be made: {said}")
+    named = trial.model.path or trial.model.name
+    return InvalidTrial(f"model {named}: its configuration is of no model that can be made: {said}")
 
 
 def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Any:

@@ -7,7 +7,6 @@ there are is in verbs.py.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -62,8 +61,6 @@ def _main(words: list[str]) -> int:
         said = f"there is no verb {name!r}; verbs: {', '.join(verbs.BY_NAME)}"
         raise UserError(f"{said}{mistakes.meant(name, verbs.BY_NAME)}")
     own = rest[: rest.index("--")] if "--" in rest else rest
-    if os.environ.get("PYTHONOPTIMIZE", "").isdigit() and int(os.environ["PYTHONOPTIMIZE"]) > 1:
-        os.environ["PYTHONOPTIMIZE"] = "1"  # transformers makes docstrings of docstrings, and fails without
     try:
         if {"-h", "--help"} & set(own):
             print(verb.help(), end="")

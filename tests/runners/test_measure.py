@@ -17,11 +17,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
 from vramsweep.harness import trial as trials
-from vramsweep.runners import custom, dispatch, measure, torch_loop, trainer
+from vramsweep.runners import custom, dispatch, gauges, measure, torch_loop, trainer
 from vramsweep.runners.dispatch import FlopCount, LiveBytes
 from vramsweep.runners.gauges import Gauges
 from vramsweep.runners.instruments import CudaMemory, Process, backward_boundaries, foreign, scaler_skips
 from vramsweep.runners.measure import Meter, alone, asked, growth, plateau
+
+
+def test_a_rank_that_comes_late_to_the_measured_steps_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gauges, "MEETING_S", 0.1)
+    for others, said in (
+        (0, ["the ranks did not begin the measured steps together: one came more than 0.1 s later"]),
+        (1, []),
+    ):
+        torch.distributed.init_process_group("fake", rank=0, world_size=2, store=torch.distributed.HashStore())
+        try:
+            torch.distributed.distributed_c10d._get_default_store().add(gauges.MET, others)
+            assert gauges.meet_ranks() == said
+        finally:
+            torch.distributed.destroy_process_group()
 
 
 def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:

@@ -69,9 +69,11 @@ def test_no_configuration_at_all(tmp_path: Path, text: str) -> None:
      ("head_dim", 1 << 62), ("pad_token_id", 10**9), ("initializer_range", -1.0), ("rope_theta", 10**30)],
 )  # fmt: skip
 def test_what_describes_no_model_that_can_be_made(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(InvalidTrial, match=r"model\.path \S*: ") as found:
-        build.model(parse(folder(tmp_path, json.dumps(OWN | {name: value}))), torch.device("cpu"))
-    assert "\n" not in str(found.value)
+    shipped = tiny(model=TINY["model"] | {"config": TINY["model"]["config"] | {name: value}})
+    for given in (folder(tmp_path, json.dumps(OWN | {name: value})), shipped):
+        with pytest.raises(InvalidTrial, match=rf"model(\.path)? \S*: |^{name} is a whole number of") as found:
+            build.model(parse(given), torch.device("cpu"))
+        assert "\n" not in str(found.value)
 
 
 def test_an_ordinary_one_is_a_model(tmp_path: Path) -> None:
