@@ -13,6 +13,7 @@ from vramsweep.harness.outcome import Evidence, classify, transient
 # Of public threads and documents, or as a library prints it; `nearly_full` is what the worker is taken to have seen.
 LINES = (Path(__file__).parent / "public_errors.tsv").read_text().splitlines()[1:]
 CASES = [(kind, full, source, text.replace("\\n", "\n")) for kind, full, source, text in (x.split("\t") for x in LINES)]
+TEXTS = [(kind, text) for kind, full, _, text in CASES if full == "unknown"]  # as where no card can be asked
 TRIED_AGAIN = {"environment", "contended", "cuda_error"}  # at once
 MEMORY = {"yes": [300 << 20, 80 << 30], "no": [20 << 30, 80 << 30], "unknown": None}
 

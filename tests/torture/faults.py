@@ -419,10 +419,10 @@ def faults_of_cuda(arena: Arena, times: int) -> Count:
     """Each text in which CUDA, its libraries and the system say what went wrong: raised in a worker, as torch's own
     class of error, and by C++ that ends the process."""
     from misbehave import WAYS  # type: ignore[import-not-found]
-    from test_symptoms import CASES  # type: ignore[import-not-found]
+    from test_symptoms import TEXTS  # type: ignore[import-not-found]
 
     count = Count()
-    every = len(CASES) * len(WAYS)
+    every = len(TEXTS) * len(WAYS)
     chosen = sorted(arena.random.sample(range(every), min(times, every)))
     again = {kind.outcome: kind.now for kind in outcome.OUTCOMES}
     seeds = f"seed={','.join(map(str, chosen))}"
@@ -432,7 +432,7 @@ def faults_of_cuda(arena: Arena, times: int) -> Count:
     rows = sweep.rows()
     for seed in chosen:
         count.injected += 1
-        (expected, text), way = CASES[seed // len(WAYS)], WAYS[seed % len(WAYS)]
+        (expected, text), way = TEXTS[seed // len(WAYS)], WAYS[seed % len(WAYS)]
         way = "RuntimeError" if "\n" in text and way == "abort" else way
         if way == "OutOfMemoryError":
             expected = "oom"

@@ -173,7 +173,7 @@ def raises(trial: Any) -> Any:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
     import test_symptoms
 
-    text, way = test_symptoms.CASES[trial.seed // len(WAYS)][1], WAYS[trial.seed % len(WAYS)]
+    text, way = test_symptoms.TEXTS[trial.seed // len(WAYS)][1], WAYS[trial.seed % len(WAYS)]
     if way == "abort" and "\n" not in text:  # C++ says what Python has said only where that is a line
         said = f"terminate called after throwing an instance of 'c10::Error'\n  what():  {text}\n"
         os.write(2, said.encode() + b"".join(b"frame #%d: main + 0x1f (0x7f in python)\n" % n for n in range(30)))
