@@ -182,9 +182,7 @@ def test_a_folder_that_is_gone_and_docstrings_that_are_are_no_traceback(
 
 
 def test_our_processes_have_docstrings_whatever_is_asked_of_python(tmp_path: Path) -> None:
-    (tmp_path / "flags.py").write_text(
-        "import os, sys; print(sys.flags.optimize, os.getpid())"
-    )  # transformers needs them
+    (tmp_path / "flags.py").write_text("import os, sys; print(sys.flags.optimize, os.getpid())")
     for level, left in (("2", "1"), ("1", "1"), ("", "0")):
         own = os.environ | {"PYTHONOPTIMIZE": level, "PYTHONPATH": str(tmp_path)}
         with subprocess.Popen(build_command("flags"), env=own, stdout=subprocess.PIPE, text=True) as process:

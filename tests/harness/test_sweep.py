@@ -37,7 +37,7 @@ def test_each_fault_is_its_outcome_and_the_sweep_goes_on(
     if isolation == "cold":  # the slow way: what differs from the warm one
         names = ["killed", "hangs", "orphan", "forks_for_ever", "good"]
     values = [custom(name, seed=n) for n, name in enumerate(names)]
-    rows = run_sweep(*values, tiny(seq_len=0), isolation=isolation, timeout_s=12 if isolation == "cold" else 6)
+    rows = run_sweep(*values, tiny(seq_len=0), isolation=isolation, timeout_s=24 if isolation == "cold" else 6)
     outcomes = dict(zip(names, [row["outcome"] for row in rows], strict=False))
     expected = {
         "killed": "crash",

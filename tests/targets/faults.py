@@ -13,20 +13,8 @@ from typing import Any
 
 import torch
 
-
-def good(trial: Any) -> Any:
-    torch.manual_seed(0)
-    net = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    def step(batch: Any) -> torch.Tensor:
-        loss = net(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return net, optimizer, step, lambda index: torch.ones(4, 8)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "torture"))
+from misbehave import forks_for_ever, good  # type: ignore[import-not-found]  # noqa: F401
 
 
 def _with_step(change: Any) -> Any:
@@ -150,20 +138,6 @@ def neighbour(trial: Any) -> Any:
         time.sleep(0.01)
     time.sleep(0.2)
     os.kill(own, 0)
-    return good(trial)
-
-
-def forks_for_ever(trial: Any) -> Any:
-    """Each of the processes that it starts starts another, in a session of its own, and ends: all are always new.
-
-    For 20 s, should nobody end them: a test that fails must not take the machine from all others.
-    """
-    code = (
-        "import os, time\nend = time.monotonic() + 20\nwhile time.monotonic() < end:\n os.fork() and os._exit(0)\n"
-        " os.setsid()\n time.sleep(0.05)"
-    )
-    for _ in range(4):
-        subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
     return good(trial)
 
 
