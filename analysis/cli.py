@@ -16,9 +16,8 @@ from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.data.ranks import HOW, LISTS, over_ranks
-from vramsweep.harness import mistakes, units
+from vramsweep.harness import mistakes, outputs, units
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import replaced
 from vramsweep.harness.parsers import FIGURE, PAGE, TABLES, OutFile, Parser
 
 IMAGES = ("png", "svg", "pdf")
@@ -383,12 +382,9 @@ def _export(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.data import export
 
     writer = {".csv": export.write_csv, ".parquet": export.write_parquet}[arguments.out.suffix]
+    outputs.refuse_input(arguments.out, arguments.rows)
     table = _open(arguments)
-    try:
-        with replaced(arguments.out) as place:
-            writer(table.frame, place)
-    except OSError as error:
-        raise UserError(f"cannot write {arguments.out}: {error.strerror}") from None
+    outputs.write(arguments.out, lambda place: writer(table.frame, place))
     print(f"{len(table.frame):,} rows in {arguments.out}")
     return 0
 

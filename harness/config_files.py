@@ -18,7 +18,11 @@ DEEPEST = 50  # lists and mappings in one another
 
 def check(folder: Path) -> None:
     """Raises UserError, with the file, for one that stands for more than `MOST` values or none at all."""
-    for file in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
+    try:
+        found = sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")])
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; name a folder of YAML files in --config-dir") from None
+    for file in found:
         if file.is_file() and _size(file) > MOST:
             raise UserError(
                 f"{file}: its aliases (*name) stand for more than {MOST:,} values, or it is nested deeper than "

@@ -59,13 +59,16 @@ _ENDING = re.compile(r"(?:_(?:\d+|value|text|string|str|raw|plain|old|new))+$")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 # Names with what follows: NAME=VALUE, "NAME": "VALUE", --NAME VALUE, ["--NAME", "VALUE"], ENV["NAME"] = "VALUE".
-_EQUALS = r"""\\{0,3}["']?\]?[ \t]{0,8}(?::=|=>|=|:(?![:/]))(?!=)[ \t]{0,8}"""
+_EQUALS = r"""(?:'"'"'|\\{0,3}["']?)\]?[ \t]{0,8}(?::=|=>|=|:(?![:/]))(?!=)[ \t]{0,8}"""
 _PAIR = re.compile(
-    rf"""(?<![\w.-])(?:(?P<switch>--?[A-Za-z][\w.-]*+)(?:{_EQUALS}|(?P<space>\\{{0,3}}["']?,?\s{{1,20}}))|(?P<name>\w[\w.-]*+){_EQUALS})"""
+    rf"""(?<![\w.-])(?:(?P<switch>--?[A-Za-z][\w.-]*+)(?:{_EQUALS}|(?P<space>(?:'"'"'|\\{{0,3}}["']?),?\s{{1,20}}))|(?P<name>\w[\w.-]*+){_EQUALS})"""
 )
 _QUOTED = re.compile(
-    r"""[\[({]{0,2}(?:"(?P<double>(?:[^"\\\n]|\\.)*)|'(?P<single>(?:[^'\\\n]|\\.)*)|(\\+["'])(?P<other>(?:(?!\3)[^\n])*))"""
+    r"""[\[(]{0,2}(?:(?P<quote>\\+["']|'"'"')(?P<other>(?:(?!(?P=quote))[^\n])*)|"(?P<double>(?:[^"\\\n]|\\.)*)|"""
+    r"""'(?P<single>(?:[^'\\\n]|\\.)*))"""
 )
+_MAPPING = re.compile(r"""[\[(]{0,2}\{\s*(?P<value>\\*["'][^{}\n]*)""")
+_LIST = re.compile(r"""[\[(]\s*(?P<value>(["'])(?!-)[^"'\n]*\2\s*,\s*["'][^\])\n]*)""")
 _SCHEME = re.compile(r"""["']?(?:basic|bearer|token|digest|negotiate|apikey)[ \t]+(?=[^\s-])""", re.IGNORECASE)
 _PLAIN = re.compile(r"""[\[(]{0,2}(?P<value>(?:[^\s"']|["'](?![\s,;:)}\]\\]|$))+)""")
 _IN_QUERY = re.compile(r"""(?P<value>[^&\s"'<>]+)""")
@@ -73,7 +76,7 @@ _TO_LINE_END = re.compile(r"""(?P<value>[^\n"']+)""")
 _UNTIL = {'"': re.compile(r'(?P<value>[^"\n]+)'), "'": re.compile(r"(?P<value>[^'\n]+)")}
 # Values that are none: empty, masked, said elsewhere, a switch's, how one signs in, or a word of a sentence.
 _NONE = re.compile(
-    r"[*.…]*|\w{0,8}\.{3}|\$(?:\w+|[({].*)|<[^>]*>|=.*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
+    r"\{?[*.…]*|\w{0,8}\.{3}|\$(?:\w+|[({].*)|<[^>]*>|=.*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
         "true false yes no on off none null basic bearer digest ntlm oauth2? kerberos negotiate is are or and was must "
         "not for in requires? required cannot can has have option argument str"),
     re.IGNORECASE | re.DOTALL,
@@ -147,7 +150,10 @@ def _secrets(text: str) -> Iterator[tuple[int, int, str]]:
         of = kind(name)
         if of is None or (pair["space"] and text.startswith("-", at)):  # another switch
             continue
-        of, value, at = _value(text, pair, name, of)
+        inner = _MAPPING.match(text, at)
+        if inner and of != "password":  # what is in it has names of its own
+            continue
+        of, value, at = (of, _MAPPING, at) if inner else _value(text, pair, name, of)
         short = value.match(text, at, at + WINDOW)
         if short and is_one(short[short.lastgroup or 0], name, of):
             full = value.match(text, at) or short
@@ -160,6 +166,8 @@ def _secrets(text: str) -> Iterator[tuple[int, int, str]]:
 def _value(text: str, pair: re.Match[str], name: str, of: Kind) -> tuple[Kind, re.Pattern[str], int]:
     """How the value of a pair is read, and from where; by its surroundings its kind may be another."""
     begin, at = pair.span()
+    if of != "key" and _LIST.match(text, at):
+        return of, _LIST, at
     opened, gap = text[max(0, begin - 1) : begin], text[max(pair.end("switch"), pair.end("name")) : at]
     if opened and opened in "?&":
         return "token" if of == "key" else of, _IN_QUERY, at

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vramsweep.harness import plain_json
+from vramsweep.harness import files, plain_json
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.techniques.entry import text
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vramsweep.harness.trial import Trial
 
 AUTO = "auto"
+MOST = 1 << 24  # bytes of a file
 STAGE = "zero_optimization.stage"
 MICRO, ACCUM, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 BF16, FP16 = ("bf16.enabled", "bfloat16.enabled"), ("fp16.enabled",)  # each by its names of today and before
@@ -62,11 +63,11 @@ OWNED: dict[str, tuple[str, Callable[[Trial], Any]]] = {
 def read(path: str) -> dict[str, Any]:
     """The file's object. Raises UserError for one that is not there or holds something else."""
     try:
-        found = plain_json.read(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found = plain_json.read(files.content(Path(path), MOST).decode(), object_pairs_hook=_once)
     except FileNotFoundError:
         raise UserError(f"ds_config {path}: there is no such file") from None
     except OSError as error:
-        raise UserError(f"ds_config {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"ds_config {path} cannot be read: {files.reason(error)}") from None
     except ValueError as error:
         raise UserError(f"ds_config {path} is not JSON that can be read: {error!s:.200}") from None
     if not isinstance(found, dict):

@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
+from vramsweep.harness import files
 from vramsweep.harness.errors import EnvironmentFault, UserError
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _lognormal(data: str, text: str) -> Lognormal:
 def _listed(place: Path, size: int, changed_ns: int) -> tuple[Listed, str]:
     """The lengths of a file, and its SHA-256; read once, as long as it stays as large and as old."""
     try:
-        content = place.read_bytes()
+        content = files.content(place)
         text = content.decode("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise LengthsError(f"{place} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from vramsweep.harness.files import reason, replaced
 LIST = ".vramsweep.json"
 DRAFT = ".vramsweep-"  # what the name of a folder begins with in which everything is made first
 MOST = 16 << 20  # bytes of a list
-A_DAY_S = 86_400.0
 MAKES = {
     "report": ("rows.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "figures/*"),
     "paper": (
@@ -36,14 +35,20 @@ MAKES = {
 Made = dict[str, list[str]]  # of each file's relative name the digests that it may have
 
 
-def write(path: Path, text: str) -> None:
-    """Write a text file that a user named, in a folder that may not be there yet. Raises UserError."""
+def write(path: Path, what: str | Callable[[Path], object]) -> None:
+    """Write a text, or by a function, a file that a user named; its folder may not be there yet. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as place:
-            place.write_text(text, encoding="utf-8")
+            place.write_text(what, encoding="utf-8") if isinstance(what, str) else what(place)
     except OSError as error:
         raise UserError(f"cannot write {path}: {reason(error)}") from None
+
+
+def refuse_input(out: Path, source: Path) -> None:
+    """Raise UserError where the file to write is the one that is read."""
+    if out.exists() and source.exists() and out.samefile(source):
+        raise UserError(f"{out} is the file that is read, and would be lost; name another one to write")
 
 
 @contextlib.contextmanager
@@ -58,15 +63,15 @@ def into(folder: Path, verb: str, beside: bool = False) -> Iterator[tuple[Path, 
     folder.mkdir(parents=True, exist_ok=True)
     if not beside:
         _refuse(folder, verb)
-    for left in folder.glob(f"{DRAFT}*/"):  # by one that was killed
-        if time.time() - left.lstat().st_mtime > A_DAY_S and not left.is_symlink():
+    for left in folder.glob(f"{DRAFT}*/"):  # by one that was killed a day ago
+        if time.time() - left.lstat().st_mtime > 86_400 and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)
     draft, notes = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder)), list[str]()
     try:
         yield draft, notes
         notes += _put(draft, folder, verb)
     except OSError as error:
-        error.filename = str(error.filename or folder).replace(str(draft), str(folder))
+        error.filename = str(error.filename2 or error.filename or folder).replace(str(draft), str(folder))
         raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)

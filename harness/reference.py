@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from vramsweep.harness import files
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.plan import SETTINGS
 
@@ -84,7 +85,7 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
     """The runs of a file, and what is wrong with it; a wrong reading leaves the run's others. Raises UserError for a
     file that holds no runs at all."""
     try:
-        root = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        root = yaml.load(files.content(path, 1 << 24).decode(), Loader=_Loader)
     except OSError as error:
         raise UserError(
             f"{path}: {error.strerror}; name a file of reference runs, as benchmarks/published/*.yaml"

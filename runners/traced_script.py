@@ -27,13 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor as fakes
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vramsweep.harness import gpus, interpreter, script
@@ -55,10 +49,8 @@ _TOKENS = tuple(name for name in ESTIMATES if "tokens_per_s" in name)
 
 
 _REFUSED = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
+    *(fakes.DataDependentOutputException, fakes.DynamicOutputShapeException),
+    *(fakes.UnsupportedFakeTensorException, fakes.UnsupportedOperatorException),
 )
 
 
@@ -253,7 +245,7 @@ class _Values:
 
     def _fine(self, ask: Any) -> Any:
         def value(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
+            if isinstance(tensor, fakes.FakeTensor) and tensor.dim() == 0:
                 self.asked += 1
                 return False
             return ask(tensor, *args, **kwargs)
@@ -262,7 +254,7 @@ class _Values:
 
     def _made_up(self, ask: Any, formats: bool) -> Any:
         def value(tensor: torch.Tensor, *args: Any) -> Any:
-            made_up = isinstance(tensor, FakeTensor) and tensor.is_floating_point() and tensor.numel() == 1
+            made_up = isinstance(tensor, fakes.FakeTensor) and tensor.is_floating_point() and tensor.numel() == 1
             if made_up and self.known.of(tensor) is None:
                 self.asked += 1
                 return format(float("nan"), *args) if formats else float("nan")

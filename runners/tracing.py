@@ -18,12 +18,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor as fakes
 
 from vramsweep.harness import credentials, machine, variables
 from vramsweep.harness.files import content, replaced
@@ -102,13 +97,13 @@ def trace_trial(
             differences.applied(trial) as applied,
         ):
             runner.run(trial, torch.device("cpu"), meter, folder)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException) as error:
         raise InvalidTrial(
             f"cannot be simulated: the step asks for a tensor's value ({error.func}), which exists only on a GPU; take "
             ".item(), boolean tests of tensors and masks by value out of the step, or measure on device=cuda"
         ) from error
-    except (UnsupportedOperatorException, UnsupportedFakeTensorException, RuntimeError) as error:
-        unsupported = isinstance(error, (UnsupportedOperatorException, UnsupportedFakeTensorException))
+    except (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException, RuntimeError) as error:
+        unsupported = isinstance(error, (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException))
         if not unsupported and "fake impl" not in str(error):  # what custom operators say
             raise
         what = str(getattr(error, "func", None) or error).strip().splitlines()[0]

@@ -181,7 +181,7 @@ def _parts(text: str) -> Iterator[tuple[list[str], int | None]]:
     while at < len(text):
         match = part.match(text, at)
         names = [name.strip() for name in next(filter(None, match.groups()[1:]), "").split(",")] if match else []
-        if match is None or not all(names) or (match[1] is not None and int(match[1]) < 1):
+        if match is None or not all(names) or not 1 <= int(match[1] or 1) <= 1 << 16:
             raise UserError(f"--columns cannot be read from {text[at:][:40]!r} on; write it as in {_EXAMPLE}")
         yield names, None if match[1] is None else int(match[1])
         at = match.end()

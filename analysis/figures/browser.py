@@ -25,8 +25,10 @@ import plotly.graph_objects as go
 import plotly.io
 import psutil
 
+from vramsweep.harness.errors import UserError
 from vramsweep.harness.files import replaced
 from vramsweep.harness.interpreter import build_command
+from vramsweep.harness.outputs import write
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,19 @@ def draw(pictures: Sequence[Picture]) -> None:
             raise NotDrawn(f"a browser needs {SPARE >> 20} MiB in {place}: free some, or set TMPDIR")
         kind = NoBrowser if code == NO_BROWSER else NotDrawn
         raise kind(why or f"the process of the browser ended with status {code}")
+
+
+def draw_one(picture: Picture) -> None:
+    """Write one file that a user named, a picture or a page. Raises UserError."""
+    out = picture.file
+    try:
+        if out.suffix == ".html":
+            return write(out, lambda place: picture.plot.write_html(place, config={"displaylogo": False}))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draw([picture])
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{out} was not drawn: {reason[:200]} (PNG, SVG and PDF need Chromium)") from None
 
 
 def _in_a_session_of_its_own(asked: Sequence[dict[str, Any]]) -> tuple[int, str]:

@@ -9,7 +9,6 @@ from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, draw
 from vramsweep.analysis.figures.layout import column, page
 from vramsweep.analysis.figures.plots import Figure
-from vramsweep.harness.files import replaced
 
 
 def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) -> list[str]:
@@ -20,10 +19,9 @@ def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) 
     folder.mkdir(parents=True, exist_ok=True)
     for figure in figures:
         plot = page(figure).update_layout(width=None)
-        with replaced(folder / f"{figure.name}.csv") as aside:
-            guarded_frame(figure.data).to_csv(aside, index=False)
-        with replaced(folder / f"{figure.name}.html") as aside:
-            plot.write_html(aside, include_plotlyjs="directory", config={"displaylogo": False})
+        guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
+        place = folder / f"{figure.name}.html"
+        plot.write_html(place, include_plotlyjs="directory", config={"displaylogo": False})
     return images(figures, folder, formats) if formats and figures else []
 
 

@@ -24,7 +24,7 @@ from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS
-from vramsweep.analysis.figures.browser import Picture, draw
+from vramsweep.analysis.figures.browser import Picture, draw_one
 from vramsweep.analysis.figures.layout import SMALL, TEXT
 from vramsweep.analysis.figures.plots import (
     COLOURS,
@@ -42,8 +42,9 @@ from vramsweep.analysis.figures.plots import (
 )
 from vramsweep.analysis.figures.registry import source
 from vramsweep.analysis.model.curves import Array
+from vramsweep.harness import outputs
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import content, replaced
+from vramsweep.harness.files import content
 
 OWN = {"out_of_memory", "trial_ids"}  # columns by which the data of a figure is known
 BETWEEN = COLOURS[2]
@@ -105,23 +106,15 @@ def write(drawn: Figure, out: Path) -> None:
     """
     small = out.suffix == ".pdf"
     plot, width, height = _sized(_captioned(drawn, small), COLUMN if small else BLOG)
+    data = out.with_suffix(".csv")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        data = out.with_suffix(".csv")
-        if data.exists() and not set(content(data).partition(b"\n")[0].decode().strip().split(",")) >= OWN:
-            raise UserError(
-                f"--figure {out} writes its data to {data}, which holds something else; give it another name"
-            )
-        with replaced(data) as place:
-            guarded_frame(drawn.data).to_csv(place, index=False)
-        if out.suffix == ".html":
-            with replaced(out) as place:
-                plot.write_html(place, config={"displaylogo": False})
-        else:
-            draw([Picture(plot, out, width, height, scale=2 if out.suffix == ".png" else 1)])
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{out} was not drawn: {reason[:200]} (PNG, SVG and PDF need Chromium)") from None
+        other = data.exists() and not set(content(data).partition(b"\n")[0].decode().strip().split(",")) >= OWN
+    except (OSError, ValueError):
+        other = True
+    if other:
+        raise UserError(f"--figure {out} writes its data to {data}, which holds something else; give it another name")
+    outputs.write(data, lambda place: guarded_frame(drawn.data).to_csv(place, index=False))
+    draw_one(Picture(plot, out, width, height, scale=2 if out.suffix == ".png" else 1))
 
 
 def _data(comparison: Comparison, axis: str, settings: Mapping[str, Any]) -> pd.DataFrame:

@@ -9,10 +9,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from vramsweep.analysis.compare.validation import GIB, MEMORY
-from vramsweep.analysis.figures.browser import Picture, draw
+from vramsweep.analysis.figures.browser import Picture, draw_one
 from vramsweep.analysis.figures.plots import COLOURS, GREY
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import replaced
 
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 REACH = 10.0  # percent: errors beyond it stand at the edge, with their number
@@ -81,13 +80,4 @@ def write(found: pd.DataFrame, out: Path) -> None:
     plot = figure(found)
     if plot is None:
         raise UserError("no memory was predicted, so there is nothing to draw")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if out.suffix == ".html":
-            with replaced(out) as place:
-                plot.write_html(place)
-        else:
-            draw([Picture(plot, out, scale=2)])
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{out} was not drawn: {reason[:200]} (PNG, SVG and PDF need Chromium)") from None
+    draw_one(Picture(plot, out, scale=2))

@@ -22,7 +22,7 @@ from vramsweep.analysis.report.summary import Summary
 from vramsweep.harness import outputs
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import reason, replaced
+from vramsweep.harness.files import reason
 
 NOTES = 3  # that the end of a sweep shows; the report has all
 
@@ -75,12 +75,10 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
             if places["rows"].resolve() == source.resolve():
                 shutil.copyfile(source, draft / "rows.csv")
             else:
-                with replaced(draft / "rows.csv") as aside:
-                    write_csv(table.frame, aside)
+                write_csv(table.frame, draft / "rows.csv")
             others = write_residuals(content, draft) | _write_answer(content.answer, draft)
             places |= {name: folder / file.name for name, file in others.items()}
-            with replaced(draft / "report.html") as aside:
-                aside.write_text(page.render(content), encoding="utf-8")
+            (draft / "report.html").write_text(page.render(content), encoding="utf-8")
             notes = files.write(content.figures, draft / "figures", formats)
     except OSError as error:
         raise unwritable(error, folder) from None
@@ -92,8 +90,7 @@ def write_residuals(content: Content, folder: Path) -> dict[str, Path]:
     path = folder / "residuals.csv"
     if content.residuals.empty:
         return {}
-    with replaced(path) as aside:
-        write_csv(content.residuals, aside)
+    write_csv(content.residuals, path)
     return {"residuals": path}
 
 
@@ -102,10 +99,8 @@ def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
     if answer is None:
         return {}
     files = [folder / "answer.csv", folder / "answer.md"]
-    with replaced(files[0]) as aside:
-        guarded_frame(answer.frame).to_csv(aside, index=False)
-    with replaced(files[1]) as aside:
-        aside.write_text(answer.markdown(), encoding="utf-8")
+    guarded_frame(answer.frame).to_csv(files[0], index=False)
+    files[1].write_text(answer.markdown(), encoding="utf-8")
     return {"answer": files[1]}
 
 

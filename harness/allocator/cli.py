@@ -19,6 +19,7 @@ from vramsweep.harness.allocator.search import grid, rank, saving
 from vramsweep.harness.console import Console
 from vramsweep.harness.errors import UserError
 from vramsweep.harness.interpreter import build_command
+from vramsweep.harness.outputs import refuse_input
 from vramsweep.harness.parsers import PAGE, Parser
 
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     limit = args.memory_limit
     settings = list(dict.fromkeys([*args.allocator, *(grid(limit is not None) if args.search else ())]))
+    if args.figure is not None:
+        refuse_input(args.figure, Path(args.file))
     result = what_if(
         Path(args.file),
         settings,

@@ -181,6 +181,7 @@ def test_a_setting_cannot_be_swept() -> None:
         ({"timeout_s": 0}, "timeout_s=0: allowed is a number of at least 0.001"),
         ({"retries": -1}, "retries=-1"),
         ({"repeats": "two"}, "repeats=two"),
+        ({"repeats": 10**11}, "at least 1 and less than 1,000,000"),
         ({"answer": "clams"}, "answer=clams: there is no such answer; allowed: claims, .*; did you mean claims?"),
     ],
 )

@@ -191,4 +191,9 @@ def test_a_ds_config_is_read_or_refused_soon(tmp_path: Path) -> None:
     file.write_text("{" + ", ".join(f'"k{n}": {n}' for n in range(100_000)) + "}")
     began = time.monotonic()
     assert len(ds_config.read(str(file))) == 100_000
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        for read in (lambda one: ds_config.read(str(one)), reference.read, lambda one: lengths._listed(one, 1, 1)):
+            with pytest.raises(UserError, match="no regular file"):
+                read(path)
     soon(began)

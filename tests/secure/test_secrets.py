@@ -98,14 +98,8 @@ def test_nothing_that_was_planted_is_in_the_results(tmp_path: Path) -> None:
     environ = {**os.environ, **PLANTED, "HOME": str(home), "XDG_CACHE_HOME": str(home), "HF_HOME": str(home)}
 
     def call(*words: str, status: int = 0) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "vramsweep", *words],
-            cwd=work,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        line = [sys.executable, "-m", "vramsweep", *words]
+        done = subprocess.run(line, cwd=work, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stdout + done.stderr
         assert not [text for text in PLANTED.values() if text in done.stdout + done.stderr]
 
