@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torture.arena import ROOT, SEVERAL, SLOTS, TARGETS, USUAL, Arena, Count, Sweep
+from torture.arena import ENDS_S, ROOT, SEVERAL, SLOTS, TARGETS, USUAL, Arena, Count, Sweep
 from torture.journals import appended_to, journal_damaged
 from vramsweep.harness import outcome
 from vramsweep.harness.row import Outcome
@@ -428,7 +428,7 @@ def faults_of_cuda(arena: Arena, times: int) -> Count:
     seeds = f"seed={','.join(map(str, chosen))}"
     sweep = arena.sweep(count, f"runner.target={TARGETS}:raises", seeds, "retries=1", trials=len(chosen))
     sweep.start()
-    sweep.wait()
+    sweep.wait(ENDS_S + len(chosen))
     rows = sweep.rows()
     for seed in chosen:
         count.injected += 1
