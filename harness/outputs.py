@@ -71,7 +71,8 @@ def into(folder: Path, verb: str, beside: bool = False) -> Iterator[tuple[Path, 
         yield draft, notes
         notes += _put(draft, folder, verb)
     except OSError as error:
-        error.filename = str(error.filename2 or error.filename or folder).replace(str(draft), str(folder))
+        part = max(draft.rglob("*.*"), key=lambda file: file.lstat().st_mtime_ns, default=folder)
+        error.filename = str(error.filename2 or error.filename or part).replace(str(draft), str(folder))
         raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -28,7 +28,6 @@ from vramsweep.harness.errors import UserError
 from vramsweep.harness.gpus import GPUS
 from vramsweep.harness.row import BY_NAME, COLUMNS, Outcome, Row, encodable
 
-MOST = 1_000_000  # repeats
 MOST_SLOTS = 512  # places for trials on one node
 
 
@@ -89,9 +88,9 @@ class Settings:
         for key, least_value in least.items():
             value = getattr(self, key)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            most = MOST if key == "repeats" else math.inf
+            most = 1_000_000 if key == "repeats" else math.inf
             if not number or not least_value <= value < most:
-                to = f" and less than {most:,}" if key == "repeats" else ""
+                to = f" and less than {most:,}" * (most < math.inf)
                 raise UserError(f"{key}={value}: allowed is a number of at least {least_value:g}{to}")
             if key in ("repeats", "retries", "breaker", "shards") and not isinstance(value, int):
                 raise UserError(f"{key}={value}: allowed is a whole number of at least {least_value:g}")

@@ -17,7 +17,7 @@ def main(words: list[str]) -> None:
     """Run the module that follows -m as `__main__`; `words` may hold an interpreter's options before it (-u)."""
     if sys.flags.optimize > 1 and os.environ.get("PYTHONOPTIMIZE") != "1":  # transformers needs its docstrings
         os.environ["PYTHONOPTIMIZE"] = "1"
-        os.execv(sys.executable, sys.orig_argv)
+        os.execvp(sys.orig_argv[0], sys.orig_argv)
     package = Path(__file__).absolute().parents[1]
     spec = importlib.util.spec_from_file_location(
         "vramsweep", package / "__init__.py", submodule_search_locations=[str(package)]
