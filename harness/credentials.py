@@ -67,7 +67,7 @@ _QUOTED = re.compile(
     r"""[\[(]{0,2}(?:(?P<quote>\\+["']|'"'"')(?P<other>(?:(?!(?P=quote))[^\n])*)|"(?P<double>(?:[^"\\\n]|\\.)*)|"""
     r"""'(?P<single>(?:[^'\\\n]|\\.)*))"""
 )
-_MAPPING = re.compile(r"""[\[(]{0,2}\{\s*(?P<value>\\*["'][^{}\n]*)""")
+_MAPPING = re.compile(r"""[\[(]{0,2}\{\s*(?P<value>(?:\\*["']|[\w.-]+\s*:)[^{}\n]*)""")
 _LIST = re.compile(r"""[\[(]\s*(?P<value>(["'])(?!-)[^"'\n]*\2\s*,\s*["'][^\])\n]*)""")
 _SCHEME = re.compile(r"""["']?(?:basic|bearer|token|digest|negotiate|apikey)[ \t]+(?=[^\s-])""", re.IGNORECASE)
 _PLAIN = re.compile(r"""[\[(]{0,2}(?P<value>(?:[^\s"']|["'](?![\s,;:)}\]\\]|$))+)""")
@@ -151,7 +151,7 @@ def _secrets(text: str) -> Iterator[tuple[int, int, str]]:
         if of is None or (pair["space"] and text.startswith("-", at)):  # another switch
             continue
         inner = _MAPPING.match(text, at)
-        if inner and of != "password":  # what is in it has names of its own
+        if inner and of != "password" and ":" in inner["value"]:  # what is in it has names of its own
             continue
         of, value, at = (of, _MAPPING, at) if inner else _value(text, pair, name, of)
         short = value.match(text, at, at + WINDOW)

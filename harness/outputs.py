@@ -36,7 +36,7 @@ Made = dict[str, list[str]]  # of each file's relative name the digests that it 
 
 
 def write(path: Path, what: str | Callable[[Path], object]) -> None:
-    """Write a text, or by a function, a file that a user named; its folder may not be there yet. Raises UserError."""
+    """Write a text, or what a function writes, to a file that the user named; make its folder. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as place:

@@ -112,7 +112,9 @@ def write(drawn: Figure, out: Path) -> None:
     except (OSError, ValueError):
         other = True
     if other:
-        raise UserError(f"--figure {out} writes its data to {data}, which holds something else; give it another name")
+        raise UserError(
+            f"--figure {out} writes its data to {data}, which holds something else or cannot be read; name another file"
+        )
     outputs.write(data, lambda place: guarded_frame(drawn.data).to_csv(place, index=False))
     draw_one(Picture(plot, out, width, height, scale=2 if out.suffix == ".png" else 1))
 
