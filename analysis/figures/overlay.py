@@ -112,9 +112,7 @@ def write(drawn: Figure, out: Path) -> None:
     except (OSError, ValueError):
         other = True
     if other:
-        raise UserError(
-            f"--figure {out} writes its data to {data}, which holds something else or cannot be read; name another file"
-        )
+        raise UserError(f"--figure {out} writes its data to {data}, which is not its own; give it another name")
     outputs.write(data, lambda place: guarded_frame(drawn.data).to_csv(place, index=False))
     draw_one(Picture(plot, out, width, height, scale=2 if out.suffix == ".png" else 1))
 

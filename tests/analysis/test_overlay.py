@@ -110,7 +110,7 @@ def test_html_has_its_data_beside_it_and_nothing_is_written_over(tmp_path: Path,
     before = rows.read_bytes()
     assert "give it another name" in cli.refuse("compare", rows, b, "--figure", tmp_path / "rows.png")
     said = cli.refuse("compare", a, b, "--figure", tmp_path / "rows.html")
-    assert "rows.csv, which holds something else; give it another name" in said
+    assert "rows.csv, which is not its own; give it another name" in said
     assert rows.read_bytes() == before
     cli.run("compare", a, b, "--figure", out, status=1)  # its own
 
