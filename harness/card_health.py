@@ -38,7 +38,8 @@ class CardHealth:
                 self._failed[uuid].clear()
         if row.get("outcome") in FAULTS:
             rank = re.match(r"rank (\d+)\b", str(row["reason"]))
-            for uuid in uuids if len(uuids) == 1 else [uuids[int(n)] for n in rank.groups()] if rank else []:
+            blamed = cards if len(cards) == 1 else cards[int(rank[1]) : int(rank[1]) + 1] if rank else []
+            for uuid in (card.uuid for card in blamed if card.uuid in self._cards):
                 self._failed[uuid].append((row, now_s))
                 if row["outcome"] == Outcome.CUDA_ERROR:
                     self._errors_on[row["trial_id"]].add(uuid)

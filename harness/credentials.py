@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Literal
 
 SHORTEST = 8  # letters of a secret that is looked for by itself: a shorter one would be found in anything
@@ -67,8 +67,12 @@ _QUOTED = re.compile(
     r"""[\[(]{0,2}(?:(?P<quote>\\+["']|'"'"')(?P<other>(?:(?!(?P=quote))[^\n])*)|"(?P<double>(?:[^"\\\n]|\\.)*)|"""
     r"""'(?P<single>(?:[^'\\\n]|\\.)*))"""
 )
-_MAPPING = re.compile(r"""[\[(]{0,2}\{\s*(?P<value>(?:\\*["']|[\w.-]+\s*:)[^{}\n]*)""")
-_LIST = re.compile(r"""[\[(]\s*(?P<value>(["'])(?!-)[^"'\n]*\2\s*,\s*["'][^\])\n]*)""")
+# What brackets hold, over quoted text and three more levels of them; to the line's end where they do not close.
+_PASSED = r"""(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|[^\[\](){}"'\\]|\\.)"""
+_NESTED = reduce(lambda inner, _: rf"(?:{_PASSED}|[\[({{]{inner}*+[\])}}])", range(3), _PASSED)
+_INSIDE = re.compile(rf"[\[({{](?P<value>{_NESTED}*+)[\])}}]|[\[({{](?P<rest>[^\n]*)", re.DOTALL)
+_OPENS = re.compile(r"""(?:[\[({]\s*+)++(?:\\*["']|[\w.-]+\s*:)""")
+_ITEM = re.compile(r"""(?:^|[:,\[({])\s*+\\*+["']*+([^\s"',:\\\[\](){}]++)(?!\\*["']*\s*:)""")
 _SCHEME = re.compile(r"""["']?(?:basic|bearer|token|digest|negotiate|apikey)[ \t]+(?=[^\s-])""", re.IGNORECASE)
 _PLAIN = re.compile(r"""[\[(]{0,2}(?P<value>(?:[^\s"']|["'](?![\s,;:)}\]\\]|$))+)""")
 _IN_QUERY = re.compile(r"""(?P<value>[^&\s"'<>]+)""")
@@ -150,13 +154,11 @@ def _secrets(text: str) -> Iterator[tuple[int, int, str]]:
         of = kind(name)
         if of is None or (pair["space"] and text.startswith("-", at)):  # another switch
             continue
-        inner = _MAPPING.match(text, at)
-        if inner and of != "password" and ":" in inner["value"]:  # what is in it has names of its own
-            continue
-        of, value, at = (of, _MAPPING, at) if inner else _value(text, pair, name, of)
+        of, value, at = _value(text, pair, name, of)
         short = value.match(text, at, at + WINDOW)
-        if short and is_one(short[short.lastgroup or 0], name, of):
-            full = value.match(text, at) or short
+        held = short[short.lastgroup or 0] if short else ""
+        if short and any(is_one(item, name, of) for item in (_ITEM.findall(held) if value is _INSIDE else [held])):
+            full = value.match(text, at, at + 32 * WINDOW if value is _INSIDE else len(text)) or short
             begin, at = full.span(full.lastgroup or 0)
             yield begin, begin + len(text[begin:at].rstrip(_CLOSING)), name
     for name, form in _FORM.items():
@@ -166,20 +168,20 @@ def _secrets(text: str) -> Iterator[tuple[int, int, str]]:
 def _value(text: str, pair: re.Match[str], name: str, of: Kind) -> tuple[Kind, re.Pattern[str], int]:
     """How the value of a pair is read, and from where; by its surroundings its kind may be another."""
     begin, at = pair.span()
-    if of != "key" and _LIST.match(text, at):
-        return of, _LIST, at
     opened, gap = text[max(0, begin - 1) : begin], text[max(pair.end("switch"), pair.end("name")) : at]
     if opened and opened in "?&":
         return "token" if of == "key" else of, _IN_QUERY, at
     if opened in _UNTIL and opened not in gap and text[at : at + 1] not in _UNTIL:
         return of, _UNTIL[opened], at
+    before = text[max(0, begin - 3) : begin].rstrip(" \t")
+    in_words = ":" in gap and opened not in _UNTIL and before and before[-1] not in "{,([\n>"  # unexpected token: x
+    lone: Kind = "key" if in_words and _ALONE.fullmatch(name) else of
+    if _OPENS.match(text, at, at + WINDOW):
+        return lone, _INSIDE, at
     if ":" not in gap or opened in _UNTIL or _QUOTED.match(text, at, at + WINDOW):
         return of, (_QUOTED if _QUOTED.match(text, at, at + WINDOW) else _PLAIN), at
-    before = text[max(0, begin - 3) : begin].rstrip(" \t")
-    if _ALONE.fullmatch(name) and before and before[-1] not in "{,([\n>":
-        of = "key"  # of a sentence: unexpected token: x
     scheme = _SCHEME.match(text, at)
-    return of, (_TO_LINE_END if "ookie" in name else _PLAIN), scheme.end() if scheme else at
+    return lone, (_TO_LINE_END if "ookie" in name else _PLAIN), scheme.end() if scheme else at
 
 
 @lru_cache(maxsize=1024)  # the texts of a sweep's trials are nearly all the same ones
@@ -216,7 +218,7 @@ def masked(text: str, known: Collection[str] = ()) -> str:
 def _each(value: Any, change: Callable[[Any, str, Kind | None], Any], name: str = "", of: Kind | None = None) -> Any:
     """Plain data with each of its leaves changed, which is told the leaf, its name and that name's kind."""
     if isinstance(value, Mapping):
-        inherited = of if of == "password" else None
+        inherited = of if of != "key" else None
         return {key: _each(inner, change, str(key), kind(str(key)) or inherited) for key, inner in value.items()}
     if not isinstance(value, (list, tuple)):
         return change(value, name, of)

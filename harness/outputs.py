@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -47,7 +46,7 @@ def write(path: Path, what: str | Callable[[Path], object]) -> None:
 
 def refuse_input(out: Path, source: Path) -> None:
     """Raise UserError where the file to write is the one that is read."""
-    if out.exists() and source.exists() and out.samefile(source):
+    if out.resolve() == source.resolve():
         raise UserError(f"{out} is the file that is read, and would be lost; name another one to write")
 
 
@@ -63,9 +62,6 @@ def into(folder: Path, verb: str, beside: bool = False) -> Iterator[tuple[Path, 
     folder.mkdir(parents=True, exist_ok=True)
     if not beside:
         _refuse(folder, verb)
-    for left in folder.glob(f"{DRAFT}*/"):  # by one that was killed a day ago
-        if time.time() - left.lstat().st_mtime > 86_400 and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
     draft, notes = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder)), list[str]()
     try:
         yield draft, notes

@@ -123,6 +123,8 @@ class OutFile:
             said = f"{path.name} has another" if path.suffix else f"{path.name or text!r} has none"
             near = mistakes.meant(path.suffix, self.suffixes) if path.suffix else ""
             raise UserError(f"allowed suffixes are {', '.join(self.suffixes)}, and {said}{near}")
+        if len(path.name.encode(errors="surrogateescape")) > 240:  # beside it a draft, with a few letters more
+            raise UserError(f"{path.name[:40]}... is too long a name for a file; give one of at most 240 letters")
         if path.is_dir():
             raise UserError(f"{text} is a folder; name a file in it")
         return path

@@ -229,10 +229,11 @@ def _own_code(trial: Trial, error: Exception) -> InvalidTrial | None:
 def _no_model(trial: Trial, error: Exception) -> InvalidTrial | None:
     """What to say where transformers cannot make what a configuration describes; None for other failures.
 
-    Of torch's RuntimeErrors most are about memory or the device.
+    Most RuntimeErrors are about memory or the device. With a model that we ship, other errors may be a library's fault.
     """
-    of_sizes = re.search("negative dimension|size calculation overflow|expects std", str(error))
-    if trial.model.trust_remote_code or (isinstance(error, RuntimeError) and not of_sizes):
+    of_sizes = re.search("negative dimension|[Oo]verflow|expects std|Padding_idx", str(error))
+    other = isinstance(error, RuntimeError) or (trial.model.path is None and not isinstance(error, ArithmeticError))
+    if trial.model.trust_remote_code or (other and not of_sizes):
         return None
     said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     named = trial.model.path or trial.model.name

@@ -46,8 +46,6 @@ LENGTHS = "the traced steps' batches are of several shapes ({} tokens): the peak
 CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a card is there when it is imported
 ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
 _TOKENS = tuple(name for name in ESTIMATES if "tokens_per_s" in name)
-
-
 _REFUSED = (
     *(fakes.DataDependentOutputException, fakes.DynamicOutputShapeException),
     *(fakes.UnsupportedFakeTensorException, fakes.UnsupportedOperatorException),

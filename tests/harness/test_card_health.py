@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +123,7 @@ def test_who_is_to_blame() -> None:
     assert health.explains({"trial_id": "b", "world_size": 2}) and not health.explains(
         {"trial_id": "c", "world_size": 2}
     )
+    assert ended("e", "cuda_error", rank=3) == ended("e", "cuda_error", 1, 1, rank=3) == {"GPU-1"}  # no such card
     assert health.resting(REST_S + 1) == set()  # one trial more
     assert ended("c", "environment", 1, at_s=REST_S + 1) == health.resting(3 * REST_S) == {"GPU-1"}
     assert ended("d", "crash", 1, at_s=REST_S) == {"GPU-1"}  # which says nothing of the card
@@ -130,3 +132,8 @@ def test_who_is_to_blame() -> None:
         for trial in "ab":
             resting = ended(trial, "environment", card)
     assert resting == set() and not health.explains({"trial_id": "a", "world_size": 1})  # never all of them
+    mixed = [CARDS[0], dataclasses.replace(CARDS[1], name="another"), CARDS[2]]
+    health = CardHealth(mixed)
+    for rank in (1, 2, 2):
+        health.add({"trial_id": f"{rank}", "outcome": "environment", "reason": f"rank {rank}: why"}, mixed, 0.0)
+    assert health.resting(0.0) == {"GPU-2"}

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -178,11 +177,7 @@ def test_nothing_is_written_through_links(tmp_path: Path) -> None:
         (folder / name).unlink()
         assert held(folder) == {} and list(folder.iterdir()) == []
     (tmp_path / "sweep2").symlink_to(folder)
-    for name, days in (("old", 2), ("new", 0)):  # drafts of one that was killed, and of one that runs
-        (folder / f"{outputs.DRAFT}{name}").mkdir()
-        os.utime(folder / f"{outputs.DRAFT}{name}", (time.time() - days * 86_400 - 1,) * 2)
     put(tmp_path / "sweep2", rows_csv="x")  # the folder itself is what the user has named
-    assert [place.name for place in folder.glob(f"{outputs.DRAFT}*/")] == [f"{outputs.DRAFT}new"]
     assert held(folder) == {"rows.csv": "x"}
     link = tmp_path / "link.csv"
     link.symlink_to(target)

@@ -64,7 +64,9 @@ def test_no_verb_imports_anything_from_the_current_folder(
     folder, out = tmp_path / "theirs", tmp_path / "out"
     assert front_door.main(["predict", *PREDICTED, f"results={tmp_path}", "name=theirs", "report=false"]) == 0
     out.mkdir()
-    (out / "mine.py").write_text((TARGETS / "faults.py").read_text() + "\nimport beside\n")  # a neighbour is importable
+    (out / "mine.py").write_text(
+        (TARGETS.parent / "torture" / "misbehave.py").read_text() + "\nimport beside\n"
+    )  # a neighbour is importable
     for name, text in (("case.yaml", CASE), ("train.py", TRAIN), ("beside.py", "")):
         (out / name).write_text(text)
     marker = trap(folder)
