@@ -89,9 +89,9 @@ def test_what_is_ignored_stays_ignored(number: int, tmp_path: Path) -> None:
 
 
 GONE = """
-import fcntl, os, sys, termios, time
-from pathlib import Path
-from vramsweep.harness.interrupts import Finished, Interrupts
+import fcntl, os, signal, sys, termios, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+from pathlib import Path; from vramsweep.harness.interrupts import Finished, Interrupts
 fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 interrupts = Interrupts(Path(sys.argv[1]) / "log")
 try:

@@ -85,7 +85,7 @@ class Sweep:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.launcher = subprocess.Popen(
                 command, cwd=ROOT, env=given, stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever started us may ignore it
+                preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (1, 2)],  # nohup ignores 1
             )  # fmt: skip
 
     def journal(self) -> bytes:
