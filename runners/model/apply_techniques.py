@@ -1,0 +1,106 @@
+"""What applies the techniques of a trial (harness/techniques names the module of each), the same for all runners.
+
+A module has the functions that its technique needs, and no others:
+
+- `around(trial, device)`: a context manager in which everything happens, from building to the last step;
+- `construct(trial, make, device, dtype)`: the bare model, in the place of `make(dtype)`, which builds it on the device
+  in effect;
+- `pretrained(trial, device)`: arguments of `from_pretrained`, in the place of the dtype and of moving it to the device;
+- `model(trial, net, device)`: the built model, changed or wrapped, before ranks share it;
+- `optimizer(trial, device)`: (class, keyword arguments), as TrainingArguments' users know it;
+- `stepping(trial, make, parameters)`: what steps in the plain loop, in the place of `make(parameters)`, the optimizer.
+
+On a device that is simulated a module needs no optional package: a stand-in allocates what the library's kernels do
+(standin.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from vramsweep.harness import techniques
+from vramsweep.harness.trial import InvalidTrial, Trial
+
+Make = Callable[[torch.dtype], Any]
+
+
+def hooks(trial: Trial, name: str) -> Iterator[Callable[..., Any]]:
+    """The functions of this name in the modules of the trial's techniques, each module's once, in the axes' order."""
+    for module in _modules(trial):
+        found = getattr(importlib.import_module(module), name, None)
+        if found is not None:
+            yield found
+
+
+def _modules(trial: Trial) -> list[str]:
+    return list(dict.fromkeys(entry.module for entry in techniques.chosen(trial) if entry.module))
+
+
+def imported(trial: Trial) -> None:
+    """Import what the techniques need before anything is traced or made on a device: modules keep tensors of their own
+    (bitsandbytes' tables, 64 bytes each), which would be among the trial's in a process that imports them first.
+
+    A module that lacks its package is left to the trial to miss.
+    """
+    for module in () if trial.runner.name in techniques.OWN else _modules(trial):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def around(trial: Trial, device: torch.device) -> Iterator[None]:
+    """Every technique's `around`. Raises InvalidTrial for a card that lacks what one needs."""
+    if trial.runner.name in techniques.OWN:
+        yield
+        return
+    if device.type == "cuda":
+        _capable(trial, device)
+    with contextlib.ExitStack() as stack:
+        for hook in hooks(trial, "around"):
+            stack.enter_context(hook(trial, device))
+        yield
+
+
+def _capable(trial: Trial, device: torch.device) -> None:
+    for entry in techniques.chosen(trial):
+        if entry.capability is not None and (has := torch.cuda.get_device_capability(device)) < entry.capability:
+            needed, found = (".".join(map(str, c)) for c in (entry.capability, has))
+            raise InvalidTrial(f"{entry} needs compute capability {needed}, and this card has {found}")
+
+
+def construct(trial: Trial, make: Make, device: torch.device, dtype: torch.dtype) -> Any:
+    """The bare model: `make`'s, or that of the technique that builds it another way."""
+    for hook in hooks(trial, "construct"):
+        return hook(trial, make, device, dtype)
+    return make(dtype)
+
+
+def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
+    """What a technique tells `from_pretrained`; empty where none loads in a way of its own."""
+    return {key: value for hook in hooks(trial, "pretrained") for key, value in hook(trial, device).items()}
+
+
+def applied(trial: Trial, net: Any, device: torch.device) -> Any:
+    """The model with every technique's `model` applied to it."""
+    for hook in hooks(trial, "model"):
+        net = hook(trial, net, device)
+    return net
+
+
+def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class of the trial's optimizer, and what it is told beside the parameters."""
+    module = importlib.import_module(str(techniques.technique("optimizer", trial.optimizer).module))
+    found: tuple[type[torch.optim.Optimizer], dict[str, Any]] = module.optimizer(trial, device)
+    return found
+
+
+def stepping(trial: Trial, make: Callable[[list[Any]], Any], parameters: list[Any]) -> Any:
+    """The optimizer over these parameters: `make`'s, or what a technique puts around it."""
+    for hook in hooks(trial, "stepping"):
+        return hook(trial, make, parameters)
+    return make(parameters)
